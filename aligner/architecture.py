@@ -132,6 +132,7 @@ class GPTArchitecture:
     family: str | None = None
     # Suffix of the file to which a run writes such a model.
     suffix: ClassVar[str] = ".nemo"
+    has_table: ClassVar[bool] = True  # of tensors by canonical names, also for .nemo files
 
     def __post_init__(self) -> None:
         """Raise a `CheckpointError` that names the first invalid value."""
@@ -211,6 +212,7 @@ class TransformersArchitecture(GPTArchitecture):
     settings: str = "{}"  # text of ``config.json``
     code: str = ""  # the directory, if its own code builds the model
     suffix: ClassVar[str] = ""
+    has_table: ClassVar[bool] = False
 
 
 def layer_flags(

@@ -92,8 +92,8 @@ ENGINES = {"vllm": "aligner.generation.vllm.settings:VllmConfig"}
 # Kinds of environments, subclasses of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A program
 # may add rows before it parses a configuration.
 ENVIRONMENT_KINDS = {
-    "messages": "aligner.algorithms.rollout.kinds.messages:Messages",
-    "endpoint": "aligner.algorithms.rollout.kinds.endpoint:Endpoint",
+    "messages": "aligner.algorithms.rollout.kinds:Messages",
+    "endpoint": "aligner.algorithms.rollout.kinds:Endpoint",
 }
 
 

@@ -96,8 +96,10 @@ def architectures_of(config: BaseRunConfig, plan: PlanConfig) -> dict[str, GPTAr
         if plan.architecture is not None and path == plan.architecture:
             architectures[path] = read_architecture(path)
             continue
+        adapted = config.model.peft.lora is not None and key.startswith(("model", "critic"))
         try:
-            with open_model(path, backend, trusted=config.model.trust_remote_code) as source:
+            trusted = config.model.trust_remote_code
+            with open_model(path, backend, adapted, trusted=trusted) as source:
                 architectures[path] = source.architecture
         except CheckpointNotFoundError as error:
             if key != "model.restore_from_path" and plan.architecture is not None:

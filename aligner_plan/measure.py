@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from aligner.algorithms.run.startup import shapes_of
-from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.any_model import model_config
 from aligner.config import LengthParams, SamplingOptions
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -69,7 +69,7 @@ def stage_layers(role: PlannedRole) -> int:
 def depths_of(role: PlannedRole) -> list[int]:
     """Return the numbers of layers per pipeline stage that are measured."""
     layers = stage_layers(role)
-    if isinstance(role.architecture, TransformersArchitecture):
+    if not role.architecture.has_table:
         return [layers]  # its layers can differ from each other
     depths = _DEPTHS["dtensor" if role.is_dtensor else "megatron"]
     return [layers] if layers <= depths[-1] else list(depths)
@@ -164,7 +164,7 @@ def without_weights(
 
     def assumed_form(model: Any, opened: Any) -> ModelForm:
         """Return the form that most types have, because its tests need weights."""
-        if not isinstance(architecture, TransformersArchitecture):
+        if architecture.has_table:
             return form_of(model, opened)
         decoder = SlotDecoder if model.samples else None
         return ModelForm(logits=keyed_form(model_config(architecture)), decoder=decoder)

@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from aligner.config import LengthParams, SamplingParams
 from aligner.examples.tasks.tiny_model import random_weights
 from aligner.models.gpt.decode.generator import GenerationOutput, Generator
 from aligner.models.gpt.decode.sampled_model import SampledModel
-from aligner.models.gpt.dtensor.sampled_transformers import SampledTransformers, choose_decoder
+from aligner.models.gpt.dtensor.sampled_transformers import choose_decoder
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.groups import initialize_parallel
 from benchmarks.shapes import SMOLLM2
@@ -172,7 +173,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     gpt, architecture, peer = load_both(options.model)
     if options.on_transformers:
-        gpt = SampledTransformers(peer, choose_decoder(peer))
+        gpt = SampledModel(peer, partial(choose_decoder(peer), peer))
     for batch in options.batch:
         result = measure(gpt, architecture, peer, batch, options)
         if options.json:

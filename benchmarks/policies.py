@@ -16,11 +16,13 @@ from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 from benchmarks.common import stdout_reserved
 
 
-def make_policy(model: Path, **section: Any) -> Policy:
+def make_policy(model: Path, backend: str = "megatron", **section: Any) -> Policy:
     """Return a trainable policy without reference. ``section``: keys of ``model``."""
     config = ModelConfig(restore_from_path=str(model), optim=OptimConfig(lr=1e-6), **section)
     cluster = LocalCluster(initialize_parallel(config.parallel))
-    policy = Policy(cluster, config, byte_level_tokenizer(), init_reference_model=False)
+    policy = Policy(
+        cluster, config, byte_level_tokenizer(), backend=backend, init_reference_model=False
+    )
     policy.prepare_for_training()
     return policy
 

@@ -77,6 +77,7 @@ def measures(root: Path) -> dict[str, float]:
         "files of aligner/": len(library),
         "lines of aligner/": lines,
         "lines of aligner_plan/": lines_of(root / "aligner_plan"),
+        "lines of aligner_environments/": lines_of(root / "aligner_environments"),
         "lines of tests/": lines_of(root / "tests"),
         "lines of conf/": sum(
             len(p.read_text().splitlines()) for p in root.rglob("conf/**/*.yaml")

@@ -149,7 +149,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the library as its wheel installs it, outside of the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     # A copy of the sources, because setuptools writes into the folder that it builds.
-    names = ["aligner", "aligner_plan", "conf", "examples"]
+    names = ["aligner", "aligner_environments", "aligner_plan", "conf", "examples"]
     for name in names:
         shutil.copytree(UNIT_FOLDER.parents[1] / name, folder / "sources" / name)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):

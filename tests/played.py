@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from aligner.environments.pool import Call, EnvironmentPool
 
 PAGE = "docs/environments_adapters.md"
-ADAPTERS = "aligner.environments.adapters"
+ADAPTERS = "aligner_environments"
 
 
 def write_files(folder):

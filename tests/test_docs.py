@@ -101,7 +101,7 @@ def test_the_annotated_tree_is_the_tree():
     assert [entry for entry in entries if not (ROOT / entry).exists()] == []
     packages = {
         path.parent.relative_to(ROOT).as_posix()
-        for library in ("aligner", "aligner_plan")
+        for library in ("aligner", "aligner_environments", "aligner_plan")
         for path in (ROOT / library).rglob("__init__.py")
         if len(list(path.parent.glob("*.py"))) > 1
     }

@@ -18,7 +18,7 @@ KNOWN = {
 
 
 def _places():
-    files = [*(ROOT / "aligner").rglob("*.py"), *(ROOT / "aligner_plan").rglob("*.py")]
+    files = ROOT.glob("aligner*/**/*.py")
     for path in sorted(files):
         tree = ast.parse(path.read_text())
         file = path.relative_to(ROOT).as_posix().removeprefix("aligner/")

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
     LORA,
     LORA_A,
@@ -64,11 +64,11 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
     the model has no such linears.
     """
     # Adapters by the names of linears, with the shapes of the weights.
-    if isinstance(architecture, TransformersArchitecture):
+    if architecture.has_table:
+        weights = _canonical_weights(architecture, lora)
+    else:
         adapted = adapted_weights(empty_model(architecture), lora)
         weights = {weight.adapter: weight.shape for weight in adapted}
-    else:
-        weights = _canonical_weights(architecture, lora)
     # Two matrices for each adapted linear.
     shapes: dict[str, Shape] = {}
     for adapter, (*experts, outputs, inputs) in weights.items():

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.architecture import GPTArchitecture
 from aligner.errors import CheckpointError, LayoutError
 
 Weights = Mapping[str, Tensor]
@@ -77,7 +77,7 @@ def canonical_name(key: str) -> str | None:
 
 def expected_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
     """Return the name and global shape of every tensor of the model, in depth order."""
-    if isinstance(architecture, TransformersArchitecture):
+    if not architecture.has_table:
         raise CheckpointError(
             f"model_type={architecture.family!r} has no table of tensors, which adapters, plans "
             "and .nemo files need. Give a model of a family in docs/checkpoints.md"

@@ -65,7 +65,7 @@ def lora_to_peft(
     ``model``: the ``.nemo``, Hugging Face directory or ``.gguf`` file that the run began with.
     ``base_model``: the model for PEFT to load.
     """
-    with open_model(model, backend_of(adapters)) as source:
+    with open_model(model, backend_of(adapters), adapted=True) as source:
         architecture = source.architecture
     lora = read_adapters(adapters, architecture)
     save_peft(target, lora, architecture, base_model)

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from aligner.checkpoint.hf.any_model import TransformersSource, read_any
@@ -22,13 +22,18 @@ _DTENSOR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 @contextlib.contextmanager
 def open_model(
-    path: str | os.PathLike[str], backend: str | None = None, *, trusted: bool = False
+    path: str | os.PathLike[str],
+    backend: str | None = None,
+    adapted: bool = False,
+    *,
+    trusted: bool = False,
 ) -> Iterator[ModelSource]:
     """Open a `.nemo` (file or unpacked) or a Hugging Face directory or `.gguf` file.
 
     A directory of a family without a table of tensors is opened as `TransformersSource`.
-    ``backend``: the model's ``policy.backend``, if any. ``trusted``: whether Python code in a
-    directory is used (``trust_remote_code``).
+    ``backend``: the model's ``policy.backend``, if any. ``adapted``: whether the model gets
+    adapters, which the dtensor backend adds to modules of transformers only. ``trusted``: whether
+    Python code in a directory is used (``trust_remote_code``).
 
     Raises:
         CheckpointNotFoundError: ``path`` does not exist.
@@ -39,7 +44,7 @@ def open_model(
             f"{str(path)!r} describes a Hugging Face model. Give its directory, "
             f"{str(Path(path).parent)!r}"
         )
-    if is_built_by_transformers(path, backend, trusted=trusted):
+    if is_built_by_transformers(path, backend, adapted, trusted=trusted):
         yield read_any(Path(path), trusted=trusted)
         return
     if Path(path).suffix == ".gguf" or (Path(path) / "config.json").is_file():
@@ -50,15 +55,21 @@ def open_model(
 
 
 def is_built_by_transformers(
-    path: str | os.PathLike[str], backend: str | None = None, *, trusted: bool = False
+    path: str | os.PathLike[str],
+    backend: str | None = None,
+    adapted: bool = False,
+    *,
+    trusted: bool = False,
 ) -> bool:
-    """Return whether ``backend`` has no table of tensors for a directory's type.
+    """Return whether ``backend`` uses no table of tensors for a directory's type.
 
-    Code of the directory, if ``trusted``, precedes a table.
+    Code of the directory, if ``trusted``, precedes a table. ``adapted``: see `open_model`.
     """
     described = Path(path) / "config.json"
     if not described.is_file():
         return False
     settings = read_json(described)
-    families = _DTENSOR_FAMILIES if backend == "dtensor" else FAMILIES
+    families: Collection[str] = FAMILIES
+    if backend == "dtensor":
+        families = () if adapted else _DTENSOR_FAMILIES
     return settings.get("model_type") not in families or (trusted and "auto_map" in settings)

@@ -19,7 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
-# Earlier and present paths of the tasks, which were modules of the library.
+# Earlier and present paths of tasks and environments, which were modules of the library.
 MOVED = {
     "data.arithmetic": "examples.tasks.arithmetic",
     "data.form_pairs": "examples.tasks.form_pairs",
@@ -35,8 +35,15 @@ MOVED = {
     "rewards.reasoning_gym": "examples.tasks.reasoning",
     "environments.tools": "examples.tasks.calculator",  # some of its names
     "rewards.exact_number": "examples.tasks.exact_number",
+    "environments.adapters.functions": "environments.functions",
+    **{
+        f"environments.adapters.{name}": f"aligner_environments.{name}"
+        for name in ("gymnasium", "mcp", "nemo_rl", "openenv", "skyrl_gym", "trl", "verifiers")
+    },
+    "environments.adapters.verifiers_agent": "aligner_environments.verifiers_agent",
 }
-# Published modules below ``aligner``, and the modules below ``aligner`` that define their names.
+# Published modules below ``aligner``, and the modules that define their names: below ``aligner``,
+# or in another package of the project.
 PATHS = {
     **MOVED,
     "algorithms.interfaces": "losses.interfaces",
@@ -107,7 +114,7 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Return the code of the first target module, for ``python -m``."""
-        spec = find_spec(f"aligner.{_targets(fullname)[0]}")
+        spec = find_spec(_targets(fullname)[0])
         assert spec is not None
         assert isinstance(spec.loader, InspectLoader)
         return spec.loader.get_code(spec.name)
@@ -122,7 +129,7 @@ def published(module: str, name: str) -> Any:
         for target in _targets(module):
             for candidate in (_OTHER_NAMES.get(name, name), name):
                 try:
-                    return getattr(importlib.import_module(f"aligner.{target}"), candidate)
+                    return getattr(importlib.import_module(target), candidate)
                 except AttributeError:
                     continue
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -130,21 +137,25 @@ def published(module: str, name: str) -> Any:
 
 def current_path(text: str) -> str:
     """Replace the earlier paths of moved modules in a text by the present paths."""
-    return _MOVED_PATH.sub(lambda path: f"aligner.{MOVED[path[1]]}", text)
+    return _MOVED_PATH.sub(lambda path: _full_name(MOVED[path[1]]), text)
 
 
 _MOVED_PATH = re.compile(rf"\baligner\.({'|'.join(map(re.escape, MOVED))})\b")
 
 
 def _targets(module: str) -> list[str]:
-    return PATHS.get(module.removeprefix("aligner."), "").split()
+    return [_full_name(name) for name in PATHS.get(module.removeprefix("aligner."), "").split()]
+
+
+def _full_name(target: str) -> str:
+    return target if target.startswith("aligner_") else f"aligner.{target}"
 
 
 def _attribute(module: str, name: str) -> Any:
     """Import an attribute of an aliased module. ``__all__`` lists the module's attributes."""
     if name != "__all__":
         return published(module, name)
-    targets = [importlib.import_module(f"aligner.{target}") for target in _targets(module)]
+    targets = [importlib.import_module(target) for target in _targets(module)]
     return [
         attribute
         for target in targets

@@ -14,7 +14,7 @@ from aligner.config.combinations import ReadIf
 from aligner.config.fields import Count, FilePath, Function, Integer, Seconds, UserClass, one_of
 from aligner.importing import load_function
 
-_TOOLS_CLASS = "aligner.environments.adapters.functions:FunctionTools"
+_TOOLS_CLASS = "aligner.environments.functions:FunctionTools"
 WITHOUT_ENVIRONMENT = ReadIf(
     lambda run: not run.has_environment,
     "applies to runs without an environment (arguments of an environment: environment.kwargs)",

@@ -15,10 +15,7 @@ UNIFORM_BITS = 53  # bits of a hash in a uniform number, which float64 represent
 
 
 def mix(state: Tensor) -> Tensor:
-    """Apply SplitMix64's finaliser, a bijection in which every bit affects all bits.
-
-    ``state``: int64 [...]. Returns the same shape.
-    """
+    """Apply SplitMix64's finaliser to int64 [...]: a bijection, every bit affects all bits."""
     state = (state ^ _shift_right(state, 30)) * _MIX_1
     state = (state ^ _shift_right(state, 27)) * _MIX_2
     return state ^ _shift_right(state, 31)
@@ -40,10 +37,7 @@ def _shift_right(state: Tensor, bits: int) -> Tensor:
 
 
 def counter_hash(seed: int, *counters: Tensor) -> Tensor:
-    """Return an int64 hash [...] of ``seed`` and of the ``counters``, int64 tensors [...].
-
-    The seed is reduced modulo 2**64. The counters are broadcast together.
-    """
+    """Return an int64 hash of ``seed`` modulo 2**64 and of ``counters``, int64 [...]."""
     state = torch.full_like(counters[0], (seed + 2**63) % 2**64 - 2**63)
     for counter in counters:
         state = combine(state, counter)

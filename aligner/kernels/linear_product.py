@@ -107,11 +107,7 @@ class _LinearProduct(torch.autograd.Function):
 
 
 def linear_product(x: Tensor, weight: Tensor, origin: Origin | None = None) -> Tensor:
-    """Multiply ``x`` float [..., in] by ``weight`` [out, in] to [..., out].
-
-    ``origin``: origin of ``x``, whose function returns the elements of ``x`` in order, in any
-    shape.
-    """
+    """Multiply ``x`` float [..., in] of this ``origin`` by ``weight`` [out, in] to [..., out]."""
     if origin is None:
         return _LinearProduct.apply(x, weight, None)
     return _LinearProduct.apply(x, weight, origin.function, *origin.sources)
@@ -159,10 +155,7 @@ def _has_kernel(matrix: Tensor) -> bool:
 
 
 def wide_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Compute ``left @ right``, [n, k] by [k, m], without gradients.
-
-    The result is float32, or float64 for float64 matrices. ``out``: tensor for the result.
-    """
+    """Compute ``left @ right``, [n, k] by [k, m], in float32 or wider, without gradients."""
     if has_wide_products(left, right):
         return torch.mm(left, right, torch.float32, out=out)
     dtype = torch.promote_types(left.dtype, torch.float32)

@@ -259,11 +259,10 @@ def input_gradients(
 
 def _accumulate(total: Tensor | None, lhs: Tensor, rhs: Tensor) -> Tensor:
     """Compute ``total + lhs @ rhs``, in place unless ``total`` is None."""
-    if total is None:
-        return wide_mm(lhs, rhs)
-    if lhs.dtype == total.dtype:
+    if total is not None and lhs.dtype == total.dtype:
         return total.addmm_(lhs, rhs)
-    return total.add_(wide_mm(lhs, rhs))
+    product = wide_mm(lhs, rhs)
+    return product if total is None else total.add_(product)
 
 
 def _gradient_tile(

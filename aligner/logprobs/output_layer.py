@@ -64,10 +64,7 @@ class VocabShard:
         return cls(start=start, columns=end - start, group=group if ranks > 1 else None)
 
     def localize(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return local rows int64 [...] of global ids int64 [...], and which ids are local, bool.
-
-        The row of an id on another rank is 0.
-        """
+        """Return local rows of global ids int64 [...], 0 elsewhere, and which are local, bool."""
         local = target - self.start
         owned = (local >= 0) & (local < self.columns)
         return torch.where(owned, local, 0), owned
@@ -95,10 +92,7 @@ class VocabShard:
 
 
 def sequence_chunks(logits: Tensor, chunk_size: int | None) -> Iterator[slice]:
-    """Yield slices of dimension -2 of [..., S, V_local], ``chunk_size`` positions each.
-
-    The default bounds the float32 memory of a chunk. Slices are equal on all ranks.
-    """
+    """Yield slices of dimension -2 of [..., S, V_local], by default of bounded float32 memory."""
     length = logits.shape[-2]
     if chunk_size is None:
         budget = _CHUNK_BYTES.get(logits.device.type, _CHUNK_BYTES_ACCELERATOR)

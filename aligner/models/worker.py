@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aligner.architecture import TransformersArchitecture
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.hf.any_model import save_any
 from aligner.checkpoint.hf.model_folder import save_hf
@@ -153,7 +152,7 @@ class RoleWorker(Generic[RoleT]):
     def load_model(cls, settings: RoleSettings, path: str, tokenizer: Tokenizer) -> RoleT:
         """Load the backend's model from a `.nemo` file or a Hugging Face directory."""
         backend, trusted = cls.model_class.backend, settings.trust_remote_code
-        with open_model(path, backend, trusted=trusted) as source:
+        with open_model(path, backend, settings.lora is not None, trusted=trusted) as source:
             return cls.model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
 
     def __repr__(self) -> str:
@@ -312,7 +311,7 @@ class RoleWorker(Generic[RoleT]):
         self._restore_weights()
         # The suffix selects the format, unless only a directory can contain the model.
         architecture = self.model.architecture
-        if isinstance(architecture, TransformersArchitecture):
+        if not architecture.has_table:
             if weights_path.endswith(".nemo"):
                 raise ConfigError(
                     f"{weights_path}: a .nemo cannot contain a {architecture.family} model of "

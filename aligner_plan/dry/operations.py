@@ -78,7 +78,11 @@ class Operations(TorchDispatchMode):
             args = (args[0], self._positions(args[1]))
         # All others.
         refuse_operands(func, args, kwargs)
-        out = func(*args, **kwargs)
+        if func is _aten._grouped_mm.default and args[0].dtype == torch.float32:
+            # torch's function of shapes refuses float32, which the kernel supports.
+            out = func(*(matrix.bfloat16() for matrix in args[:2]), *args[2:], **kwargs).float()
+        else:
+            out = func(*args, **kwargs)
         operation = Operation.of(func, args, kwargs, out)
         for tensor in operation.results:
             tensor.constant = None  # a fake tensor would follow scalars on the device, too

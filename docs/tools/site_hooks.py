@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("aligner", "aligner_plan")
+PACKAGES = ("aligner", "aligner_environments", "aligner_plan")
 REFERENCE = "reference/"
 # Pages that stand where one looks for them in the repository, and in the site under the same path.
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/LOG.md")

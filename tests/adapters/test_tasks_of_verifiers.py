@@ -14,7 +14,7 @@ from aligner.environments.pool import Call, EnvironmentPool
 from aligner.errors import ConfigError
 
 pytestmark = pytest.mark.extended
-RUN = "aligner.environments.adapters.verifiers_agent:run"
+RUN = "aligner_environments.verifiers_agent:run"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """One rank of `test_any_model_layouts`: one update of models of transformers, sharded by FSDP2.
 
-    torchrun --nproc-per-node N any_model_rank.py FOLDER MODEL_TYPE[+lora|+unchecked] ...
+    torchrun --nproc-per-node N any_model_rank.py FOLDER MODEL_TYPE[+lora|+reward|+unchecked] ...
 
 All ranks are data parallel, then all are tensor parallel. Each data-parallel rank scores and learns
 from its share of the rows, with recomputed layers where the model can. Rank 0 writes the log-probs
@@ -20,8 +20,10 @@ from aligner.checkpoint.hf.any_model import empty_model, read_any
 from aligner.config import LoraConfig, OptimConfig, ParallelConfig
 from aligner.errors import LayoutError
 from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.dtensor import model
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
+from aligner.models.gpt.dtensor.critic import DTensorRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 
@@ -40,13 +42,15 @@ def make_batch(rank: int, ranks: int) -> dict[str, torch.Tensor]:
         "token_mask": ((position >= 1) & inside).float(),
         "sample_mask": torch.ones(len(LENGTHS)),
         "advantages": noise,
+        "returns": noise.flip(0),
+        "values": torch.zeros_like(noise),
         "prev_logprobs": torch.full_like(noise, -5.0),
         "generation_logprobs": torch.full_like(noise, -5.0),
     }
     return {name: column[rank::ranks] for name, column in batch.items()}
 
 
-def updated(folder: Path, layout: ParallelConfig, lora: LoraConfig | None) -> dict[str, object]:
+def updated(folder: Path, layout: ParallelConfig, variant: str) -> dict[str, object]:
     parallel = initialize_parallel(layout)
     source = read_any(folder)
     recomputes = empty_model(source.architecture).supports_gradient_checkpointing
@@ -57,14 +61,20 @@ def updated(folder: Path, layout: ParallelConfig, lora: LoraConfig | None) -> di
         micro_batch_size=1,
         sequence_packing="auto",
         recompute="full" if recomputes else None,
-        lora=lora,
+        lora=LoraConfig(adapter_dim=3) if variant == "lora" else None,  # no divisor of the rows
     )
-    role = DTensorActorModel(source, settings, parallel, None)
+    is_reward = variant == "reward"
+    kind = DTensorRewardModel if is_reward else DTensorActorModel
+    role = kind.from_checkpoint(source, settings=settings, tokenizer=None)
+    for shard in role.shards:
+        if shard.name == "score.weight":  # a fresh head is zero and lets no gradient into the body
+            shard.local.normal_(generator=torch.Generator().manual_seed(3))
     batch = make_batch(parallel.dp_rank, parallel.dp_size)
     before = role.whole_weights()
-    seen: dict[str, object] = {"logprobs": role.get_logprobs(batch)}
+    seen: dict[str, object] = {}
+    seen["logprobs"] = role.infer(batch) if is_reward else role.get_logprobs(batch)
     role.setup_training()
-    role.loss_fn = PPOPolicyLoss()
+    role.loss_fn = PPOValueLoss(value_clip=None) if is_reward else PPOPolicyLoss()
     role.prepare_for_training()
     seen["norm"] = role.training_update(batch)["grad_norm"]
     after = role.whole_weights()
@@ -82,13 +92,12 @@ def main() -> None:
     seen = {}
     for model_type in types:
         name, _, variant = model_type.partition("+")
-        lora = LoraConfig(adapter_dim=3) if variant == "lora" else None  # no divisor of the rows
         if variant == "unchecked":
             model.check_backend = lambda *_: None
         for tensor in {1, ranks}:
             layout = ParallelConfig(tensor=tensor)
             try:
-                seen[model_type, tensor] = updated(Path(folder) / name, layout, lora)
+                seen[model_type, tensor] = updated(Path(folder) / name, layout, variant)
             except LayoutError as refusal:
                 seen[model_type, tensor] = str(refusal)
     if torch.distributed.get_rank() == 0:

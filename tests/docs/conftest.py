@@ -126,7 +126,8 @@ def shelf(tmp_path_factory, tiny_nemo, teacher):
     """One of each file that the pages name, made by the commands that they give."""
     folder = tmp_path_factory.mktemp("shelf")
     for name in (
-        *("aligner", "aligner_plan", "benchmarks", "conf", "docs", "examples", "tests"),
+        *("aligner", "aligner_environments", "aligner_plan", "benchmarks"),
+        *("conf", "docs", "examples", "tests"),
         "Makefile",
     ):
         (folder / name).symlink_to(ROOT / name)

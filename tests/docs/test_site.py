@@ -44,7 +44,7 @@ def text_of(page):
 def test_every_public_module_has_a_page(site):
     modules = [
         path.relative_to(ROOT).with_suffix("")
-        for library in ("aligner", "aligner_plan")
+        for library in ("aligner", "aligner_environments", "aligner_plan")
         for path in (ROOT / library).rglob("*.py")
         if not path.stem.startswith("_") and (path.parent / "__init__.py").exists()
     ]

@@ -47,7 +47,7 @@ MIXTURE = dataclasses.replace(  # as `dry_roles` has it, which this process cann
 def layout_works(backend, dp, tp, pp, cp, ep, lora):
     """Whether the configuration takes a layout, by its own checks."""
     if backend == "dtensor" and lora:
-        return False  # the backend refuses adapters in Llama, which these cases build
+        return False  # the backend refuses adapters of a .nemo, which these cases build
     stages = 1 if pp == "one" else 2
     parallel = {
         "tensor_model_parallel_size": tp,

@@ -124,6 +124,26 @@ def test_a_model_that_only_transformers_builds_is_planned(dry, script):
     assert found["roles"]["policy"]["parameters"] == parameters
 
 
+def test_float32_experts_with_a_buffer_are_planned(dry):
+    """torch's function of shapes takes bfloat16 alone, and the router's correction is a buffer."""
+    settings = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 64}
+    settings |= {"intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 259}
+    settings |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4)
+    settings |= dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 24)
+    settings |= dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 16)
+    settings |= dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1)
+    settings |= {"qk_rope_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    found = dry(
+        "dry_plan:estimated",
+        script="train_gpt_sft",
+        settings=settings,
+        policy__backend="dtensor",
+        trainer__precision="32",
+    )
+    # The embedding, the output layer and the routed experts alone.
+    assert found["roles"]["policy"]["parameters"] > 2 * 259 * 64 + 4 * 3 * 64 * 32
+
+
 EVERY_TIME = ("train_gpt_ppo", "train_gpt_sft", "train_gpt_distill")
 
 

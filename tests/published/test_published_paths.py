@@ -129,9 +129,9 @@ def test_what_a_published_path_lists_is_there(path):
 
 
 def test_every_path_of_the_table_has_homes_that_are_there():
-    for homes in paths.PATHS.values():
-        for home in homes.split():
-            importlib.import_module(f"aligner.{home}")
+    for path in paths.PATHS:
+        for home in paths._targets(f"aligner.{path}"):
+            importlib.import_module(home)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("aligner.models.generation.nowhere")
 

@@ -1,7 +1,6 @@
 """Hugging Face directories of models that only transformers builds.
 
-Names and layouts in the files may differ from those of the module. transformers converts them both
-ways. The weights of such a model are named as in the module.
+Weights are named as in the module. transformers converts names and layouts of the files.
 """
 
 import difflib
@@ -172,10 +171,7 @@ def read_any(folder: Path, *, trusted: bool = False) -> TransformersSource:
 def architecture_of(
     settings: Mapping[str, Any], origin: str, *, trusted: bool = False
 ) -> TransformersArchitecture:
-    """Return the architecture of a ``config.json`` in the directory ``origin``.
-
-    ``trusted``: see `read_any`.
-    """
+    """Return the architecture of a ``config.json`` in the directory ``origin`` (`read_any`)."""
     code = origin if trusted and "auto_map" in settings else ""
     _check_type(settings, origin, bool(code))
     text = json.dumps(dict(settings), sort_keys=True)
@@ -210,46 +206,42 @@ def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> Non
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind = settings.get("model_type")
+    kind, problem = settings.get("model_type"), ""
     version = f"transformers {transformers.__version__}"
-    if kind not in CONFIG_MAPPING_NAMES and not has_code:
-        if settings.get("auto_map"):
-            raise CheckpointError(
-                f"{origin!r} needs the Python code in it (auto_map in config.json), because "
-                f"{version} has no model_type={kind!r}. Read the code, then set "
-                "model.trust_remote_code=true and policy.backend=dtensor"
-            )
-        near = difflib.get_close_matches(str(kind), sorted(CONFIG_MAPPING_NAMES), n=3)
-        similar = f" Similar types: {', '.join(near)}." if near else ""
-        raise CheckpointError(
-            f"model_type={kind!r} in config.json of {origin!r} is not supported by {version}."
-            f"{similar} Install a version of transformers that has the model"
-        )
     parts = [
         f"{name}.model_type={part['model_type']}"
         for name, part in settings.items()
         if name.endswith("_config") and isinstance(part, dict) and "model_type" in part
     ]
-    if parts and any("text" in part for part in parts):
-        raise CheckpointError(
-            f"model_type={kind!r} in config.json of {origin!r} is a model of several kinds of "
-            f"input ({', '.join(parts)}). Save its language model alone, in a directory of the "
-            "text type"
-        )
     causal = settings["auto_map"] if has_code else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if ("AutoModelForCausalLM" if has_code else kind) not in causal or settings.get(
-        "is_encoder_decoder"
-    ):
-        raise CheckpointError(
-            f"model_type={kind!r} in config.json of {origin!r} is no decoder-only language model. "
-            "Give a causal language model"
+    is_causal = ("AutoModelForCausalLM" if has_code else kind) in causal
+    if kind not in CONFIG_MAPPING_NAMES and not has_code:
+        near = difflib.get_close_matches(str(kind), sorted(CONFIG_MAPPING_NAMES), n=3)
+        similar = f" Similar types: {', '.join(near)}." if near else ""
+        problem = (
+            f"is not supported by {version}.{similar} Install a version of transformers that has "
+            "the model"
         )
-    if settings.get("quantization_config"):
+        if settings.get("auto_map"):
+            problem = (
+                f"needs the Python code in the directory (auto_map), because {version} has no such "
+                "type. Read the code, then set model.trust_remote_code=true and "
+                "policy.backend=dtensor"
+            )
+    elif any("text" in part for part in parts):
+        problem = (
+            f"is a model of several kinds of input ({', '.join(parts)}). Save its language model "
+            "alone, in a directory of the text type"
+        )
+    elif not is_causal or settings.get("is_encoder_decoder"):
+        problem = "is no decoder-only language model. Give a causal language model"
+    elif settings.get("quantization_config"):
         method = dict(settings["quantization_config"]).get("quant_method", "unknown")
-        raise CheckpointError(
-            f"{origin!r} is quantised ({method}), and training needs full weights. Give the "
-            "unquantised model"
+        problem = (
+            f"is quantised ({method}), and training needs full weights. Give the unquantised model"
         )
+    if problem:
+        raise CheckpointError(f"model_type={kind!r} in config.json of {origin!r} {problem}")
 
 
 def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
@@ -259,7 +251,7 @@ def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 
 def _config(text: str, code: str) -> "PreTrainedConfig":
-    """Return the configuration of transformers, or of the ``code``, in a ``config.json``."""
+    """Return transformers' configuration, or that of the ``code``, for a ``config.json``."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     if code:
@@ -273,12 +265,17 @@ def _config(text: str, code: str) -> "PreTrainedConfig":
     return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
 
 
-def unapplied_settings(architecture: TransformersArchitecture) -> dict[str, float]:
+def _own_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
+    assert isinstance(architecture, TransformersArchitecture)
+    return _config(architecture.settings, architecture.code)
+
+
+def unapplied_settings(architecture: GPTArchitecture) -> dict[str, float]:
     """Return what training does not apply: dropout, noise and auxiliary losses of routers above 0.
 
     transformers adds the auxiliary loss if ``output_router_logits`` is set.
     """
-    settings = _config(architecture.settings, architecture.code).to_dict()
+    settings = _own_config(architecture).to_dict()
     return {
         name: value
         for name, value in settings.items()
@@ -294,11 +291,11 @@ def unapplied_settings(architecture: TransformersArchitecture) -> dict[str, floa
 
 def model_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
     """Return transformers' configuration, without `unapplied_settings`."""
-    if not isinstance(architecture, TransformersArchitecture):
+    if architecture.has_table:
         from transformers import AutoConfig
 
         return AutoConfig.for_model(**config_to_hf(architecture)[1])
-    config = _config(architecture.settings, architecture.code)
+    config = _own_config(architecture)
     for name in unapplied_settings(architecture):
         setattr(config, name, 0.0)
     if hasattr(config, "output_router_logits"):
@@ -316,7 +313,7 @@ def empty_model(
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    is_trusted = isinstance(architecture, TransformersArchitecture) and bool(architecture.code)
+    is_trusted = bool(getattr(architecture, "code", ""))
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             model_config(architecture), dtype=dtype, trust_remote_code=is_trusted
@@ -329,17 +326,15 @@ def empty_model(
     return model
 
 
-def parameter_shapes(architecture: TransformersArchitecture) -> dict[str, Shape]:
+def parameter_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
     """Return name and shape of every parameter, tied weights once."""
     parameters = empty_model(architecture).named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in parameters}
 
 
 def body_path(model: "PreTrainedModel") -> str:
-    """Return the name of the module that computes the last hidden state.
-
-    Neither transformers' ``get_decoder`` nor its ``base_model`` is this module for all types.
-    """
+    """Return the name of the module that computes the last hidden state."""
+    # Neither ``get_decoder`` nor ``base_model`` is this module for all types.
     for body in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
         if body is not None and body is not model and not isinstance(body, nn.Linear):
             return path_of(model, body)
@@ -357,21 +352,20 @@ def path_of(model: nn.Module, part: nn.Module) -> str:
 def save_any(
     folder: Path,
     weights: Weights,
-    architecture: TransformersArchitecture,
+    architecture: GPTArchitecture,
     tokenizer_files: Mapping[str, bytes],
     keys: Mapping[str, Any],
 ) -> None:
     """Write a directory that ``from_pretrained`` loads, completely or not at all.
 
     ``folder``: a new or an empty directory. ``weights``: by the module's names. ``keys``: NeMo's
-    keys of a reward model. A head is written to a file of its own, and the output layer is then
-    missing.
+    keys of a reward model. A head is in a file of its own, in place of the output layer.
     """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     model = empty_model(architecture)
-    model.config = _config(architecture.settings, architecture.code)
+    model.config = _own_config(architecture)
     state = {name: tensor.contiguous() for name, tensor in weights.items() if name not in _HEAD}
     model.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
     with new_folder(folder) as partial:
@@ -385,7 +379,7 @@ def save_any(
 
 def require_megatron(architecture: GPTArchitecture) -> None:
     """Raise if megatron-core does not build the architecture."""
-    if isinstance(architecture, TransformersArchitecture):
+    if not architecture.has_table:
         raise CheckpointError(
             f"model_type={architecture.family!r} is a model of transformers that megatron-core "
             "does not build. Set policy.backend=dtensor"

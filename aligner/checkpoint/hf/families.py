@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.family import ORIGINAL, Config, Family
 from aligner.checkpoint.hf.tensors import (
     ALL_HEADS_NORM,
@@ -360,7 +360,7 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
     Raises:
         CheckpointError: the family cannot express the architecture.
     """
-    if isinstance(architecture, TransformersArchitecture):
+    if not architecture.has_table:
         raise CheckpointError(
             f"{architecture.family} models are built by transformers, and generation.backend=vllm "
             "does not serve such models here. Set generation.backend=megatron: the policy samples"

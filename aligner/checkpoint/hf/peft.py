@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import Adapters, adapted_weights, distinct_suffixes
 from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD
 from aligner.checkpoint.hf.any_model import empty_model
@@ -39,17 +39,16 @@ def save_peft(
         architecture: shape of the base model.
         base_model: name or path of the base model in Hugging Face's format, for the configuration.
     """
-    is_any = isinstance(architecture, TransformersArchitecture)
-    has_head = REWARD_HEAD[0] in adapters.tensors
-    if has_head and (is_any or config_to_hf(architecture)[0].table is not LLAMA_TABLE):
+    has_table, has_head = architecture.has_table, REWARD_HEAD[0] in adapters.tensors
+    if has_head and not (has_table and config_to_hf(architecture)[0].table is LLAMA_TABLE):
         raise CheckpointError(
             f"the adapters include a reward head (rm_head), which a Hugging Face "
             f"{architecture.family} cannot represent. Merge them into the model"
         )
-    if isinstance(architecture, TransformersArchitecture):
-        state, layers = _any_state(adapters, architecture)
-    else:
+    if has_table:
         state, layers = _table_state(adapters, architecture, has_head)
+    else:
+        state, layers = _any_state(adapters, architecture)
     config = {
         "peft_type": "LORA",
         "task_type": "TOKEN_CLS" if has_head else "CAUSAL_LM",
@@ -68,7 +67,7 @@ def save_peft(
 
 
 def _any_state(
-    adapters: Adapters, architecture: TransformersArchitecture
+    adapters: Adapters, architecture: GPTArchitecture
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return PEFT's tensors and settings for a model that only transformers builds.
 

@@ -6,13 +6,11 @@ Tensor-parallel sharding of the two matrices:
     row:    A [rank, in / tp], B [out, rank] replicated
 
 Ranks exchange the ``rank`` values per token between A and B. A replicated matrix gets its full
-gradient on every rank, under sequence parallelism the gradient of the rank's tokens, which
-megatron-core sums because of the ``sequence_parallel`` mark. Parameters of the linear keep their
-names in checkpoints.
+gradient on every rank. Under sequence parallelism this is the gradient of the rank's tokens, which
+megatron-core sums because of the ``sequence_parallel`` mark.
 
-A hash of the seed, the update, the adapter, the tokens up to the present token, its position and
-the feature decides the dropout of adapter inputs, which therefore depends on no row, micro-batch or
-rank.
+Dropout of adapter inputs is a hash of the seed, the update, the adapter, the tokens up to the
+present token, its position and the feature. It depends on no row, micro-batch or rank.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ import torch
 from loaded import load_set
 
 from aligner.algorithms.rollout.inputs import Prompts
-from aligner.algorithms.rollout.rollout import SingleTurn
+from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.rollout.validation import validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.checkpoint.nemo.model_file import open_nemo
@@ -188,7 +188,7 @@ def validator(request, tiny_nemo, tmp_path_factory):
         ).held_out
         reward = OddReward(tokenizer)
         return validate_on_prompts(
-            config, SingleTurn(), policy, reward, held_out, 0, tokenizer.pad_id
+            config, RolloutSource(), policy, reward, held_out, 0, tokenizer.pad_id
         )
 
     return validate

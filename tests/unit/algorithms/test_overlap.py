@@ -53,8 +53,8 @@ class ThreadedEngine(BackgroundGeneration):
         self.own.prepare_for_generation()
         return True
 
-    def generate(self, data, greedy=False, *, seed=0):
-        return self.own.generate(data, greedy, seed=seed)
+    def generate(self, data, greedy=False, *, seed=0, sampling_options=None):
+        return self.own.generate(data, greedy, seed=seed, sampling_options=sampling_options)
 
     def finish_generation(self):
         return True

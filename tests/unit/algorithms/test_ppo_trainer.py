@@ -43,7 +43,7 @@ class Recorder:
 class FakePolicy(Recorder):
     """Two tokens to every prompt; even sample ids end properly. Log-prob -1, reference -1.5."""
 
-    def generate(self, data, greedy=False, *, seed=0):
+    def generate(self, data, greedy=False, *, seed=0, sampling_options=None):
         self.log.append(("generate", data["sample_ids"].tolist(), seed))
         rows, width = data["input_ids"].shape
         lengths = data["input_lengths"] + RESPONSES

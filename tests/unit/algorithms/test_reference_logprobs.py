@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
+from aligner.algorithms.preference.build import ReferenceLogprobs
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DPORunConfig, parse_config
 from aligner.data.preferences import PairDataset, collate_pairs

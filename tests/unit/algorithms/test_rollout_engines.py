@@ -97,7 +97,7 @@ def test_each_engine_of_the_library_is_named_in_its_own_folder_only():
         uses = re.compile(rf"generation\.{name}\b(?!\.\*)|[\"']{name}[\"']|\b{name}\.\w+\(")
         found = {
             str(file.relative_to(ROOT))
-            for library in ("aligner", "aligner_plan")
+            for library in ("aligner", "aligner_environments", "aligner_plan")
             for file in (ROOT / library).rglob("*.py")
             if f"generation/{name}/" not in str(file) and uses.search(file.read_text())
         }

@@ -16,7 +16,7 @@ from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.endpoint import trajectory_of
 from aligner.algorithms.rollout.environments import EnvironmentReward, rollout_batch
 from aligner.algorithms.rollout.rollout import score
-from aligner.algorithms.rollout.validation import Judge
+from aligner.algorithms.rollout.validation import evaluate_responses
 from aligner.algorithms.rs.trainer import best_of_each
 from aligner.config import ImproperEndConfig, TrainerPPOConfig
 from aligner.config.algorithms.trainer import AdvantageConfig
@@ -100,7 +100,7 @@ def test_metrics_of_training_are_of_what_counts():
 def test_validation_counts_every_conversation(unscored):
     asked = rows(*[CALLS] * 6, WITHOUT, ANSWERS)
     batch = collected(Scripted, asked, max_turns=2, unscored=unscored)
-    found = Judge(EnvironmentReward(), str).evaluate(batch, 4)
+    found = evaluate_responses(batch, 4, EnvironmentReward(), str)
     assert found.metrics["accuracy"] == found.metrics["rewards"] == 0.125
     assert found.metrics["accuracy_of_answered"] == 1.0
     assert found.metrics["unscored_samples"] == 7
@@ -114,7 +114,7 @@ def test_a_rollout_that_limits_ended_is_no_error(unscored, caplog):
         batch = collected(Scripted, rows(CALLS), max_turns=2, unscored=unscored)
     assert batch["sample_mask"].tolist() == [float(unscored == "zero")]
     assert "scored none of the 1 conversations" in caplog.text
-    found = Judge(EnvironmentReward(), str).evaluate(batch, 1)
+    found = evaluate_responses(batch, 1, EnvironmentReward(), str)
     assert found.metrics["accuracy"] == 0.0
 
 

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import pytest
 from played import ADAPTERS, Game, kwargs_of, write_files
 
-from aligner.environments.adapters.foreign import LoopThread, as_text
-from aligner.environments.adapters.gymnasium import GymnasiumEnv, action_parser, without_colours
-from aligner.environments.adapters.mcp import MCPEnv, result_text
-from aligner.environments.adapters.nemo_rl import NeMoRLEnv, actor_class, reward_of
-from aligner.environments.adapters.skyrl_gym import SkyRLGymEnv
-from aligner.environments.adapters.trl import TRLEnv
 from aligner.environments.agent import Agent
 from aligner.environments.tools import HOW_TO_CALL, json_schema
 from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError, DataError
+from aligner_environments.foreign import LoopThread, as_text
+from aligner_environments.gymnasium import GymnasiumEnv, action_parser, without_colours
+from aligner_environments.mcp import MCPEnv, result_text
+from aligner_environments.nemo_rl import NeMoRLEnv, actor_class, reward_of
+from aligner_environments.skyrl_gym import SkyRLGymEnv
+from aligner_environments.trl import TRLEnv
 
 HERE = __name__
 
@@ -219,7 +219,9 @@ def test_each_version_of_verifiers_is_sent_to_its_own(monkeypatch):
     with pytest.raises(ConfigError, match=rf"environment.factory='{agent}'.* 'verifiers>=0.4'$"):
         Agent(agent, {"taskset": "t"}, ["prompt"])
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(MultiTurnEnv=None))
-    with pytest.raises(ConfigError, match=r"older than 0.4.*adapters.verifiers:VerifiersEnv$"):
+    with pytest.raises(
+        ConfigError, match=r"older than 0.4.*aligner_environments.verifiers:VerifiersEnv$"
+    ):
         Agent(agent, {"taskset": "t"}, ["prompt"])
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace())
     with pytest.raises(ConfigError, match=rf"kind=endpoint and environment.factory={agent}\. "):
@@ -416,8 +418,8 @@ def test_a_context_is_entered_and_left_in_one_task():
 def test_processes_of_these_environments_stay_light():
     program = (
         "import sys, aligner.environments.worker;"
-        "from aligner.environments.adapters import gymnasium, mcp, nemo_rl, openenv;"
-        "from aligner.environments.adapters import skyrl_gym, trl, verifiers, verifiers_agent;"
+        "from aligner_environments import gymnasium, mcp, nemo_rl, openenv;"
+        "from aligner_environments import skyrl_gym, trl, verifiers, verifiers_agent;"
         "heavy = {'torch', 'numpy', 'transformers', 'ray', 'omegaconf'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from aligner.config import EnvironmentConfig
 from aligner.config.load import with_built_in_task
 from aligner.data.readers import read_rows
-from aligner.environments.adapters.functions import FunctionTools
+from aligner.environments.functions import FunctionTools
 from aligner.environments.pool import Call, EnvironmentPool, Failure
 from aligner.environments.tools import HOW_TO_CALL
 from aligner.errors import ConfigError

@@ -4,19 +4,21 @@ import copy
 import importlib.util
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
-from hf_models import save_random_model
 from safetensors.torch import load_file
 from test_any_model import expected_logprobs, load, make_batch, update
 from transformers import AutoModelForCausalLM
 
+from aligner.algorithms.run.startup import describe_model
 from aligner.checkpoint.adapters import adapter_shapes, read_adapters
 from aligner.checkpoint.convert import lora_to_peft
 from aligner.checkpoint.hf.any_model import read_any, save_any
 from aligner.checkpoint.model_source import open_model
-from aligner.config import LoraConfig, OptimConfig
+from aligner.config import LoraConfig, ModelConfig, OptimConfig, PeftConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.policy import PPOPolicyLoss
@@ -24,6 +26,7 @@ from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
@@ -169,11 +172,37 @@ def test_adapters_without_a_gradient_are_refused_by_name(folder_of):
         update(adapted(folder_of("mamba")), PPOPolicyLoss())
 
 
-def test_families_with_a_table_refuse_adapters(tmp_path):
-    folder = tmp_path / "llama"
-    save_random_model("llama", {}, folder)
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", *(pytest.param(k, marks=pytest.mark.extended) for k in ("mistral", "qwen2", "gpt2"))],
+)
+def test_directories_of_families_with_a_table_get_adapters(model_type, folder_of, tmp_path):
+    tokenizer = byte_level_tokenizer()
+    folder = folder_of(model_type, vocab_size=tokenizer.vocab_size)
+    for name, content in tokenizer.files().items():
+        (folder / name).write_bytes(content)
+    lora = LoraConfig(("all",), 4)
+    peft = PeftConfig(peft_scheme="lora", lora_tuning=lora)
+    config = ModelConfig(restore_from_path=str(folder), peft=peft)
+    assert not describe_model(config, "dtensor")[1].has_table
+    # Without adapters, the table is used.
+    assert describe_model(replace(config, peft=PeftConfig()), "dtensor")[1].has_table
+    settings = RoleSettings(lora=lora, optim=OptimConfig(name="sgd", lr=0.3), micro_batch_size=4)
+    role = DTensorPolicyWorkerV2.load_model(settings, str(folder), tokenizer)
+    initial = matrices(role)
+    update(role, PPOPolicyLoss())
+    assert not any(m.equal(initial[n]) for n, m in matrices(role).items() if n.endswith("b"))
+    save_any(tmp_path / "merged", role.whole_weights(), role.architecture, {}, {})
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (expected_logprobs(merged) - role.get_logprobs(make_batch())).abs().max() < 1e-4
+    role.save_adapters(tmp_path / "a.lora.safetensors")
+    assert "rank 4" in lora_to_peft(folder, tmp_path / "a.lora.safetensors", tmp_path / "peft")
+
+
+def test_a_nemo_gets_no_adapters(tiny_nemo):
     settings = RoleSettings(lora=LoraConfig())
-    with open_model(folder, "dtensor") as source, pytest.raises(ConfigError, match="llama models"):
+    text = r"adapters .*\.nemo.*Hugging Face directory"
+    with open_model(tiny_nemo, "dtensor", True) as source, pytest.raises(ConfigError, match=text):
         DTensorActorModel(source, settings, initialize_parallel(), None)
 
 

@@ -23,9 +23,8 @@ from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.build import build_whole
-from aligner.models.gpt.dtensor.critic import DTensorCriticModel
+from aligner.models.gpt.dtensor.critic import DTensorCriticModel, DTensorRewardModel
 from aligner.models.gpt.dtensor.plan import check_backend
-from aligner.models.gpt.dtensor.reward import DTensorRewardModel
 from aligner.models.gpt.role.reward import saved_attributes
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
@@ -276,7 +275,7 @@ def change_config(folder, **changes):
     ("changes", "message"),
     [
         ({"model_type": "olmo22"}, r"olmo22.*transformers 5.*olmo2"),
-        ({"model_type": "mine", "auto_map": {"AutoModel": "m.M"}}, r"auto_map.*mine.*trust_remote"),
+        ({"model_type": "mine", "auto_map": {"AutoModel": "m.M"}}, r"mine.*auto_map.*trust_remote"),
         ({"model_type": "t5"}, r"t5.*decoder-only"),
         ({"is_encoder_decoder": True}, r"olmo2.*decoder-only"),
         (
@@ -386,7 +385,7 @@ def test_auxiliary_losses_of_routers_are_left_out_and_reported(is_added, folder_
     role = load(folder_of("mixtral", **aux))
     assert ("router_aux_loss_coef=0.25" in role.way_in_words()) is is_added
     ids = make_batch()["input_ids"][:1]
-    output = build_whole(role.architecture, role.whole_weights(), {}, torch.float32)(
+    output = build_whole(role.architecture, role.whole_weights(), torch.float32)(
         input_ids=ids, labels=ids
     )
     expected = torch.nn.functional.cross_entropy(output.logits[0, :-1], ids[0, 1:])

@@ -10,10 +10,13 @@ import math
 import pytest
 import torch
 from batches import ppo_batch
+from tiny_transformers import tiny_model
 
+from aligner.checkpoint.convert import hf_to_nemo
 from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, ParallelConfig, SchedConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
@@ -292,12 +295,33 @@ def test_generation_has_the_weights_of_the_moment(tiny_nemo):
         worker.model.generator.sample(*prompts.values(), seed=1)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["granite", "nemotron", "stablelm"])
+def test_a_nemo_of_a_newer_family_scores_as_transformers(model_type, tmp_path):
+    """Divided logits, or attention that rotates a part of a head."""
+    tokenizer, batch = byte_level_tokenizer(), make_batch()
+    model = tiny_model(model_type, vocab_size=tokenizer.vocab_size)
+    model.save_pretrained(tmp_path / "hf")
+    for name, content in tokenizer.files().items():
+        (tmp_path / "hf" / name).write_bytes(content)
+    hf_to_nemo(tmp_path / "hf", tmp_path / "model.nemo")
+    expected = torch.zeros(len(LENGTHS), WIDTH)
+    for row, length in enumerate(LENGTHS):
+        ids = batch["input_ids"][row : row + 1, :length]
+        logprobs = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+        expected[row, 1:length] = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    expected *= batch["token_mask"]
+    for packed in (False, True):
+        role = load(DTensorActorModel, tmp_path / "model.nemo", sequence_packing=packed)
+        torch.testing.assert_close(role.get_logprobs(batch), expected, atol=1e-4, rtol=0)
+
+
 # Refusals ----------------------------------------------------------------------------------------
 
 
 def test_what_this_backend_does_not_have_is_refused():
     experts = dataclasses.replace(TINY_ARCHITECTURE, num_moe_experts=4, family="mixtral")
-    with pytest.raises(LayoutError, match=r"4 experts.*policy\.backend=megatron"):
+    with pytest.raises(ConfigError, match=r"4 experts.*policy\.backend=megatron"):
         check_backend(experts, ParallelConfig())
     from transformers import GPT2Config
 

@@ -96,7 +96,7 @@ def trusted(folder, **changes):
 
 def test_code_is_not_imported_unless_it_is_trusted(own_folder):
     folder, mark = own_folder()
-    with pytest.raises(CheckpointError, match=r"auto_map.*'own'.*model\.trust_remote_code=true"):
+    with pytest.raises(CheckpointError, match=r"'own'.*auto_map.*model\.trust_remote_code=true"):
         load(folder)
     with pytest.raises(CheckpointError, match="trust_remote_code"), open_model(folder, "dtensor"):
         pass

@@ -301,7 +301,7 @@ def test_a_reward_without_what_it_needs_is_refused(reward, said):
 
 def test_every_setting_of_a_frozen_model_is_its_own_or_the_layout():
     """The list in `build_reward` of what the policy shares names fields that exist."""
-    from aligner.algorithms.rollout.reward_source import frozen_config
+    from aligner.algorithms.rollout.inputs import frozen_config
     from aligner.config import RewardModelConfig
 
     policy = TrainedModelConfig("p.nemo", tensor_model_parallel_size=2, sequence_parallel=True)

@@ -1,6 +1,7 @@
 """Generation of any transformers model against its own passes over whole sequences."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -10,13 +11,10 @@ from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.decode.sampled_model import SampledModel
 from aligner.models.gpt.dtensor.decoding import FullPassDecoder, GroupDecoder
 from aligner.models.gpt.dtensor.decoding_slots import SlotDecoder
-from aligner.models.gpt.dtensor.sampled_transformers import (
-    SampledTransformers,
-    choose_decoder,
-    decoding_difference,
-)
+from aligner.models.gpt.dtensor.sampled_transformers import choose_decoder, decoding_difference
 
 pytestmark = pytest.mark.integration
 
@@ -64,7 +62,7 @@ def run(model, decoder, prompts, lengths, *, slots=4, ids=None, greedy=None, **o
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     sampling = {name: rules.pop(name) for name in names & rules.keys()}
     generator = Generator(
-        SampledTransformers(model, decoder),
+        SampledModel(model, partial(decoder, model)),
         dataclasses.replace(ARCHITECTURE, vocab_size=model.config.vocab_size),
         pad_id=0,
         sampling=SamplingParams(**sampling),

@@ -338,12 +338,12 @@ def test_an_algorithm_is_planned_by_its_own_loop(monkeypatch):
             rows = [examples.train[row] for row in range(run.config.model.global_batch_size)]
             batch = collate_examples(rows, run.tokenizer.pad_id)
             for attempt in run.attempts():
-                with attempt:
+                with attempt as workers:
                     frozen = {"init_optimizer": False, "init_reference_model": False}
-                    clusters, model = attempt.clusters, run.config.model
+                    clusters, model = workers.clusters, run.config.model
                     judge = Policy(clusters.policy, model, run.tokenizer, "judge", **frozen)
-                    trainer = Trainer(attempt.start_policy(1), attempt.own(judge), batch)
-                    with attempt.loop(trainer, 1, None) as loop:
+                    trainer = Trainer(workers.start_policy(1), workers.own(judge), batch)
+                    with workers.loop(trainer, 1, None) as loop:
                         loop.run()
 
     monkeypatch.setattr(rehearsal, "imported", lambda path: train)

@@ -4,10 +4,8 @@ A step adds one token to each sequence in flight, and a pending sequence uses th
 that ended. The tokens of a sample depend only on its prompt, the seed and its sample id: uniform
 numbers are counter-based (`sampling`), and on CPU every operation computes a row bit for bit
 independently of the others. On other processors a changed last bit can change a token only near a
-boundary.
-
-All processes of a model-parallel group call `sample` with the same prompts and get the same result.
-Context-parallel ranks each compute everything.
+boundary. All processes of a model-parallel group call `sample` with the same prompts and get the
+same result.
 """
 
 import dataclasses
@@ -26,7 +24,11 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.decode.responses import PromptRows, Responses, RolloutRules, with_headroom
-from aligner.models.gpt.decode.sampled_model import DecodingModel, SampledGPT, SampledModel
+from aligner.models.gpt.decode.sampled_model import (
+    DecodingModel,
+    SampledModel,
+    synchronized_experts,
+)
 from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
 
 _MAX_CACHED_RULES = 2  # whose graphs are kept: the rules of training and of validation
@@ -79,7 +81,7 @@ class Generator:
                 f"{architecture.vocab_size}. Use the model's own tokenizer"
             )
         is_gpt = isinstance(model, GPTModel)
-        self._sampled = SampledGPT(model, architecture) if is_gpt else model
+        self._sampled = SampledModel.of_gpt(model, architecture) if is_gpt else model
         self._architecture = architecture
         self._eos_ids = tuple(eos_ids)
         self._pad_id = pad_id
@@ -118,7 +120,7 @@ class Generator:
         stop = self._stop if sampling_options is None else self._stop_strings(sampling_options)
         sampling_options = sampling_options or self._sampling_options
         length, sampling = sampling_options.length, sampling_options.sampling
-        device = next(self._sampled.parameters()).device
+        device = next(self._sampled.model.parameters()).device
         batch = PromptRows(prompts.to(device), prompt_lengths.to(device), sample_ids.to(device))
         # The only synchronisation before the first token.
         host, lengths = HostCopy(prompts, prompt_lengths).wait()
@@ -154,7 +156,7 @@ class Generator:
         stop: StopStrings | None,
         listener: TokenListener | None,
     ) -> Rollout:
-        """Sample responses to ``prompts`` until all have ended. ``rows``: unpadded prompt ids."""
+        """Sample responses to all ``prompts``. ``rows``: unpadded prompt ids."""
         # Modes: on a GPU the host runs ahead of the device, which CUDA graphs require.
         ahead = _runs_ahead(prompts.tokens.device) and not self._sampled.is_pipelined
         may_wait = not ahead or self._may_wait
@@ -173,7 +175,7 @@ class Generator:
             )
 
         num_slots, keep_graphs = min(self._max_batch_size, len(rows)), False
-        with self._sampled.rollout():
+        with synchronized_experts(self._sampled.model):
             if num_slots == 0:
                 return begin(Responses(prompts, rules), may_wait)
             # Memory: with graphs, the last rollout's if possible.
@@ -205,7 +207,7 @@ class Generator:
 
     def _model_for(self, num_slots: int, capacity: int, captured: bool) -> DecodingModel:
         """Return a model whose cache is large enough. Graphs contain addresses of weights."""
-        weights = tuple(parameter.data_ptr() for parameter in self._sampled.parameters())
+        weights = tuple(parameter.data_ptr() for parameter in self._sampled.model.parameters())
         last = self._model if captured and weights == self._weights else None
         if last is not None and last.cache.fits(num_slots, capacity):
             return last
@@ -244,25 +246,28 @@ class Generator:
         """Check the options and return the matcher of stop strings, if any."""
         length, sampling = sampling_options.length, sampling_options.sampling
         positions = self._architecture.max_position_embeddings
+        problem = ""
         if not 1 <= length.max_length < positions:
-            raise ConfigError(
+            problem = (
                 f"length_params.max_length={length.max_length} must be at least 1 and below the "
                 f"model's {positions} positions, of which the prompt needs at least one"
             )
-        if length.min_length > length.max_length:
-            raise ConfigError(
+        elif length.min_length > length.max_length:
+            problem = (
                 f"length_params.min_length={length.min_length} is above "
                 f"length_params.max_length={length.max_length}. Lower min_length"
             )
-        if not all(sampling.end_strings):
-            raise ConfigError("sampling_params.end_strings contains an empty string. Remove it")
-        if not sampling.end_strings:
-            return None
-        if self._tokenizer is None:
-            raise ConfigError(
+        elif not all(sampling.end_strings):
+            problem = "sampling_params.end_strings contains an empty string. Remove it"
+        elif sampling.end_strings and self._tokenizer is None:
+            problem = (
                 "sampling_params.end_strings need a tokenizer, but the model was built without a "
                 "tokenizer"
             )
+        if problem:
+            raise ConfigError(problem)
+        if self._tokenizer is None or not sampling.end_strings:
+            return None
         return StopStrings(self._tokenizer, sampling.end_strings)
 
     def _check_prompts(self, prompts: Tensor, lengths: Tensor, length: LengthParams) -> None:

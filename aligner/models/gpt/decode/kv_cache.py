@@ -1,8 +1,7 @@
 """Key-value cache of the sequences in flight, one slot per sequence.
 
-The cache is attached to every `CoreAttention` of a model and computes the attention. Before each
-forward pass it is set to a prefill of prompts, or to one more token for each of the first ``n``
-slots. Masks are derived from lengths.
+The cache is attached to every `CoreAttention` of a model and computes the attention. Each forward
+pass is a prefill of prompts, or adds one token to each of the first ``n`` slots.
 
 Shape legend: ``n`` rows of a pass, one token each, ``m`` prompts, ``P`` their padded length, ``G``
 key-value heads of this rank, ``R`` query heads per key-value head, ``D`` head width. ``heads`` are
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.device import accelerator
-from aligner.models.gpt.layers.attention import attend, window_mask
+from aligner.models.gpt.layers.attention import attend_rows
 
 ALIGNMENT = 16
 # torch has a separate algorithm for matrix products with fewer multiplications.
@@ -83,8 +82,8 @@ class KVCache:
     ) -> None:
         """Allocate the cache for ``num_slots`` sequences of at most ``capacity`` tokens.
 
-        ``layer_numbers``: megatron-core's global numbers of this process's layers. ``scale``:
-        factor of the scores. ``windows``: tokens that each layer sees (None: all).
+        ``layer_numbers``: megatron-core's global numbers of this process's layers. ``windows``:
+        tokens that each layer sees (None: all).
         """
         # For narrow heads the span includes masked positions, so that one algorithm computes all.
         self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))
@@ -230,13 +229,11 @@ class KVCache:
     def _prefill(self, plan: _Prefill, heads: Tensor, window: int | None) -> Tensor:
         framed = heads[plan.frame]  # [m, P, G, R + 2, D]
         query, key, value = framed.split((heads.shape[2] - 2, 1, 1), dim=3)
-        length = framed.shape[1]
-        windowed = window is not None and length > window
-        out = attend(
+        out = attend_rows(
             query.flatten(2, 3).transpose(1, 2),
             key.squeeze(3).transpose(1, 2),
             value.squeeze(3).transpose(1, 2),
-            window_mask(length, window, heads.device) if windowed else None,
-            self._scale,
+            window,
+            scale=self._scale,
         )
         return out.transpose(1, 2).flatten(0, 1)[plan.rows].flatten(1)

@@ -1,9 +1,8 @@
 """Fast implementation of megatron-core's dense layers for rows without gradients.
 
-`IncrementalLayer` computes the function of a layer from its parameters in a third of the
-operations, because decoding spends half its time on small operations and Python code. It operates
-on rows, one token each, without padding, for our local layers and Transformer Engine's. Models with
-experts or float32 residuals use the modules.
+`IncrementalLayer` computes a layer in a third of the operations, because decoding spends half its
+time on small operations and Python code. It operates on rows, one token each, without padding, for
+our local layers and Transformer Engine's. Models with experts or float32 residuals use the modules.
 
 Shape legend: ``n`` rows, ``H`` hidden, ``G`` key-value heads, ``R`` query heads per key-value head,
 ``D`` head width, ``D_rot`` its rotated part. ``heads`` are [n, G, R + 2, D]: a key-value head's
@@ -164,11 +163,10 @@ def incremental_layers(
 ) -> list[IncrementalLayer] | None:
     """Return the fast layers of a model, or None if one of its layers is not supported."""
     layers = list(gpt.decoder.layers)
-    if gpt.config.fp32_residual_connection or gpt.config.rotary_interleaved:
-        return None
-    if gpt.config.attention_output_gate or gpt.config.window_rotary_base is not None:
-        return None
-    if not all(_is_supported(layer, products) for layer in layers):
+    config = gpt.config
+    has_option = config.fp32_residual_connection or config.rotary_interleaved
+    has_option = has_option or config.attention_output_gate or config.window_rotary_base is not None
+    if has_option or not all(_is_supported(layer, products) for layer in layers):
         return None
     group = gpt.pg_collection.tp
     tp_group = group if dist.get_world_size(group) > 1 else None
@@ -185,9 +183,8 @@ def _is_supported(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bo
     if type(layer) is not TransformerLayer or not isinstance(layer.self_attention, SelfAttention):
         return False
     attention, mlp = layer.self_attention, layer.mlp
-    if isinstance(layer.self_attn_bda, nn.Module):
-        return False
-    if type(mlp) is not MLP or type(attention.core_attention) is not CoreAttention:
+    is_dense = type(mlp) is MLP and type(attention.core_attention) is CoreAttention
+    if not is_dense or isinstance(layer.self_attn_bda, nn.Module):
         return False
     norms = (
         (attention.linear_qkv, layer.input_layernorm),

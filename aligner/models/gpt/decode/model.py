@@ -1,9 +1,9 @@
 """Incremental decoding of a megatron-core GPTModel: prefill and decode on a key-value cache.
 
-`incremental_layers` compute the layers from the model's weights if possible, otherwise the model's
-modules do. In `IncrementalModel.session` sequence parallelism is off, because one token cannot be
-split, and so are 8-bit products, because Transformer Engine requires multiples of 8 rows.
-Context-parallel ranks each compute full sequences.
+`incremental_layers` compute the layers if possible, otherwise the model's modules do. In
+`IncrementalModel.session` sequence parallelism is off, because one token cannot be split, and so
+are 8-bit products, because Transformer Engine requires multiples of 8 rows. Context-parallel ranks
+each compute full sequences.
 
 Pipeline stages send hidden rows forward and tokens to all stages (`PipelineComm`), one pass at a
 time. Every stage tracks the rollout and knows the shape of the next message:
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.device import accelerator
-from aligner.errors import AlignerError, LayoutError
+from aligner.errors import AlignerError
 from aligner.kernels.linear_product import Product, has_wide_products, packed_linears, wide_mm
 from aligner.logprobs.output_layer import VocabShard, output_weight
 from aligner.models.gpt.decode.kv_cache import KVCache, aligned
@@ -106,15 +106,11 @@ class IncrementalModel:
     """Model that computes next-token logits of the sequences in flight, one slot each."""
 
     def __init__(
-        self, gpt: GPTModel, architecture: GPTArchitecture, *, num_slots: int, capacity: int
+        self, gpt: GPTModel, architecture: GPTArchitecture, num_slots: int, capacity: int
     ) -> None:
         """Prepare for at most ``num_slots`` sequences of at most ``capacity`` tokens."""
         self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]
-        if not self._attention:
-            raise LayoutError(
-                "generation needs aligner's core attention, but this model was built with another "
-                "core attention. Build it with the local layer spec"
-            )
+        assert self._attention, "generation needs aligner's core attention"
         self._gpt = gpt
         self._vocab_size = architecture.vocab_size
         parameter = next(gpt.parameters())
@@ -192,10 +188,7 @@ class IncrementalModel:
 
     @property
     def can_be_kept(self) -> bool:
-        """True inside a session if graphs are worth their memory until the next session.
-
-        A graph that reads copies of weights, such as merged adapters, is not kept.
-        """
+        """True inside a session if graphs are small and read no merged copies of weights."""
         parts = [part for layer in self._layers or () for part in vars(layer).values()]
         options = [getattr(part, "keywords", getattr(part, "__dict__", {})) for part in parts]
         read = {option["weight"].data_ptr() for option in options if "weight" in option}
@@ -310,11 +303,8 @@ class IncrementalModel:
 
 
 def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return `torch.inference_mode`, or `torch.no_grad` for modules of Transformer Engine.
-
-    Transformer Engine keeps tensors between passes, and may be unable to train with inference
-    tensors.
-    """
+    """Return `torch.inference_mode`, or `torch.no_grad` if modules keep tensors of a pass."""
+    # Transformer Engine may be unable to train with inference tensors of earlier passes.
     if any(is_transformer_engine(module) for module in model.modules()):
         return torch.no_grad()
     return torch.inference_mode()

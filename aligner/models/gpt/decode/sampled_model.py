@@ -1,14 +1,16 @@
-"""Interface of a model that `Generator` samples from, and its implementation for GPT models."""
+"""A model that `Generator` samples from, and the interface of its decoder."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from torch import Tensor
+from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.device import accelerator
@@ -49,57 +51,34 @@ class DecodingModel(Protocol):
         """See `IncrementalModel.logits`."""
 
 
-class SampledModel(Protocol):
+@dataclass
+class SampledModel:
     """Model with the weights of a rollout."""
 
+    model: nn.Module  # all of its parameters are on the device of the rollout
+    decoder: Callable[[int, int], DecodingModel]  # for at most so many sequences of so many tokens
     # Ranks that compute the same tokens. The first rank's result counts.
-    copies: dist.ProcessGroup | None
-    is_pipelined: bool
+    copies: dist.ProcessGroup | None = None
+    is_pipelined: bool = False
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Iterate over this process's parameters, all on the device of the rollout."""
-
-    def decoder(self, num_slots: int, capacity: int) -> DecodingModel:
-        """Return a decoder of at most ``num_slots`` sequences of at most ``capacity`` tokens."""
-
-    def rollout(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a rollout. All ranks enter it, also those without prompts."""
-
-
-class SampledGPT:
-    """`SampledModel` of a megatron-core model."""
-
-    def __init__(self, gpt: GPTModel, architecture: GPTArchitecture) -> None:
-        self._gpt = gpt
-        self._architecture = architecture
-        self.copies: dist.ProcessGroup | None = gpt.pg_collection.cp
-        self.is_pipelined = dist.get_world_size(gpt.pg_collection.pp) > 1
-
-    def parameters(self) -> Iterator[Tensor]:
-        """See `SampledModel.parameters`."""
-        return self._gpt.parameters()
-
-    def decoder(self, num_slots: int, capacity: int) -> IncrementalModel:
-        """See `SampledModel.decoder`."""
-        return IncrementalModel(
-            self._gpt, self._architecture, num_slots=num_slots, capacity=capacity
-        )
-
-    def rollout(self) -> contextlib.AbstractContextManager[None]:
-        """See `SampledModel.rollout`."""
-        return synchronized_experts(self._gpt)
+    @classmethod
+    def of_gpt(cls, gpt: GPTModel, architecture: GPTArchitecture) -> "SampledModel":
+        """Return a megatron-core model, or this process's share, to sample from."""
+        groups = gpt.pg_collection
+        decoder = functools.partial(IncrementalModel, gpt, architecture)
+        return cls(gpt, decoder, groups.cp, dist.get_world_size(groups.pp) > 1)
 
 
 @contextlib.contextmanager
-def synchronized_experts(gpt: GPTModel) -> Iterator[None]:
+def synchronized_experts(model: nn.Module) -> Iterator[None]:
     """Allow ranks to run different numbers of forward passes inside the block.
 
-    Ranks run an expert layer together, but finish generation at different times. Each pass is
-    announced, and a rank that has finished runs only the expert layers, with one token of zeros,
-    until all ranks have finished. All ranks of the expert-parallel group enter the block and use
-    the group for nothing else inside. An error inside does not wait for the other ranks.
+    Ranks run an expert layer of megatron-core together, but finish generation at different times.
+    Each pass is announced, and a rank that has finished runs only the expert layers, with one token
+    of zeros, until all ranks have finished. All ranks of the expert-parallel group enter the block
+    and use the group for nothing else inside. An error inside does not wait for the other ranks.
     """
-    layers = [layer.mlp for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not layers or layers[0].ep_group.size() == 1:
         yield
         return
@@ -109,14 +88,14 @@ def synchronized_experts(gpt: GPTModel) -> Iterator[None]:
     def announce(*_: Any) -> None:
         _any_rank_works(True, group)
 
-    hook = gpt.decoder.register_forward_pre_hook(announce)
+    hook = model.decoder.register_forward_pre_hook(announce)
     try:
         yield
     finally:
         hook.remove()
     # This rank has finished: join the passes of the others with one token of zeros.
-    parameter = next(gpt.decoder.parameters())
-    idle = parameter.new_zeros(1, 1, gpt.config.hidden_size)
+    parameter = next(model.decoder.parameters())
+    idle = parameter.new_zeros(1, 1, model.config.hidden_size)
     with torch.no_grad():
         while _any_rank_works(False, group):
             for experts in layers:

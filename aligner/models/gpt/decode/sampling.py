@@ -136,11 +136,7 @@ def check_finite(logprobs: Tensor) -> None:
 
 
 def _ban(scores: Tensor, banned: Tensor, end_ids: Tensor) -> Tensor:
-    """Set the scores of ``end_ids`` to -inf in ``banned`` rows, in place.
-
-    Returns the log-sum-exp of the original scores, float64 [b], and -inf for rows that are not
-    banned.
-    """
+    """Set ``end_ids`` to -inf in ``banned`` rows. Return their log-sum-exp [b], or -inf."""
     end_scores = scores[:, end_ids]
     scores[:, end_ids] = end_scores.masked_fill(banned[:, None], -torch.inf)
     mass = end_scores.double()
@@ -186,11 +182,8 @@ def _blocks(probabilities: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Return the first index at which ``cumulative`` [b, n] exceeds ``target`` [b] (at least 0).
-
-    A target that rounding puts at or above the total is replaced by the next number below the
-    total.
-    """
+    """Return the first index at which ``cumulative`` [b, n] exceeds ``target`` [b] of 0 or more."""
+    # Rounding can put a target at or above the total.
     below_total = cumulative[:, -1] * _BELOW_ONE
     limit = torch.minimum(target, below_total)[:, None]
     index = torch.searchsorted(cumulative, limit, right=True).squeeze(1)
@@ -200,10 +193,7 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 def _keep_threshold(
     scores: Tensor, top_k: int, top_p: float, may_wait: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the threshold of the top-k/top-p filter, [b], without sorting the vocabulary.
-
-    Without ``may_wait`` also return a bool [], true if some nucleus exceeds the candidates.
-    """
+    """Compute the threshold [b] of the filter, and whether a nucleus is wide (`sample_tokens`)."""
     columns = scores.shape[1]
     if top_k > 0 or columns <= _NUCLEUS:
         return threshold(scores.clone(), top_k, top_p), None

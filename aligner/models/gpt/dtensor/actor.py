@@ -1,13 +1,13 @@
 """Policy on a transformers model: generates responses, scores tokens, and trains."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from aligner.architecture import TransformersArchitecture
 from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -16,7 +16,6 @@ from aligner.models.gpt.decode.sampled_model import SampledModel
 from aligner.models.gpt.dtensor.build import build_whole
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
-from aligner.models.gpt.dtensor.sampled_transformers import SampledTransformers
 from aligner.models.gpt.dtensor.shards import GatheredParameters
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
 from aligner.models.gpt.forward.token_logprobs import best_candidates
@@ -106,11 +105,10 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         backend. If only transformers builds the model, the copy is transformers' causal language
         model, whole on each process.
         """
-        if isinstance(self.architecture, TransformersArchitecture):
-            weights, buffers = self.gathered_weights(), self.persistent_buffers()
-            whole = build_whole(self.architecture, weights, buffers, self.settings.dtype)
+        if not self.architecture.has_table:
+            whole = build_whole(self.architecture, self.gathered_weights(), self.settings.dtype)
             assert self.form.decoder is not None
-            return SampledTransformers(whole, self.form.decoder, self.vocab_group)
+            return SampledModel(whole, partial(self.form.decoder, whole), self.vocab_group)
         gpt = build_gpt(
             self.architecture,
             dtype=self.settings.dtype,

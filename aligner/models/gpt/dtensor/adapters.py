@@ -80,8 +80,7 @@ def check_that_all_learn(
     """Raise if an adapter has no gradient. Call it on all ranks, after a backward pass.
 
     Raises:
-        ConfigError: the code of the model does not call an adapted layer, or no output depends on
-            the layer (the choice of experts or of keys has no gradient).
+        ConfigError: the model's code does not call an adapted layer, or no output depends on it.
     """
     gradients = {shard.name: shard.gradient for shard in shards}
     counts = [gradients[f"{weight.adapter}.b"] is not None for weight in weights]

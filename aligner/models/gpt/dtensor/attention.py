@@ -122,8 +122,7 @@ def mask(
 
     del batch_size, q_length, kv_length, unused
     current = _PASS.get()
-    if current is None:
-        raise LayoutError("a model with aligner's attention must run inside of `running`")
+    assert current is not None, "a model with aligner's attention must run inside of `running`"
     is_window = (
         local_size is not None
         and not use_vmap
@@ -167,11 +166,10 @@ def attention(
     Raises:
         LayoutError: the layer passes a mask or a keyword that is not known here.
     """
-    if not isinstance(attention_mask, Rule):
-        raise LayoutError(f"{type(module).__name__} passes a mask of its own to its attention")
     unknown = {name for name, value in keywords.items() if value is not None} - _REPEATED
-    if unknown:
-        raise LayoutError(f"{type(module).__name__} passes {sorted(unknown)} to its attention")
+    if unknown or not isinstance(attention_mask, Rule):
+        passed = sorted(unknown) or "a mask of its own"
+        raise LayoutError(f"{type(module).__name__} passes {passed} to its attention")
     rule, segments = attention_mask, attention_mask.current.segments
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bucket = None

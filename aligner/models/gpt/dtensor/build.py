@@ -1,7 +1,7 @@
-"""Build a transformers model as FSDP2 and tensor-parallel DTensors from canonical weights.
+"""Build a transformers model as FSDP2 and tensor-parallel DTensors.
 
-Weights are loaded and sharded layer by layer. In addition to its share, a process therefore stores
-at most one full layer (or the embeddings).
+Weights are loaded and sharded layer by layer, so that a process stores at most one full layer (or
+the embeddings) in addition to its share.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapted_weights
+from aligner.checkpoint.canonical import check_shape
 from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config, path_of
 from aligner.device import accelerator
 from aligner.errors import CheckpointError, ConfigError
@@ -78,21 +79,18 @@ def build_sharded(
 
 
 def build_whole(
-    architecture: TransformersArchitecture,
-    weights: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    architecture: GPTArchitecture, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> nn.Module:
     """Build a causal language model of transformers, unsharded, in evaluation mode.
 
     ``weights``: full parameters by the module's names, float [out, in] or [out], of which tied ones
-    have one name. ``buffers``: the persistent buffers, [...]. ``dtype``: dtype of the parameters.
+    have one name, and persistent buffers [...]. ``dtype``: dtype of the parameters.
     """
     causal = empty_model(architecture, dtype)
     _fill(causal, "", weights, {}, dtype)
     for name, buffer in causal.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
+        if name in weights:
+            buffer.copy_(weights[name])
     _move_buffers(causal)
     return causal.eval().requires_grad_(False)
 
@@ -109,24 +107,23 @@ def _empty_model(
     """Build the model from transformers' class, without memory for its parameters."""
     dtensor_attention.register()
     causal, recompute = empty_model(architecture, settings.dtype), settings.recompute
-    key = f"model.activations_checkpoint_granularity={recompute}"
+    problem = ""
     if way == "aligner":
         is_selective = recompute == "selective"
         causal.set_attn_implementation(
             dtensor_attention.RECOMPUTED if is_selective else dtensor_attention.NAME
         )
     elif recompute == "selective":
-        raise ConfigError(
-            f"{key}: {architecture.family} does not run with aligner's attention, which recomputes "
-            "itself. Set it to full or null"
+        problem = (
+            "does not run with aligner's attention, which recomputes itself. Set it to full or null"
         )
-    if recompute == "full":
-        if not causal.supports_gradient_checkpointing:
-            raise ConfigError(
-                f"{key}: {architecture.family} of transformers cannot recompute layers. Set it to "
-                "null"
-            )
+    if recompute == "full" and causal.supports_gradient_checkpointing:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
+    elif recompute == "full":
+        problem = "of transformers cannot recompute layers. Set it to null"
+    if problem:
+        key = f"model.activations_checkpoint_granularity={recompute}"
+        raise ConfigError(f"{key}: {architecture.family} {problem}")
     # A head replaces the output layer.
     body, parts = body_path(causal), dict(causal.named_children())
     output, score = None, None
@@ -153,17 +150,13 @@ def _fill_and_shard(
     dtype: torch.dtype,
     plan: Mapping[str, str],
 ) -> dict[str, int]:
-    """Load and shard the weights, and return the tensor-parallel dimension of split parameters.
-
-    ``plan``: see `split_layer`.
-    """
+    """Load and shard the weights, and return the tensor-parallel dimension of split parameters."""
     names = {module: name for name, module in model.named_modules()}
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     split: dict[str, int] = {}
     filled: dict[nn.Parameter, nn.Parameter] = {}
-    buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False))
 
     def shard(block: nn.Module, policy: MixedPrecisionPolicy) -> None:
         for name, parameter in block.named_parameters(prefix=names[block]):
@@ -186,9 +179,9 @@ def _fill_and_shard(
         _fill_head(model.score, weights)
         shard(model.score, MixedPrecisionPolicy())
     _fill(model, "", weights, filled)
-    if weights is not None:
-        for name in sorted(buffers):
-            model.get_buffer(name).copy_(weights[name])
+    for name, buffer in model.named_buffers():
+        if weights is not None and name in weights:
+            buffer.copy_(weights[name])
     if mesh["tensor"].size() > 1:
         split_vocabulary(model.embedding, model.output_layer, mesh["tensor"])
     shard(model, policy)
@@ -238,11 +231,7 @@ def _fill_head(head: ValueHead, weights: Mapping[str, Tensor] | None) -> None:
         value = torch.zeros(parameter.shape, device=accelerator.device())
         name = f"score.{leaf}"
         if weights is not None and name in weights:
-            if weights[name].shape != value.shape:
-                raise CheckpointError(
-                    f"{name} has shape {tuple(weights[name].shape)}, but this role needs "
-                    f"{tuple(value.shape)}. Start from a model without a head, or with the same "
-                    "number of outputs"
-                )
-            value.copy_(weights[name])
+            saved = weights[name]
+            check_shape(f"{name} of the checkpoint's head", saved.shape, tuple(value.shape))
+            value.copy_(saved)
         head.register_parameter(leaf, nn.Parameter(value))

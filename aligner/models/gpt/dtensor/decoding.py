@@ -89,11 +89,7 @@ class TransformersDecoder(DecodingModel):
     def _project(
         self, head: nn.Module, plain: Callable[[Tensor], Tensor], hidden: Tensor
     ) -> Tensor:
-        """Compute the output layer of hidden states [n, P, H] at one index of each row, [n, 1, V].
-
-        The model scales or caps the result, in float32 where the device sums bfloat16 products in
-        float32.
-        """
+        """Compute unscaled logits [n, 1, V] at one index of each row of hidden states [n, P, H]."""
         hidden = hidden[torch.arange(len(hidden), device=self.device), self._last]
         if type(head) is not nn.Linear or not has_wide_products(hidden, head.weight):
             return plain(hidden)[:, None]
@@ -255,13 +251,7 @@ class GroupDecoder(TransformersDecoder):
 
 
 def _select_rows(parts: Sequence[Any], rows: Sequence[Tensor], counts: Sequence[int]) -> Any:
-    """Join rows of parallel caches to a new cache, in any structure of tensors.
-
-    Args:
-        parts: caches, or parts of caches.
-        rows: int64 [k], the rows to take from each.
-        counts: number of rows of each. Tensors with this first dimension have rows.
-    """
+    """Join int64 ``rows`` [k] of caches of ``counts`` rows, any structure of tensors."""
     first = parts[0]
     if isinstance(first, Tensor):
         if all(

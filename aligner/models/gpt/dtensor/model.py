@@ -1,25 +1,20 @@
-"""`DTensorModel`: a role on a transformers model sharded by FSDP2 and tensor-parallel DTensors.
-
-It is the counterpart of `MegatronGPTModel`. Each role defines its outputs as a function of the
-hidden states.
-"""
+"""`DTensorModel`: a role on a transformers model sharded by FSDP2 and tensor-parallel DTensors."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import Adapters, adapter_shapes, save_adapters, tensors_to_continue
 from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_shape
-from aligner.checkpoint.hf.any_model import LoadedWeights, unapplied_settings
+from aligner.checkpoint.hf.any_model import LoadedWeights, model_config, unapplied_settings
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.model_source import ModelSource
@@ -91,22 +86,18 @@ class DTensorModel(RoleModel, LightningModule):
 
     def _form_of(self, source: ModelSource) -> ModelForm:
         """Test how the opened model runs, on rank 0 for all ranks."""
-        if isinstance(self.architecture, TransformersArchitecture):
-            weights = source.weights
-            assert isinstance(weights, LoadedWeights)
-            return on_rank_zero(lambda: examine(weights.model, samples=self.samples))
-        _, config = config_to_hf(self.architecture)
-        return ModelForm(logits=keyed_form(SimpleNamespace(**config)))
+        if self.architecture.has_table:
+            return ModelForm(logits=keyed_form(model_config(self.architecture)))
+        weights = source.weights
+        assert isinstance(weights, LoadedWeights)
+        return on_rank_zero(lambda: examine(weights.model, samples=self.samples))
 
     # The model --------------------------------------------------------------------------------
 
     def build(
         self, weights: Mapping[str, Tensor] | None
     ) -> tuple[TransformersModel, list[ParameterShard]]:
-        """Build this process's shard of a model. Unless None, load ``weights``.
-
-        ``weights``: full tensors by Hugging Face's names, [out, in] or [out], in any float dtype.
-        """
+        """Build this process's shard of a model with these or unset weights (`build_sharded`)."""
         trained = self.settings.optim is not None
         check_dropout(self.settings.dropout, self.architecture, trained=trained)
         return build_sharded(
@@ -138,10 +129,10 @@ class DTensorModel(RoleModel, LightningModule):
 
     def way_in_words(self) -> str:
         """See `RoleModel.way_in_words`."""
-        if not isinstance(self.architecture, TransformersArchitecture):
+        if self.architecture.has_table:
             return ""
         way, *parts = self.form.in_words()
-        code = self.architecture.code
+        code = getattr(self.architecture, "code", "")
         builder = f"the code in {code}" if code else "transformers"
         parts = [f"{self.architecture.family} of {builder}: {way}", *parts]
         unapplied = unapplied_settings(self.architecture)
@@ -246,31 +237,24 @@ class DTensorModel(RoleModel, LightningModule):
     def whole_weights(self) -> dict[str, Tensor]:
         """See `RoleModel.whole_weights`."""
         # One tensor at a time: all ranks gather it, rank 0 copies it to the host.
-        is_own = isinstance(self.architecture, TransformersArchitecture)
-        weights = self.gathered_weights() if is_own else self.canonical_weights()
+        weights: Mapping[str, Tensor] = self.gathered_weights()
+        if self.architecture.has_table:
+            weights = self.canonical_weights()
         gathered: dict[str, Tensor] = {}
         for name in weights:
             tensor = weights[name]
             if self.parallel.rank == 0:
                 gathered[name] = tensor.to("cpu", copy=True)
-        if is_own and self.parallel.rank == 0:
-            buffers = self.persistent_buffers()
-            gathered |= {name: buffer.to("cpu", copy=True) for name, buffer in buffers.items()}
         return gathered
 
     def gathered_weights(self) -> GatheredParameters:
-        """Return full weights by the module's names, with adapters merged.
-
-        A weight is gathered when all ranks index its name.
-        """
+        """Return full weights by the module's names, gathered when all ranks index a name."""
         lora = self.settings.lora
         scale = 1.0 if lora is None else lora.scale
-        return GatheredParameters(self.shards, self.model.adapted, scale)
-
-    def persistent_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that files contain, by name. They are the same on every rank."""
+        # Files also contain the persistent buffers, which are the same on every rank.
         saved = self.model.state_dict().keys()
-        return {name: b for name, b in self.model.named_buffers() if name in saved}
+        buffers = {name: b for name, b in self.model.named_buffers() if name in saved}
+        return GatheredParameters(self.shards, self.model.adapted, scale, buffers)
 
     def canonical_weights(self) -> HuggingFaceWeights:
         """Return canonical weights. A weight is gathered when all ranks index its name."""
@@ -316,7 +300,7 @@ class DTensorModel(RoleModel, LightningModule):
 
     def _module_names(self, weights: Weights) -> Mapping[str, Tensor]:
         """Return weights of a `ModelSource` by the names of the module's parameters."""
-        if isinstance(self.architecture, TransformersArchitecture):
+        if not self.architecture.has_table:
             return SentWeights(weights, self.parallel)
         family, _ = config_to_hf(self.architecture)
         return HuggingFaceView(weights, family.table, self.architecture)
@@ -335,11 +319,7 @@ class DTensorModel(RoleModel, LightningModule):
 def _runnable(
     settings: RoleSettings, form: ModelForm, architecture: GPTArchitecture
 ) -> RoleSettings:
-    """Return the settings with packing and shared prefixes as the model's way allows.
-
-    Raises:
-        ConfigError: packing is set, but packed sequences of the model affect each other.
-    """
+    """Return the settings with packing and shared prefixes as the model's way allows."""
     packed = settings.sequence_packing
     if packed is True and form.way == "rows":
         faults = "; ".join(f"{WORDS[way]}: {fault}" for way, fault in form.faults.items())
@@ -348,6 +328,6 @@ def _runnable(
             f"{WORDS['rows']} ({faults}). Set it to auto or false"
         )
     if packed == "auto":
-        packed = isinstance(architecture, TransformersArchitecture) and form.way != "rows"
+        packed = not architecture.has_table and form.way != "rows"
     shares = settings.shared_prefixes and form.way == "aligner"
     return dataclasses.replace(settings, sequence_packing=packed, shared_prefixes=shares)

@@ -10,18 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config
-from aligner.checkpoint.hf.families import FAMILIES, config_to_hf
+from aligner.checkpoint.hf.families import FAMILIES
 from aligner.config import LoraConfig, ParallelConfig
 from aligner.device import accelerator
 from aligner.errors import ConfigError, LayoutError
 from aligner.models.gpt.dtensor.shards import ParameterShard
 from aligner.parallel.groups import ParallelState
 
-# Families whose logits are divided, or whose layers do not tell their attention which rows are one
-# sequence.
-ONLY_BY_TRANSFORMERS = ("granite", "nemotron", "stablelm")
 # Style of whole weights that each rank applies to its own heads: gradients must be summed.
 SUMMED = "replicated_with_grad_allreduce"
 COLUMNS = "colwise"  # style of linears of which each rank computes a part of the outputs
@@ -35,24 +32,15 @@ STYLES = (
 def check_backend(
     architecture: GPTArchitecture, parallel: ParallelConfig, lora: LoraConfig | None = None
 ) -> None:
-    """Raise if this backend does not support the model or the layout. Reads no weights.
-
-    ``lora``: settings of new adapters.
-    """
+    """Raise if this backend does not support model, layout or adapters. Reads no weights."""
     config = model_config(architecture)
     family, plan = config.model_type, config.base_model_tp_plan or {}
-    is_own = isinstance(architecture, TransformersArchitecture)
-    if not is_own and (architecture.num_moe_experts or family in ONLY_BY_TRANSFORMERS):
-        experts = architecture.num_moe_experts
-        raise LayoutError(
-            f"policy.backend=dtensor does not support {family} models"
-            f"{f' with {experts} experts' if experts else ''} in .nemo files. Use "
-            "policy.backend=megatron, or give the model's Hugging Face directory"
-        )
-    if lora is not None and not is_own:
+    experts = architecture.num_moe_experts
+    if architecture.has_table and (experts or lora is not None):
+        part = f"{experts} experts" if experts else "adapters (model.peft.peft_scheme=lora)"
         raise ConfigError(
-            "model.peft.peft_scheme=lora: policy.backend=dtensor adds no adapters to "
-            f"{family} models. Set policy.backend=megatron"
+            f"policy.backend=dtensor does not support {family} models with {part} in .nemo and "
+            ".gguf files. Set policy.backend=megatron, or give the model's Hugging Face directory"
         )
     if parallel.tensor == 1:
         return
@@ -70,16 +58,13 @@ def check_backend(
     raise LayoutError(
         f"{key}: policy.backend=dtensor does not support it, because {reason}. Set it to 1 "
         "(data-parallel ranks shard the weights anyway)"
-        + ("" if is_own else ", or use policy.backend=megatron")
+        + (", or use policy.backend=megatron" if architecture.has_table else "")
     )
 
 
 def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[str]:
-    """Return parameters without a style inside of modules whose columns are split.
-
-    The code of such a module would apply the full parameter to a part of the columns.
-    """
-    if not isinstance(architecture, TransformersArchitecture):
+    """Return whole parameters inside of modules whose columns are split, which cannot use them."""
+    if architecture.has_table:
         return []
     model = empty_model(architecture)
     split = tuple(name.rpartition(".")[0] + "." for name, style in plan.items() if style == COLUMNS)
@@ -96,21 +81,15 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
 
     ``trained``: whether the role is trained. Otherwise the checkpoint's dropout (None) is ignored.
     """
-    if isinstance(architecture, TransformersArchitecture):
-        if dropout:
-            raise ConfigError(
-                f"model.dropout={dropout:g}: {architecture.family} models are trained without "
-                "dropout. Set it to 0"
-            )
-        return
     hidden = architecture.with_dropout(dropout).hidden_dropout
-    family = config_to_hf(architecture)[0].model_type
-    has_key = "hidden_dropout" in FAMILIES[family].keys
+    family, has_table = model_config(architecture).model_type, architecture.has_table
+    has_key = has_table and "hidden_dropout" in FAMILIES[family].keys
     if hidden and not has_key and (trained or dropout is not None):
         shown = f"null, {hidden:g} in the checkpoint" if dropout is None else f"{dropout:g}"
         raise ConfigError(
             f"model.dropout={shown}: policy.backend=dtensor does not support dropout of hidden "
-            f"states for {family} models. Set it to 0, or use policy.backend=megatron"
+            f"states for {family} models. Set it to 0"
+            + (", or use policy.backend=megatron" if has_table else "")
         )
 
 
@@ -120,10 +99,7 @@ def plan_name(name: str) -> str:
 
 
 def split_layer(layer: nn.Module, name: str, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Split the linears of a decoder layer over ``mesh`` as its ``plan`` says.
-
-    ``name``: of the layer in the body.
-    """
+    """Split the linears of decoder layer ``name`` over ``mesh`` as the model's ``plan`` says."""
     styles = {
         COLUMNS: ColwiseParallel(),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
@@ -167,10 +143,7 @@ def check_gradients(shards: Sequence[ParameterShard], parallel: ParallelState) -
 
 
 def split_vocabulary(embedding: nn.Module, lm_head: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Split the embedding, and the output layer if any, over ``mesh`` by vocabulary.
-
-    Tied weights stay tied.
-    """
+    """Split the embedding and any output layer by vocabulary. Tied weights stay tied."""
     rows = RowwiseParallel(input_layouts=Replicate())
     if lm_head is not None:
         is_tied = lm_head.weight is embedding.weight

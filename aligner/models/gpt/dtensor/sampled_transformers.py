@@ -1,12 +1,9 @@
-"""A transformers model that `Generator` samples from, and the choice of its decoder by a test."""
+"""Choice of the decoder of a transformers model by a test."""
 
 import contextlib
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from aligner.models.gpt.decode.kv_cache import aligned
@@ -18,28 +15,6 @@ from aligner.models.gpt.dtensor.decoding_slots import SlotDecoder
 _TOLERANCE = 1e-3
 _PROMPT_LENGTHS = (9, 5)
 _STEPS = 4
-
-
-@dataclass
-class SampledTransformers:
-    """Sampling from a causal language model of transformers that is not sharded."""
-
-    model: nn.Module  # returns logits
-    decoder_class: type[TransformersDecoder]  # result of `choose_decoder` for these weights
-    copies: dist.ProcessGroup | None = None  # ranks that sample the same prompts, if any
-    is_pipelined = False
-
-    def parameters(self) -> Iterator[Tensor]:
-        """See `SampledModel.parameters`."""
-        return self.model.parameters()
-
-    def decoder(self, num_slots: int, capacity: int) -> TransformersDecoder:
-        """See `SampledModel.decoder`."""
-        return self.decoder_class(self.model, num_slots, capacity)
-
-    def rollout(self) -> contextlib.AbstractContextManager[None]:
-        """See `SampledModel.rollout`."""
-        return contextlib.nullcontext()
 
 
 def choose_decoder(model: nn.Module) -> type[TransformersDecoder]:

@@ -7,6 +7,7 @@ state) uses the local tensors and does not depend on DTensor.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -88,9 +89,14 @@ class GatheredParameters(Mapping[str, Tensor]):
         shards: Sequence[ParameterShard],
         adapted: Sequence[AdaptedWeight] = (),
         scale: float = 1.0,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Prepare to gather. Adapters of the weights ``adapted`` are merged, with ``scale``."""
+        """Prepare to gather. Adapters of the weights ``adapted`` are merged, with ``scale``.
+
+        ``buffers``: tensors [...] that are in the mapping as they are.
+        """
         self._shards = {shard.name: shard for shard in shards}
+        self._buffers = buffers or {}
         self._adapted = {weight.parameter: weight for weight in adapted}
         self._scale = scale
         # Both matrices of each adapter, which have no names in the mapping.
@@ -100,6 +106,8 @@ class GatheredParameters(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._buffers:
+            return self._buffers[name]
         tensor = self._shards[name].gather()
         if name not in self._adapted:
             return tensor
@@ -107,13 +115,13 @@ class GatheredParameters(Mapping[str, Tensor]):
         return self._adapted[name].merged(tensor, a, b, self._scale)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._shards
+        return name in self._shards or name in self._buffers
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
+        return chain(self._shards, self._buffers)
 
     def __len__(self) -> int:
-        return len(self._shards)
+        return len(self._shards) + len(self._buffers)
 
 
 class SentWeights(Mapping[str, Tensor]):
@@ -134,6 +142,9 @@ class SentWeights(Mapping[str, Tensor]):
         if self._parallel.world_size > 1:
             dist.broadcast(value, 0)
         return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes  # without sending the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)

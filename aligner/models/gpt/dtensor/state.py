@@ -3,7 +3,6 @@
 Every process saves its local elements with their tensor-parallel part and their rows of the part.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,10 +86,9 @@ def _owned_slices(optimizer: ShardOptimizer | None) -> dict[str, OwnedSlice]:
 
 def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Read this process's elements by kind from the slices of all processes."""
-    rows, columns = _full_ranges(shard.shape, *_split(shard), shard.rows)
-    rank = shard.parallel.rank
+    box, rank = _box(shard.shape, _split(shard), shard.rows), shard.parallel.rank
     result: dict[str, Tensor] = {}
-    missing = torch.ones(len(rows), len(columns), dtype=torch.bool)
+    missing = torch.ones([len(indices) for indices in box], dtype=torch.bool)
     for saved_rank in sorted(range(len(states)), key=lambda index: (index != rank, index)):
         piece = states[saved_rank]["slices"].get(shard.name)
         if piece is None:
@@ -100,23 +98,22 @@ def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
                 "exp_manager.explicit_log_dir"
             )
         check_shape(f"{shard.name} of the run state", piece["shape"], shard.shape)
-        # Range of the slice in the full tensor.
         tensors, first = piece["tensors"], piece["first_row"]
-        part_rows = range(first, first + tensors[WEIGHT].shape[0])
-        dim, part_index, parts = piece["split"]
-        shape = tuple(piece["shape"])
-        saved_rows, saved_columns = _full_ranges(shape, dim, part_index, parts, part_rows)
-        if (saved_rows, saved_columns) == (rows, columns):  # the same layout
-            return {kind: tensor.view(shard.local.shape) for kind, tensor in tensors.items()}
+        rows = range(first, first + tensors[WEIGHT].shape[0])
+        saved_box = _box(shard.shape, piece["split"], rows)
+        if saved_box == box:  # the same layout
+            return dict(tensors)
         # Copy the overlap with this process's elements.
-        common = _overlap(rows, saved_rows), _overlap(columns, saved_columns)
-        if not all(common):
+        overlap = [
+            range(max(a.start, b.start), min(a.stop, b.stop))
+            for a, b in zip(box, saved_box, strict=True)
+        ]
+        if not all(overlap):
             continue
-        target_index = _within(common[0], rows), _within(common[1], columns)
-        source_index = _within(common[0], saved_rows), _within(common[1], saved_columns)
+        target_index, source_index = _within(overlap, box), _within(overlap, saved_box)
         for kind, tensor in tensors.items():
             target = result.setdefault(kind, torch.empty(missing.shape, dtype=tensor.dtype))
-            target[target_index] = tensor.reshape(len(saved_rows), -1)[source_index]
+            target[target_index] = tensor[source_index]
         missing[target_index] = False
         if not missing.any():
             break
@@ -124,29 +121,21 @@ def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
         raise CheckpointError(
             f"the run state does not contain a part of {shard.name}. Resume from an earlier state"
         )
-    if not result:  # this process has no elements of the parameter
-        return {WEIGHT: torch.empty(shard.local.shape)}
-    return {kind: tensor.view(shard.local.shape) for kind, tensor in result.items()}
+    # This process can have no elements of the parameter.
+    return result or {WEIGHT: torch.empty(missing.shape)}
 
 
-def _full_ranges(
-    shape: Shape, dim: int | None, part_index: int, parts: int, rows: range
-) -> tuple[range, range]:
-    """Return rows and columns in the full tensor of ``rows`` of a part along ``dim``."""
-    width = math.prod(shape[1:])
-    if dim is None:
-        return rows, range(width)
-    part = rows_of(shape[dim], part_index, parts)
-    if dim == 0:
-        return range(part.start + rows.start, part.start + rows.stop), range(width)
-    inner = width // shape[1]
-    return rows, range(part.start * inner, part.stop * inner)
+def _box(shape: Shape, split: tuple[int | None, int, int], rows: range) -> list[range]:
+    """Return the indices in each dimension of the full tensor of ``rows`` of a part (`_split`)."""
+    dim, part_index, parts = split
+    box = [rows, *map(range, shape[1:])]
+    if dim is not None:
+        part = rows_of(shape[dim], part_index, parts)
+        box[dim] = part if dim else range(part.start + rows.start, part.start + rows.stop)
+    return box
 
 
-def _overlap(first: range, second: range) -> range:
-    return range(max(first.start, second.start), min(first.stop, second.stop))
-
-
-def _within(inner: range, outer: range) -> slice:
-    """Return the slice of ``outer`` that selects ``inner``."""
-    return slice(inner.start - outer.start, inner.stop - outer.start)
+def _within(inner: list[range], outer: list[range]) -> tuple[slice, ...]:
+    """Return the slices of ``outer`` that select ``inner``."""
+    pairs = zip(inner, outer, strict=True)
+    return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in pairs)

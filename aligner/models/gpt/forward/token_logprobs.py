@@ -100,10 +100,7 @@ def token_logprobs(
 
 
 def token_logits(projection: Projection, layout: TokenLayout) -> Tensor:
-    """Compute next-token logits, float32 ``[B, S, V]``, 0 beyond a sequence's length.
-
-    Every tensor-parallel rank materialises all logits.
-    """
+    """Compute all next-token logits on every rank, float32 ``[B, S, V]``, 0 in padding."""
     rows, tokens = layout.all_tokens()
     logits = projection.logits(layout.take(projection.rows, rows))
     if projection.tp_group is not None:

@@ -21,7 +21,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.errors import LayoutError
 from aligner.kernels.linear_product import Origin
 from aligner.models.gpt.layers.segments import Bucket, Segments, add_rows, take_rows
 from aligner.models.gpt.layers.varlen import attend_varlen, can_attend_varlen
@@ -66,10 +65,8 @@ class CoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
-            raise LayoutError(
-                f"core attention is causal self-attention, got {attention_type}, {attn_mask_type}"
-            )
+        assert attention_type == "self"
+        assert attn_mask_type == AttnMaskType.causal
         self.layer_number = max(1, layer_number)
         self.dropout = config.attention_dropout
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -133,10 +130,15 @@ def attend_rows(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute causal attention, float ``[B, heads, S, D]``. ``window``: see `window_mask`."""
-    length = query.shape[2]
-    windowed = window is not None and length > window
-    mask = window_mask(length, window, query.device) if windowed else None
+    """Compute causal attention, float ``[B, heads, S, D]``.
+
+    ``window``: number of positions that a query attends to, including its own. None: all.
+    """
+    mask, length = None, query.shape[2]
+    if window is not None and length > window:
+        position = torch.arange(length, device=query.device)
+        first = position[:, None] - window + 1
+        mask = (position <= position[:, None]) & (position >= first)
     return attend(query, key, value, mask, scale, dropout)
 
 
@@ -260,10 +262,7 @@ def attend(
 
 
 class _CPUFlashAttention(torch.autograd.Function):
-    """`scaled_dot_product_attention` on CPU that saves grouped keys and values once.
-
-    PyTorch's function saves a copy for every query head and for every use of a row.
-    """
+    """`scaled_dot_product_attention` on CPU that saves grouped keys and repeated rows once."""
 
     @staticmethod
     def forward(
@@ -346,11 +345,3 @@ def _join_heads(out: Tensor) -> Tensor:
 def by_sequence(slots: Tensor, sequences: int) -> Tensor:
     """Reshape float ``[sequences * L, heads, D]`` to ``[sequences, heads, L, D]``."""
     return slots.unflatten(0, (sequences, -1)).transpose(1, 2)
-
-
-def window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the causal window mask, bool ``[S, S]``: true for ``i - window < j <= i``."""
-    assert window is not None
-    position = torch.arange(length, device=device)
-    first = position[:, None] - window + 1
-    return (position <= position[:, None]) & (position >= first)

@@ -56,12 +56,8 @@ class HeadRotation(NamedTuple):
 
 
 def _add_quarter_turn(source: Tensor, target: Tensor, sin: Tensor, sign: float = 1.0) -> None:
-    """Add ``source``, rotated by a right angle (-90° for ``sign=-1``) times ``sin``, to ``target``.
-
-    ``source``, ``target``: ``[..., D]``, columns i and ``i + D_rot / 2`` paired. ``sin``: ``[...,
-    D_rot / 2]``.
-    """
-    half = sin.shape[-1]
+    """Add ``source`` [..., D], turned by ±90° times ``sin`` [..., D_rot / 2], to ``target``."""
+    half = sin.shape[-1]  # columns i and i + half are paired
     first, second = slice(0, half), slice(half, 2 * half)
     target[..., first].addcmul_(source[..., second], sin, value=-sign)
     target[..., second].addcmul_(source[..., first], sin, value=sign)

@@ -1,6 +1,6 @@
 """One process's share of a reward model on a transformers model, as FSDP2."""
 
-from aligner.models.gpt.dtensor.reward import DTensorRewardModel
+from aligner.models.gpt.dtensor.critic import DTensorRewardModel
 from aligner.models.reward.workers.reward_worker import RewardWorker
 
 

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from aligner.data.chat import Message
-from aligner.environments.adapters.foreign import LoopThread, imported, loaded, prompt_messages
 from aligner.environments.calls import Form, parse_calls
+from aligner.environments.functions import loaded, prompt_messages
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError, DataError
+from aligner_environments.foreign import LoopThread, imported
 
 _PACKAGE = "'verifiers<0.4'"
 
@@ -81,7 +82,7 @@ class VerifiersEnv:
             raise ConfigError(
                 "this version of verifiers has no MultiTurnEnv: from 0.4 on its tasks are run with "
                 "environment.kind=endpoint and environment.factory="
-                "aligner.environments.adapters.verifiers_agent:run. For older environments, "
+                "aligner_environments.verifiers_agent:run. For older environments, "
                 f"pip install {_PACKAGE}"
             )
         if ":" in kwargs.get("environment", ""):

@@ -9,15 +9,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from aligner.environments.adapters.foreign import (
-    as_text,
-    check_names,
-    imported,
-    loaded,
-    user_message,
-)
+from aligner.environments.functions import loaded
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError, raised_as
+from aligner_environments.foreign import as_text, check_names, imported, user_message
 
 _INTEGER = re.compile(r"-?\d+")
 _HIGHLIGHT = re.compile(r"\x1b\[(?!0m)[\d;]+m(.*?)\x1b\[0m", re.S)

@@ -9,8 +9,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from aligner.environments.adapters.foreign import imported
 from aligner.errors import ConfigError, DataError, raised_as
+from aligner_environments.foreign import imported
 
 _PACKAGE = "'verifiers>=0.4'"
 _KEY_VARIABLE = "OPENAI_API_KEY"
@@ -98,7 +98,7 @@ def _package() -> Any:
     if hasattr(imported("verifiers", _PACKAGE), "MultiTurnEnv"):
         raise ConfigError(
             "this version of verifiers is older than 0.4. Run pip install --upgrade "
-            f"{_PACKAGE}, or use aligner.environments.adapters.verifiers:VerifiersEnv"
+            f"{_PACKAGE}, or use aligner_environments.verifiers:VerifiersEnv"
         )
     return imported("verifiers.v1", _PACKAGE)
 

@@ -3,15 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from aligner.environments.adapters.foreign import (
-    LoopThread,
-    as_text,
-    imported,
-    loaded,
-    user_message,
-)
+from aligner.environments.functions import loaded
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
+from aligner_environments.foreign import LoopThread, as_text, imported, user_message
 
 
 class OpenEnvEnv:

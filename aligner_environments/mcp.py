@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aligner.data.chat import Message
-from aligner.environments.adapters.foreign import LoopThread, ScoredTools, imported, scorer_of
 from aligner.environments.calls import Form
+from aligner.environments.functions import ScoredTools, scorer_of
 from aligner.errors import ConfigError
+from aligner_environments.foreign import LoopThread, imported
 
 
 class MCPEnv(ScoredTools):

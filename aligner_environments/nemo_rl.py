@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aligner.data.chat import Message
-from aligner.environments.adapters.foreign import check_names, loaded, prompt_messages
+from aligner.environments.functions import loaded, prompt_messages
 from aligner.environments.protocol import Reward, Start, Turn
 from aligner.errors import ConfigError, DataError
+from aligner_environments.foreign import check_names
 
 
 class NeMoRLEnv:

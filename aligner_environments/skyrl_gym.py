@@ -5,9 +5,10 @@ from numbers import Real
 from typing import Any
 
 from aligner.data.chat import Message
-from aligner.environments.adapters.foreign import imported, loaded, prompt_messages
+from aligner.environments.functions import loaded, prompt_messages
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
+from aligner_environments.foreign import imported
 
 _PACKAGE = "skyrl-gym"
 

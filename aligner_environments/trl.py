@@ -13,15 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aligner.data.chat import Message
-from aligner.environments.adapters.foreign import (
-    PromptedTools,
-    check_names,
-    loaded,
-    prompt_messages,
-)
 from aligner.environments.calls import Form, parse_calls
+from aligner.environments.functions import PromptedTools, loaded, prompt_messages
 from aligner.environments.protocol import Turn
 from aligner.errors import ConfigError, DataError
+from aligner_environments.foreign import check_names
 
 _OTHER_METHODS = ("reset", "get_reward")  # public methods that are not tools
 

@@ -1,0 +1,147 @@
+"""Functions as tools (``environment.tools``), and bases of other environments with tools."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from aligner.data.chat import MESSAGES, Message
+from aligner.environments.calls import Form
+from aligner.environments.protocol import Start, Turn
+from aligner.environments.tools import ToolEnv, json_schema
+from aligner.errors import ConfigError, DataError
+from aligner.importing import load_function
+from aligner.rewards.function.execution import LoadedFunction
+from aligner.rewards.protocol import Samples
+
+
+def loaded(name: str, key: str) -> Any:
+    """Load the class or function that ``environment.kwargs`` names under ``key``."""
+    return load_function(name, key=f"environment.kwargs.{key}")
+
+
+def prompt_messages(prompt: str | Sequence[Message] | None) -> list[Message]:
+    """Return a row's prompt as messages. Text becomes a user message, None an empty list."""
+    if not prompt:
+        return []
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [dict(message) for message in prompt]
+
+
+class PromptedTools(ToolEnv):
+    """Base of environments with tools that begin with a prompt of the data.
+
+    The prompt's last message must be a user message.
+    """
+
+    explains_calls = True
+
+    def __init__(
+        self, messages: Sequence[Message], tools: Sequence[Callable[..., Any]], form: Form
+    ) -> None:
+        """Offer ``tools`` after ``messages``."""
+        super().__init__(tools, form)
+        if not messages or messages[-1]["role"] != "user":
+            raise DataError(
+                "the conversation begins with no user message. Give the data a column prompt: "
+                "text, or messages that end with a user message"
+            )
+        self.messages = list(messages)
+
+    def question(self) -> str:
+        """Return the user's last message."""
+        return str(self.messages[-1]["content"])
+
+    def init(self) -> Start:
+        """Return the prompt with the tools."""
+        start = super().init()
+        return Start([*self.messages[:-1], *start.messages], start.tools)
+
+
+class ScoredTools(PromptedTools):
+    """Base of environments with tools whose answers, messages without a call, a function scores.
+
+    Messages with calls are not scored.
+    """
+
+    def __init__(
+        self,
+        prompt: str | Sequence[Message],
+        tools: Sequence[Callable[..., Any]],
+        form: Form,
+        scorer: LoadedFunction | None,
+        ground_truth: Any,
+        columns: Mapping[str, Any],
+    ) -> None:
+        """Offer ``tools`` after ``prompt``. ``columns``: other columns, for the reward function."""
+        self._scorer, self._truth, self._columns = scorer, ground_truth, columns
+        super().__init__(prompt_messages(prompt), tools, form)
+
+    @classmethod
+    def check_reward(cls, kwargs: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if ``environment.kwargs`` has no usable reward function."""
+        if scorer_of(kwargs.get("reward"), kwargs.get("reward_kwargs")) is not None:
+            return
+        if cls.answered is ScoredTools.answered:
+            raise ConfigError(
+                "environment.kwargs.reward is not set, and tools return no reward. Set a reward "
+                "function, such as aligner.examples.tasks.exact_number:reward"
+            )
+
+    def answered(self, text: str) -> Turn:
+        """Score the answer."""
+        if self._scorer is None:
+            return Turn(done=True)
+        # An environment does not know whether its message was cut.
+        columns = {"is_end": True, MESSAGES: self.messages, **self._columns}
+        rewards, parts = self._scorer.score(
+            Samples(
+                [self.question()],
+                [text],
+                [self._truth],
+                {name: [value] for name, value in columns.items()},
+            )
+        )
+        metrics = {name: values[0] for name, values in parts.items()}
+        return Turn(reward={"reward": rewards[0], **metrics}, done=True)
+
+
+def scorer_of(reward: str | None, kwargs: Mapping[str, Any] | None) -> LoadedFunction | None:
+    """Load a reward function. Its arguments and forms are those of ``reward.function``."""
+    if reward is None:
+        return None
+    return LoadedFunction(loaded(reward, "reward"), reward, kwargs or {})
+
+
+class FunctionTools(ScoredTools):
+    """Environment that asks the row's prompt and offers functions as tools."""
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        prompt: str | Sequence[Message],
+        tools: Sequence[str],
+        reward: str | None = None,
+        reward_kwargs: Mapping[str, Any] | None = None,
+        ground_truth: Any = None,
+        form: Form = "hermes",
+        **columns: Any,
+    ) -> None:
+        """Load the functions ``tools`` and the reward function, as `MCPEnv` does."""
+        del seed
+        functions = [load_function(tool, key="environment.tools") for tool in tools]
+        scorer = scorer_of(reward, reward_kwargs)
+        super().__init__(prompt, functions, form, scorer, ground_truth, columns)
+
+    @classmethod
+    def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` before the run if a tool or the reward function is unusable."""
+        names: set[str] = set()
+        for tool in kwargs["tools"]:
+            name = json_schema(load_function(tool, key="environment.tools"))["function"]["name"]
+            if name in names:
+                raise ConfigError(
+                    f"environment.tools: two functions are named {name!r}. Rename one"
+                )
+            names.add(name)
+        cls.check_reward(kwargs)
