@@ -2,8 +2,8 @@
 
     MODEL OUTPUT LAYOUT [LAYOUT ...]
 
-A layout is ``tensor,pipeline,context,packed,loss``; what is left of the world is data parallel. Rank 0 writes what
-it saw to OUTPUT.
+A layout is ``tensor,pipeline,context,packed,loss``; what is left of the world is data parallel.
+Rank 0 writes what it saw to OUTPUT.
 """
 
 import sys

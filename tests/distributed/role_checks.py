@@ -1,15 +1,36 @@
 """What `role_worker` saw of two layouts, compared."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
+from role_worker import train_both
 
-from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 
 TOLERANCE = 1e-5
+SMALL = dataclasses.replace(
+    TINY_ARCHITECTURE, num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2
+)
 WORKER = Path(__file__).with_name("role_worker.py")
+
+
+def write_random(path, architecture):
+    """A `.nemo` with random weights, large enough that layouts could differ."""
+    weights = random_weights(architecture, scale=0.2)
+    save_nemo(path, weights, architecture, byte_level_tokenizer().files())
+    return path
+
+
+def one_and_two(folder, architecture, one, layouts):
+    """A random model's file, what one process saw in layout ``one``, and two in ``layouts``."""
+    model = write_random(folder / "model.nemo", architecture)
+    alone = train_both(str(model), f"{model}.1", one)
+    return model, alone, launch(2, model, f"{model}.2", layouts)
 
 
 def launch(processes, model, output, layouts):
