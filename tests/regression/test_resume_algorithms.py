@@ -10,8 +10,16 @@ from aligner.errors import ConfigError
 
 RECIPES = ("distill", "grpo", "ppo_tiny_guessing", "reward", "rs", "sft")
 
+GAME = "ppo_tiny_guessing_cpu"
+SMALL_GAME = [
+    *("model.ppo.num_rollout_samples=16", "model.global_batch_size=16"),
+    *("model.micro_batch_size=8", "critic.global_batch_size=16", "critic.micro_batch_size=8"),
+]
+
 
 def run(folder, nemo, teacher, recipe, steps, *options):
+    if recipe == GAME:
+        options = [*SMALL_GAME, *options]
     if recipe == "distill_tiny_cpu":  # on-policy, so that sampling resumes too
         options = [*options, f"teacher.restore_from_path={teacher}"]
         options.append("trainer.distill.on_policy=true")
@@ -79,11 +87,6 @@ FEW_TEACH = [
     "model.ppo.length_params.max_length=8",
     "model.ppo.sampling_params.end_strings=['1','2','3','4']",
 ]
-GAME = "ppo_tiny_guessing_cpu"
-SMALL_GAME = [
-    *("model.ppo.num_rollout_samples=16", "model.global_batch_size=16"),
-    *("model.micro_batch_size=8", "critic.global_batch_size=16", "critic.micro_batch_size=8"),
-]
 
 
 def test_dynamic_sampling_ends_with_its_epochs_and_resumes_to_the_bit(tmp_path, tiny_nemo):
@@ -146,14 +149,14 @@ def test_more_rows_that_are_accepted_lengthen_the_epoch(tmp_path, tiny_nemo):
 def test_an_accepted_environment_goes_on_with_its_new_rules(tmp_path, tiny_nemo):
     """Conversations after the resume are of the new rules; those before it were of the old ones."""
     turns = "environment.max_turns"
-    run(tmp_path, tiny_nemo, None, GAME, 1, *SMALL_GAME, f"{turns}=3")
+    run(tmp_path, tiny_nemo, None, GAME, 1, f"{turns}=3")
     with pytest.raises(ConfigError, match=rf"{turns}: 3 -> 1.*resume_changed=\[{turns}\]"):
-        run(tmp_path, tiny_nemo, None, GAME, 2, *SMALL_GAME, f"{turns}=1")
+        run(tmp_path, tiny_nemo, None, GAME, 2, f"{turns}=1")
     accepted = f"exp_manager.resume_changed=[{turns}]"
-    run(tmp_path, tiny_nemo, None, GAME, 2, *SMALL_GAME, f"{turns}=1", accepted)
+    run(tmp_path, tiny_nemo, None, GAME, 2, f"{turns}=1", accepted)
     first, second = (line["train_rollouts/turns"] for line in written(tmp_path)[1:])
     assert first > 1
     assert second == 1
     whole = tmp_path / "other"
-    run(whole, tiny_nemo, None, GAME, 2, *SMALL_GAME, f"{turns}=3")
+    run(whole, tiny_nemo, None, GAME, 2, f"{turns}=3")
     assert written(whole)[:2] == written(tmp_path)[:2]
