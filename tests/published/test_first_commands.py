@@ -1,10 +1,9 @@
 """The first command of someone who arrives: a model alone, from a file or by its name."""
 
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
+import recipes
 from ranks import run_script
+from recipes import ROOT
 
 from aligner.checkpoint.model_source import open_model
 from aligner.config.fields import _cached
@@ -12,14 +11,12 @@ from aligner.config.load import load_config, with_built_in_task
 from aligner.config.run import RSRunConfig, RunConfig
 from aligner.errors import CheckpointNotFoundError, ConfigError
 
-ROOT = Path(__file__).parents[2]
 REWARD = "aligner.examples.tasks.exact_number:reward"
 MODEL = "model.restore_from_path=m.nemo"
 
 
 def composed(name, *overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(name, [MODEL, *overrides])
+    return recipes.composed(name, MODEL, *overrides)
 
 
 @pytest.mark.parametrize(

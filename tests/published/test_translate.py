@@ -5,9 +5,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from ranks import run_script
+from recipes import composed
 from test_nemo_rl_sections import section
 
 from aligner.catalog import ALGORITHMS
@@ -27,8 +27,7 @@ def loaded(text, algorithm, *more):
     entry = ALGORITHMS[algorithm]
     assert command[:2] == ["python", f"examples/{entry.script}.py"]
     overrides = check_overrides([*command[2:], *more], entry.root_class, ROOT / "conf")
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return load_config(compose(entry.config_name, overrides), entry.root_class)
+    return load_config(composed(entry.config_name, *overrides), entry.root_class)
 
 
 @pytest.fixture

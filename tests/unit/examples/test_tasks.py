@@ -5,8 +5,8 @@ import importlib
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from ranks import run_script
+from recipes import composed
 
 from aligner.algorithms.run.directory import config_changes
 from aligner.algorithms.run.identity import RunIdentity
@@ -90,9 +90,7 @@ def test_a_run_begun_by_an_earlier_path_is_the_same_run():
 
     def run(package):
         settings = [f"{key}=aligner.{package}.{value}" for key, value in games.items()]
-        with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-            tree = compose("recipes/ppo_tiny_guessing_cpu", overrides=settings)
-        return load_config(tree, RunConfig)
+        return load_config(composed("ppo_tiny_guessing_cpu", *settings), RunConfig)
 
     before, now = run("environments"), run("examples.tasks")
     identity = RunIdentity.of(before).as_dict()
