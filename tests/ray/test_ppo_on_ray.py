@@ -26,7 +26,8 @@ def local(tmp_path_factory, tiny_nemo):
     """The run on the local engine, as fresh a process as a worker: where it is, how it ended."""
     folder = tmp_path_factory.mktemp("local") / "run"
     script, name = ROOT / "examples" / "train_gpt_ppo.py", ("--config-name", "recipes/ppo_tiny_cpu")
-    run_script(script, *name, *settings(folder, tiny_nemo, *SHORT), folder=folder.parent)
+    words = (*name, *settings(folder, tiny_nemo, *SHORT))
+    run_script(script, *words, folder=folder.parent).check_returncode()
     return folder, result(folder)
 
 
