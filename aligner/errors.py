@@ -6,8 +6,10 @@ remedy. Errors of the models name the step of the run (`current_step`).
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 _step: ContextVar[int] = ContextVar("training step", default=0)
 
@@ -122,6 +124,17 @@ def raised_as(
             raise
         cause = f"no {error}" if isinstance(error, KeyError) else str(error) or repr(error)
         raise kind(f"{text}: {cause}{remedy and '; '}{remedy}") from error
+
+
+def json_object(
+    content: bytes, kind: type[AlignerError], text: str, remedy: str = ""
+) -> dict[str, Any]:
+    """Parse a JSON object, or raise ``kind`` with ``text``, the reason and ``remedy``."""
+    with raised_as(kind, text, ValueError, RecursionError, remedy=remedy):
+        value = json.loads(content)
+        if not isinstance(value, dict):
+            raise ValueError(f"a {type(value).__name__} is not a JSON object")
+    return value
 
 
 @contextlib.contextmanager

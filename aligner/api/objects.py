@@ -213,6 +213,14 @@ def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
     return str(path), columns
 
 
+def has_ground_truth(columns: set[str]) -> bool:
+    """Return whether the run finds ground truths in rows with these columns."""
+    from aligner.data.columns import NAMES  # imports torch
+
+    others = {name.partition(".")[0] for name in NAMES["ground_truth_column"]}
+    return "ground_truth" in columns or len(others & columns) == 1
+
+
 def _as_json(value: Any) -> Any:
     """Return an array, a tensor or a NumPy scalar as lists and numbers."""
     if hasattr(value, "tolist"):

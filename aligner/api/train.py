@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from aligner.api.objects import as_setting, is_rows, write_rows
+from aligner.api.objects import as_setting, has_ground_truth, is_rows, write_rows
 from aligner.api.process import run_script
 from aligner.api.result import Result
 from aligner.errors import ConfigError
@@ -32,6 +32,7 @@ KEYS = {
     "reward": "reward.function",
     "reward_model": "reward.model.restore_from_path",
     "environment": "environment.factory",
+    "tools": "environment.tools",
     "max_steps": "trainer.{loop}.max_steps",
     "max_epochs": "trainer.{loop}.max_epochs",
     "validate_every": "trainer.{loop}.val_check_interval",
@@ -79,6 +80,7 @@ def train_ppo(
     reward: Code | None = None,
     reward_model: StrPath | None = None,
     environment: Code | None = None,
+    tools: Sequence[Code] | None = None,
     validation_data: Data | None = None,
     max_steps: int | None = None,
     validate_every: int | None = None,
@@ -105,6 +107,7 @@ def train_ppo(
         reward: ``reward(prompts, responses, **columns) -> list[float]``, or ``FILE.py:FUNCTION``.
         reward_model: a reward model of `train_reward` that scores instead.
         environment: a class of an environment that provides prompts and rewards.
+        tools: functions that the policy may call. ``reward`` then scores the last answer.
         validation_data: held-out prompts.
         max_steps: number of steps, each with one rollout.
         validate_every: number of steps between validations.
@@ -135,6 +138,7 @@ def train_grpo(
     reward: Code | None = None,
     reward_model: StrPath | None = None,
     environment: Code | None = None,
+    tools: Sequence[Code] | None = None,
     validation_data: Data | None = None,
     max_steps: int | None = None,
     validate_every: int | None = None,
@@ -166,6 +170,7 @@ def train_rs(
     reward: Code | None = None,
     reward_model: StrPath | None = None,
     environment: Code | None = None,
+    tools: Sequence[Code] | None = None,
     validation_data: Data | None = None,
     max_steps: int | None = None,
     validate_every: int | None = None,
@@ -330,8 +335,10 @@ def _train(
             values[key], names = write_rows(key, value, files)
             columns.append(names)
     has_rewards = algorithm in ("ppo", "reinforce", "rs")
-    if columns and has_rewards and not any("ground_truth" in names for names in columns):
+    if columns and has_rewards and not any(map(has_ground_truth, columns)):
         values["data.ground_truth_column"] = None
+    if "environment.tools" in values and "reward.function" in values:
+        values["environment.kwargs.reward"] = values.pop("reward.function")
     values |= overrides
     max_steps, max_epochs = (f"trainer.{loop}.{name}" for name in ("max_steps", "max_epochs"))
     if max_steps in values:
@@ -356,9 +363,10 @@ def _train(
 
 def _choices(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of configuration groups that the source of the rewards needs."""
-    names = ("environment", "reward_model", "reward")
+    names = ("environment", "tools", "reward_model", "reward")
     sources = [name for name in names if keywords.get(name) is not None]
-    if "environment" in sources and len(sources) > 1:
+    is_scored = sources == ["tools", "reward"]
+    if {"environment", "tools"} & {*sources} and len(sources) > 1 and not is_scored:
         raise ConfigError(f"{' and '.join(sources)}: an environment gives the rewards. Remove one")
-    choices = {"environment": "environment", "reward_model": "model"}
+    choices = {"environment": "environment", "tools": "environment", "reward_model": "model"}
     return {"reward": choices[sources[0]]} if sources and sources[0] in choices else {}

@@ -91,7 +91,8 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
         values = _without_inert(values, prefix, missing)
     problems = [f"{key}: {_TEXTS['missing'].format(key=key)}" for key in missing]
     try:
-        (built,) = _adapter(cls).validate_python((values,))  # type: ignore[arg-type]
+        context = {"download": isinstance(values, Mapping) and values.get("download") is True}
+        (built,) = _adapter(cls).validate_python((values,), context=context)  # type: ignore[arg-type]
     except ValidationError as error:
         problems += _problems(cls, error.errors(include_url=False), prefix)
     refuse(problems)

@@ -50,6 +50,10 @@ class BaseRunConfig:
     dry_run: StrictBool = False
     """Measure memory and time of two steps, without saving (docs/plan.md#on-the-real-device)."""
 
+    download: StrictBool = False
+    """Download models and data that are named as on Hugging Face's hub (docs/ppo.md#data). Without
+    it such names are looked up in the local cache."""
+
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     policy: BackendConfig = field(default_factory=BackendConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)

@@ -43,25 +43,16 @@ def compiled(source: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             library = Path(folder) / target.name
-            _compile(compiler, source, home, library)
+            command = [
+                *(compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-I", str(home / "include")),
+                *(str(source), "-L", str(home / "lib"), "-lc10", "-ltorch_cpu", "-o", str(library)),
+            ]
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=300, check=False
+            )
+            if result.returncode:
+                raise NativeCodeError(
+                    f"{compiler} could not compile {source.name}:\n{result.stderr[-2000:]}"
+                )
             os.replace(library, target)  # another process may have compiled it meanwhile
     return target
-
-
-def _compile(compiler: str, source: Path, home: Path, target: Path) -> None:
-    result = subprocess.run(
-        [
-            compiler,
-            *("-std=c++20", "-O1", "-fPIC", "-shared"),
-            *("-I", str(home / "include"), str(source)),
-            *("-L", str(home / "lib"), "-lc10", "-ltorch_cpu", "-o", str(target)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if result.returncode:
-        raise NativeCodeError(
-            f"{compiler} could not compile {source.name}:\n{result.stderr[-2000:]}"
-        )

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from aligner.data.chat import Message, parse_messages
-from aligner.errors import DataError
+from aligner.errors import ConfigError, DataError
 from aligner.plain import as_float32, plain, shown
 
 Reward = float | None | Mapping[str, float | None]
@@ -108,12 +108,13 @@ def check_start(value: Any) -> Start:
 
 
 def check_turn(value: Any, characters: int = 0) -> Turn:
-    """Return a `Turn` with values of plain classes. Raises `DataError` if ``value`` is invalid.
+    """Return a `Turn` with values of plain classes.
 
+    Raises `ConfigError` if ``value`` is no `Turn`, and `DataError` if it is invalid.
     ``characters``: length of the policy's message, the upper bound of the steps' ends.
     """
     if not isinstance(value, Turn):
-        raise DataError(f"step returned {shown(value)}; it must return a Turn")
+        raise ConfigError(f"step returned {shown(value)}; it must return a Turn")
     if not value.messages and not value.done:
         raise DataError(
             "step returned neither a message nor done=True. The policy needs a message to answer"

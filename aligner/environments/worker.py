@@ -40,8 +40,9 @@ def answers_of(
     except SystemExit:
         raise
     except BaseException as error:
-        # The library refused the start of a conversation, and would refuse a repetition.
-        kind = "final" if name == "begin" and isinstance(error, AlignerError) else "raised"
+        # The library refused the start or the type of an answer, or a name does not exist.
+        faults = (AlignerError if name == "begin" else ConfigError, NameError, ImportError)
+        kind = "final" if isinstance(error, faults) else "raised"
         value = describe_exception(error)
     yield kind, value
 

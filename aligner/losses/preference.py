@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.config.fields import MinorShare, NonNegative, Positive
-from aligner.config.parse import check_fields
-from aligner.losses.masked import counted_tokens, masked_sum, row_means
+from aligner.losses.masked import CheckedLoss, counted_tokens, masked_sum, row_means
 from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
@@ -37,7 +36,7 @@ TIE = 1e-4
 
 
 @dataclass(frozen=True)
-class PairwiseLoss(ABC):
+class PairwiseLoss(CheckedLoss, ABC):
     """Base of pairwise losses. A loss is a mean over pairs, plus an optional SFT term.
 
     ``sft_weight`` adds ``-mean log π`` of the chosen response: the mean over its tokens, then over
@@ -50,11 +49,7 @@ class PairwiseLoss(ABC):
 
     beta: Positive = 0.1
     sft_weight: NonNegative = 0.0
-    needs_entropy: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = 2
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
@@ -191,7 +186,7 @@ def _bernoulli_kl(p_logit: Tensor, q_logit: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class KTOLoss:
+class KTOLoss(CheckedLoss):
     """Loss of a response's log-ratio against the policy's mean drift (Ethayarajh et al., 2024).
 
     With ``r = log π - log π_ref`` of a row, summed over its response, and the baseline ``z``::
@@ -211,11 +206,6 @@ class KTOLoss:
     beta: Positive = 0.1
     desirable_weight: NonNegative = 1.0
     undesirable_weight: NonNegative = 1.0
-    needs_entropy: ClassVar[bool] = False
-    rows_per_group: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

@@ -14,7 +14,7 @@ Every reward process loads this module, so it imports neither torch nor numpy.
 
 import asyncio
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any, NamedTuple
 
 from aligner.data.chat import MESSAGES
@@ -27,8 +27,8 @@ class Form(NamedTuple):
     """A form. ``arguments``: parameters that are no columns. ``adapted``: see `of_form`."""
 
     name: str
-    required: frozenset[str]
-    arguments: frozenset[str]
+    required: Set[str]
+    arguments: Set[str]
     adapted: Callable[[Function, Collection[str]], Function]
 
 
@@ -84,11 +84,6 @@ def _trl(function: Function, arguments: Collection[str]) -> Function:
 
 
 def _verl(function: Function, _: Collection[str]) -> Function:
-    def calls(responses: list[str], ground_truths: list[Any], columns: Mapping[str, Any]) -> Any:
-        for index, (response, truth) in enumerate(zip(responses, ground_truths, strict=True)):
-            sample = {name: values[index] for name, values in columns.items()}
-            yield function(**{**sample, "solution_str": response, "ground_truth": truth})
-
     def scores(results: list[Any]) -> list[Any]:
         if any(isinstance(result, list | tuple) for result in results):
             raise RewardError(
@@ -105,9 +100,12 @@ def _verl(function: Function, _: Collection[str]) -> Function:
     def reward(
         prompts: list[str], responses: list[str], ground_truths: list[Any], **columns: Any
     ) -> Any:
-        del prompts
+        columns |= {"solution_str": responses, "ground_truth": ground_truths}
         columns.pop(MESSAGES, None)
-        results = list(calls(responses, ground_truths, columns))
+        results = [
+            function(**{name: values[index] for name, values in columns.items()})
+            for index in range(len(prompts))
+        ]
         if not any(map(inspect.isawaitable, results)):
             return scores(results)
 
@@ -139,22 +137,7 @@ def _openrlhf(function: Function, arguments: Collection[str]) -> Function:
 
 
 FORMS = (
-    Form(
-        "TRL",
-        frozenset({"completions"}),
-        frozenset({"prompts", "completions", "ground_truth"}),
-        _trl,
-    ),
-    Form(
-        "verl",
-        frozenset({"solution_str", "ground_truth"}),
-        frozenset({"solution_str", "ground_truth"}),
-        _verl,
-    ),
-    Form(
-        "OpenRLHF",
-        frozenset({"queries", "prompts"}),
-        frozenset({"queries", "prompts", "labels"}),
-        _openrlhf,
-    ),
+    Form("TRL", {"completions"}, {"prompts", "completions", "ground_truth"}, _trl),
+    Form("verl", {"solution_str", "ground_truth"}, {"solution_str", "ground_truth"}, _verl),
+    Form("OpenRLHF", {"queries", "prompts"}, {"queries", "prompts", "labels"}, _openrlhf),
 )

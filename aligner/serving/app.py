@@ -19,11 +19,12 @@ from starlette.exceptions import HTTPException
 
 from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.errors import AlignerError
-from aligner.generation.rows import Progress, Row, RowJob, sample_id
+from aligner.generation.rows import Progress, Row, RowJob
 from aligner.http.application import Bodies, Routes, blame_sender, check_bearer, http_server
 from aligner.http.listening import MAX_CONNECTIONS
 from aligner.http.queue import JobQueue
 from aligner.http.results import Results
+from aligner.kernels.counter_hash import text_hash
 from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from aligner.serving.exchange import Exchange, refusal
 from aligner.serving.openai_types import ModelInfo, ModelList, SessionKey, Tokens
@@ -245,7 +246,7 @@ class Service:
         if body.seed is not None:
             seed_parts = ("seed", body.seed)
         return [
-            Row(ids, sample_id(*seed_parts, sample), row_options, requests[index * body.n + sample])
+            Row(ids, text_hash(*seed_parts, sample), row_options, requests[index * body.n + sample])
             for index, (ids, row_options) in enumerate(zip(prompts, options, strict=True))
             for sample in range(body.n)
         ]

@@ -26,7 +26,8 @@ from aligner.environments.pool import Failure
 from aligner.environments.protocol import Turn, check_turn
 from aligner.environments.trajectory import Limit, Limits
 from aligner.errors import DataError
-from aligner.generation.rows import EndKind, RowJob, sample_id
+from aligner.generation.rows import EndKind, RowJob
+from aligner.kernels.counter_hash import text_hash
 
 _MAX_TOKENS = 2**21  # of a session without limits
 _MAX_SESSIONS = 4096
@@ -125,7 +126,7 @@ class Session:
         """Return the values that seed a request's sampling, None if the session has no seed."""
         if self.seed is None:
             return None
-        prompts_id = sample_id(*chain.from_iterable(prompts))
+        prompts_id = text_hash(*chain.from_iterable(prompts))
         # The count makes the sampling of repeated requests independent.
         with self._lock:
             self._repeats[prompts_id] += 1

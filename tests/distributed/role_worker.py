@@ -78,7 +78,7 @@ def train(
     role.prepare_for_training()
     updates = [role.training_update(share, number) for number in range(2)]
     passes_of_updates = len(passes)
-    role.write_nemo(save_to)
+    role.save_to(save_to)
     after = role.infer_tokens(whole)
     return {
         "updates": updates,

@@ -11,7 +11,7 @@ from aligner.config import ServeConfig
 from aligner.config.commands.ask import as_run
 from aligner.data.tokenizers.loading import with_template_kwargs
 from aligner.errors import TokenizerError
-from aligner.generation.batching import EngineSettings, ServingEngine
+from aligner.generation.batching import ServingEngine
 from aligner.generation.rows import Row
 from aligner.http.queue import JobQueue
 from aligner.http.tokens import new_token, read_token
@@ -76,7 +76,9 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     # Only the policy's own engine in this process reports tokens, and rank 0 those of its rows.
     local = isinstance(generation, Policy) and config.cluster.engine == "local"
     world = model.engine.worlds[0]
-    settings = EngineSettings(
+    return ServingEngine(
+        generation,
+        queue,
         rows=model.rows,
         positions=architecture.max_position_embeddings,
         pad_id=model.tokenizer.pad_id,
@@ -85,7 +87,6 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
         listens=local and model.run.model.parallel.data_size(world) == 1,
         has_peers=not local or world > 1,
     )
-    return ServingEngine(generation, queue, settings)
 
 
 def _token(config: ServeConfig, say: Say) -> str:

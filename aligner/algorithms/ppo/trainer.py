@@ -34,7 +34,7 @@ from aligner.algorithms.run.run import Run
 from aligner.config import RunConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.losses.corrections import second_moment_masks
-from aligner.losses.kl import AdaptiveKLController, FixedKLController
+from aligner.losses.kl import KLController
 from aligner.losses.value import PPOValueLoss
 from aligner.models.handle import TRAINED_COLUMNS
 from aligner.observe.diagnostics import count_updates, gap_warnings, idle_roles, update_metrics
@@ -90,9 +90,9 @@ class PPOTrainer(SamplingTrainer):
         super().__post_init__()
         config, ppo = self.config, self.config.trainer.ppo
         controller, weight = ppo.kl_controller, ppo.initial_policy_kl_penalty
-        self.kl_controller = FixedKLController(weight)
+        self.kl_controller = KLController(weight)
         if controller.mode == "adaptive":
-            self.kl_controller = AdaptiveKLController(weight, controller.target, controller.horizon)
+            self.kl_controller = KLController(weight, controller.target, controller.horizon)
         self.kl_in_reward, self.needs_reference = kl_in_reward(config), needs_reference(config)
         self.starts_at_sampler = starts_at_sampler(config)
         # Rows that need no separate pass for log-probs, without and with training of the policy.

@@ -21,8 +21,8 @@ from aligner.environments.pool import Call, Failure
 from aligner.environments.protocol import Turn, check_total
 from aligner.environments.trajectory import Limits, Trajectory, TurnRecord
 from aligner.errors import DataError
-from aligner.generation.rows import sample_id
 from aligner.http.tokens import new_token
+from aligner.kernels.counter_hash import text_hash
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.served import Request, Served
@@ -98,7 +98,7 @@ class EndpointRollouts(ConversationRollouts):
         defaults, sessions = options or self._options, self._service.sessions
         if self._service.served.defaults is not defaults:
             self._service.served = dataclasses.replace(self._service.served, defaults=defaults)
-        session_id = sample_id("rollout", seed, episode.sample_id, episode.attempt)
+        session_id = text_hash("rollout", seed, episode.sample_id, episode.attempt)
         limits = Limits(self._config.max_turns, self._config.max_tokens)
         episode.session = session = sessions.begin(session_id, limits)
         assert session is not None, "the server must have room for one session of each slot"

@@ -30,7 +30,7 @@ from aligner.environments.conversation import ChatRenderer, Conversation, Rewrit
 from aligner.environments.pool import Call, CallName, EnvironmentPool, Failure
 from aligner.environments.trajectory import EndReason, KeptTokens, Limits, Trajectory
 from aligner.errors import AlignerError, DataError, WorkerError
-from aligner.generation.batching import EngineSettings, ServingEngine
+from aligner.generation.batching import ServingEngine
 from aligner.generation.rows import Row
 from aligner.http.queue import JobQueue
 from aligner.importing import describe_exception
@@ -152,7 +152,9 @@ class ConversationRollouts(RolloutSource, ABC):
         config, pad_id = self._config, self._tokenizer.pad_id
         conduct = partial(self.conduct, seed=seed, options=options)
         driver = Driver(config, self._pool, self._queue, conduct)
-        settings = EngineSettings(
+        engine = ServingEngine(
+            generation,
+            self._queue,
             rows=config.concurrency,
             positions=config.max_tokens,
             pad_id=pad_id,
@@ -160,9 +162,9 @@ class ConversationRollouts(RolloutSource, ABC):
             seed=seed,
             listens=False,
             has_peers=True,
+            survives=partial(engine_survives, generation),
+            is_complete=driver.is_complete,
         )
-        survives = partial(engine_survives, generation)
-        engine = ServingEngine(generation, self._queue, settings, survives, driver.is_complete)
         # Serve requests until all conversations have ended.
         try:
             if is_rank_zero():

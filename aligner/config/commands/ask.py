@@ -36,6 +36,7 @@ from aligner.config.roles.sampling import PolicyRSConfig
 from aligner.config.run import RSRunConfig
 from aligner.config.validation import FINAL_ANSWER, AnswerSamplingConfig, answer_problems
 from aligner.foreign_keys import shown
+from aligner.hub import ON_HUB
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class AskedModelConfig:
     """A model that only generates, and its layout."""
 
     restore_from_path: Annotated[
-        StrictStr, not_empty("a .nemo file, a Hugging Face directory or the directory of a run")
+        StrictStr,
+        not_empty("a .nemo file, a Hugging Face directory or the directory of a run"),
+        ON_HUB,
     ]
     """A `.nemo`, a Hugging Face directory, or the directory of a run: its newest state."""
 
@@ -142,6 +145,9 @@ class AskConfig:
     sampling: AnswerSamplingConfig = field(default_factory=AnswerSamplingConfig)
     seed: Natural = 1234
     """Seed of sampling."""
+
+    download: StrictBool = False
+    """Download models and data that are named as on Hugging Face's hub (docs/ppo.md#data)."""
 
     trainer: ProcessConfig = field(default_factory=ProcessConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

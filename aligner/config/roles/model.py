@@ -298,9 +298,9 @@ class RSModelConfig(TrainedModelConfig):
 class CriticConfig:
     """The policy's architecture with a value head, by default in the policy's layout."""
 
-    restore_from_path: FilePath | None = None
-    """A `.nemo` file. `null` means the policy's file, with a new value head that outputs 0. The
-    `rm_head` of a reward model becomes the value head."""
+    restore_from_path: ModelPath | None = None
+    """A `.nemo` file or Hugging Face directory. `null` means the policy's file, with a new value
+    head that outputs 0. The `rm_head` of a reward model becomes the value head."""
 
     micro_batch_size: Annotated[Count, DERIVED] = 8
     """As `model.micro_batch_size`."""

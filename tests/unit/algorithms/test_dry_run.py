@@ -8,15 +8,19 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, report
+from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, longest_set, report
 from aligner.algorithms.run.engine import Workers
 from aligner.catalog import ALGORITHMS, imported
 from aligner.config import load_config
+from aligner.data.dataset import Shares
+from aligner.data.supervised import Example, ExampleDataset
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
 from aligner.device.accelerator import MemoryUse, is_out_of_memory
 from aligner.device.host_memory import private_memory, reset_peak_resident
 from aligner.distributed.batched_data_dict import BatchedDataDict as Batch
 from aligner.errors import ConfigError, DataError, DeviceMemoryError, WorkerError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.value.lm_value import Value
@@ -376,3 +380,12 @@ def test_a_reward_model_scores_the_longest_sequences():
     assert (entered, size, left) == ("in", 2, "out")
     assert [len(row) for row in rows] == [5, 9, 5]
     assert all(0 <= token < 7 for row in rows for token in row)
+
+
+def test_the_batch_of_a_dry_run_has_the_shares_of_the_sources(tiny_nemo, tmp_path):
+    config = config_of("sft_tiny_cpu", tiny_nemo, tmp_path, "data.max_length=8")
+    examples = [Example(id=index, ids=[1, 2], learned=[(1, 2)]) for index in range(20)]
+    data = ExampleDataset(examples, shares=Shares("ab", [16, 4], [1, 3]))
+    batch = longest_set(config, data, byte_level_tokenizer(), TINY_ARCHITECTURE)
+    of_second = sum(batch[index].id >= 16 for index in range(len(batch)))
+    assert of_second == pytest.approx(0.75 * len(batch), abs=1)

@@ -56,7 +56,7 @@ def add_member(path, name, kind=tarfile.REGTYPE, link=""):
         ("./a/../../evil", tarfile.REGTYPE, "unsafe path"),
         ("/etc/evil", tarfile.REGTYPE, "'/etc/evil', an unsafe path"),
         ("a\\..\\evil", tarfile.REGTYPE, "unsafe path"),
-        ("./link", tarfile.SYMTYPE, "'./link', a link"),
+        ("./link", tarfile.SYMTYPE, "'link', a link"),
         ("./hard", tarfile.LNKTYPE, "link or a device"),
         ("./device", tarfile.CHRTYPE, "link or a device"),
         ("./pipe", tarfile.FIFOTYPE, "link or a device"),

@@ -201,7 +201,7 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer):
         ({"messages": "hi"}, {"messages_column": "messages"}, "must be a list of chat messages"),
         ({"prompt": CHAT, "response": "5"}, {}, "the last chat message is the assistant"),
         ({"messages": CHAT[:2]}, {}, "has the role 'user'"),
-        ({"messages": "hi"}, {}, "column 'response' is missing"),
+        ({"messages": "hi"}, {}, "column 'response' is missing.*data.messages_column"),
         ({"prompt": "x", "response": "5"}, {"system_prompt": "Add."}, "data.system_prompt is set"),
         (
             {"messages": [*CHAT[:2], {"role": "assistant", "content": "a <|im_end|> b"}]},

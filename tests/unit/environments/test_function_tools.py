@@ -42,7 +42,14 @@ class Broken:
     def init(self):
         return ["text"]
     def step(self, message):
-        raise AssertionError
+        if message["content"] == "list":
+            return []
+        raise NameError if message["content"] == "name" else AssertionError
+
+class Answers(Broken):
+    def init(self):
+        from aligner.environments import Start
+        return Start([{"role": "user", "content": "2+3?"}])
 '''
 
 
@@ -123,3 +130,15 @@ def test_a_refused_start_is_final_and_an_exception_is_not(file):
     assert "init returned ['text']; it must return a Start" in refused.text
     assert not raised.is_final
     assert "OSError: busy" in raised.text
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("content", "is_final"), [("list", True), ("name", True), ("5", False)])
+def test_an_error_of_the_code_is_final(file, content, is_final):
+    pool = EnvironmentPool(f"{file}:Answers", {}, [])
+    try:
+        pool.call([Call(0, "begin", (0, {}), 30.0)])
+        failure = pool.call([Call(0, "step", {"content": content}, 30.0)])[0]
+    finally:
+        pool.close()
+    assert failure.is_final == is_final

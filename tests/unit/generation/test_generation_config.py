@@ -12,8 +12,9 @@ from aligner.config import (
     parse_config,
 )
 from aligner.errors import ConfigError
-from aligner.generation.vllm.sampling import logprobs_mode, request_seed, sampling_arguments
+from aligner.generation.vllm.sampling import logprobs_mode, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
+from aligner.kernels.counter_hash import text_hash
 
 RAY = {"cluster": {"engine": "ray"}}
 
@@ -121,10 +122,10 @@ def test_logprobs_are_of_the_distribution_drawn_from(change, mode):
 
 
 def test_seeds_are_of_run_and_sample_alone():
-    seeds = {request_seed(seed, sample) for seed in range(20) for sample in range(200)}
+    seeds = {text_hash(seed, sample) for seed in range(20) for sample in range(200)}
     assert len(seeds) == 4000
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert request_seed(3, 4) == 2331190576437422291  # the same in every version and process
+    assert text_hash(3, 4) == 2331190576437422291  # the same in every version and process
 
 
 def test_defaults_go_by_the_device():

@@ -10,7 +10,7 @@ from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
 from aligner.generation.vllm.engine import EngineArguments
 from aligner.generation.vllm.settings import VllmConfig
-from aligner.generation.vllm.worker import REFIT_KEYS, VllmWorker
+from aligner.generation.vllm.worker import VERSIONS, VllmWorker
 from aligner.refit.ends import RefitEnd, check_ends
 
 ROOT = Path(__file__).parents[3]
@@ -20,6 +20,7 @@ POLICY = [
 ]
 ENGINE = RefitEnd("engine 0", "GPU 1", True, "2.13.0+cu130", (2, 29, 3))
 ON_CPU = RefitEnd("engine 0", "machine m", False, "2.13.0+cpu", None)
+SECTION = {"section": VllmWorker.section, "versions": VERSIONS}
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -32,13 +33,13 @@ ON_CPU = RefitEnd("engine 0", "machine m", False, "2.13.0+cpu", None)
     ],
 )
 def test_the_same_release_is_accepted(engine, separate):
-    check_ends(POLICY, engine, separate=separate, keys=REFIT_KEYS)
+    check_ends(POLICY, engine, separate=separate, **SECTION)
 
 
 def test_cpus_share_memory_whatever_their_torch():
     policy = dataclasses.replace(ON_CPU, name="policy rank 0", torch="2.10.0+cpu")
     for separate in (False, True):
-        check_ends([policy], ON_CPU, separate=separate, keys=REFIT_KEYS)
+        check_ends([policy], ON_CPU, separate=separate, **SECTION)
 
 
 @pytest.mark.parametrize(
@@ -66,14 +67,12 @@ def test_cpus_share_memory_whatever_their_torch():
 )
 def test_what_cannot_cross_is_refused(engine, separate, words):
     with pytest.raises(ConfigError, match=words):
-        check_ends(POLICY, engine, separate=separate, keys=REFIT_KEYS)
+        check_ends(POLICY, engine, separate=separate, **SECTION)
 
 
 def test_broadcasts_do_not_care_for_torch_nor_shared_memory_for_nccl():
-    check_ends(POLICY, dataclasses.replace(ENGINE, torch="2.11.0"), separate=True, keys=REFIT_KEYS)
-    check_ends(
-        POLICY, dataclasses.replace(ENGINE, nccl=(2, 27, 5)), separate=False, keys=REFIT_KEYS
-    )
+    check_ends(POLICY, dataclasses.replace(ENGINE, torch="2.11.0"), separate=True, **SECTION)
+    check_ends(POLICY, dataclasses.replace(ENGINE, nccl=(2, 27, 5)), separate=False, **SECTION)
 
 
 def test_an_engine_looks_before_it_starts():

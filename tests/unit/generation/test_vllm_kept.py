@@ -19,7 +19,7 @@ from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.errors import ConfigError, WorkerError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.generation.vllm import engine as vllm_engine
-from aligner.generation.vllm.kept import add_sets, kept_rows
+from aligner.generation.vllm.kept import add_sets
 from aligner.generation.vllm.sampling import sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import responses_batch
@@ -251,7 +251,3 @@ def test_a_vllm_without_them_is_refused(started, vllm):
     started(record_kept=0)
     with pytest.raises(ConfigError, match=r"record_kept_tokens=3: vLLM 0.27.1 .*0.28 or newer"):
         started()
-
-
-def test_empty_responses_have_empty_columns():
-    assert kept_rows([], 3).shape == (0, 3)

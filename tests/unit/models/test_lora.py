@@ -253,7 +253,7 @@ def test_the_reference_is_the_beginning_without_a_second_model(
 def test_sampling_engines_and_files_get_merged_weights(load, tmp_path, tiny_nemo):
     role = trained(load)
     batch = make_batch()
-    role.write_nemo(str(tmp_path / "merged.nemo"))
+    role.save_to(str(tmp_path / "merged.nemo"))
     role.save_adapters(tmp_path / "beside.lora.safetensors")
     plain = load_from_nemo(MegatronGPTActorModel, restore_path=tmp_path / "merged.nemo")
     assert (plain.get_logprobs(batch) - role.get_logprobs(batch)).abs().max() < 1e-5
@@ -366,7 +366,7 @@ def test_a_reward_model_in_the_critics_body_speaks_without_the_critics_adapters(
         original.gpt.rm_head.weight.normal_(0, 0.1, generator=generator)
         for parameter in original.gpt.decoder.parameters():
             parameter.mul_(1.1)  # not the critic's frozen weights
-    original.write_nemo(str(path))
+    original.save_to(str(path))
     critic = trained(load, cls=MegatronGPTCriticModel, loss=PPOValueLoss())
     batch = make_batch()
     values = critic.get_values(batch)

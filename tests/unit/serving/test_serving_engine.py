@@ -19,7 +19,7 @@ from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import NonFiniteError, WorkerDiedError
-from aligner.generation.batching import EngineSettings, ServingEngine
+from aligner.generation.batching import ServingEngine
 from aligner.generation.rows import Row, RowJob
 from aligner.http.queue import JobQueue
 from aligner.serving.app import Service, policy_server
@@ -87,8 +87,8 @@ def serving(reply, *, seconds=0.0, tokenizer=None, listens=True, most=64, timeou
     defaults = SamplingOptions(LengthParams(max_length=100), SamplingParams())
     served = Served("model", tokenizer, 2000, tokenizer.vocab_size, defaults)
     ends = frozenset(tokenizer.end_ids)
-    settings = EngineSettings(8, 2000, tokenizer.pad_id, ends, 1, listens, has_peers=False)
-    engine = ServingEngine(script, waiting, settings)
+    rest = (8, 2000, tokenizer.pad_id, ends, 1, listens)
+    engine = ServingEngine(script, waiting, *rest, has_peers=False)
     errors = []
 
     def run():
@@ -150,8 +150,8 @@ def test_each_row_of_a_batch_has_its_own_length(listens):
     rows = [Row([65], 1, SamplingOptions(length, SamplingParams())) for length in lengths]
     waiting.add(RowJob(rows, heard.append))
     ends = frozenset(tokenizer.end_ids)
-    settings = EngineSettings(8, 2000, tokenizer.pad_id, ends, 1, listens, has_peers=False)
-    engine = ServingEngine(script, waiting, settings)
+    rest = (8, 2000, tokenizer.pad_id, ends, 1, listens)
+    engine = ServingEngine(script, waiting, *rest, has_peers=False)
     engine.serve(lambda: sum(each.end is not None for each in heard) == len(rows))
     said = {
         row: tokenizer.decode([token for each in heard if each.row == row for token in each.ids])

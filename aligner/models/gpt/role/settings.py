@@ -109,11 +109,7 @@ def critic_settings(
     run: RunSettings,
     max_optimizer_steps: int | None = None,
 ) -> RoleSettings:
-    """Return the settings of the critic.
-
-    Layout and adapters default to the policy's. If the critic starts from the policy's weights, it
-    also starts from the policy's adapters.
-    """
+    """Return the settings of the critic. Layout and adapters default to the policy's."""
     settings = _settings(critic, critic, critic.with_layout(model), run, max_optimizer_steps)
     if critic.restore_from_path is None:
         return settings
@@ -138,8 +134,7 @@ def settings_to_continue(
 ) -> tuple[RoleSettings, str | None]:
     """Return settings and the path of full weights with which a role continues.
 
-    With adapters, the role starts from its frozen weights and loads the adapters next to
-    ``weights_path``.
+    With adapters, the role loads its frozen weights and the adapters next to ``weights_path``.
     """
     if weights_path is None or settings.lora is None:
         return settings, weights_path
@@ -211,8 +206,7 @@ def run_section(
 ) -> SectionConfig:
     """Parse ``cfg`` as a section of a run's configuration, one of ``kinds``.
 
-    ``path`` replaces ``restore_from_path`` unless None. `ConfigError` names invalid keys and
-    values.
+    ``path`` replaces ``restore_from_path``. Raises `ConfigError` for invalid keys and values.
     """
     if isinstance(cfg, SectionConfig):
         return cfg
@@ -242,8 +236,7 @@ def settings_from_model_config(
 ) -> RoleSettings:
     """Read the settings that NeMo-Aligner merges into a ``model_config.yaml``.
 
-    These are the batch sizes, the layout, ``optim``, ``peft`` and the sections ``ppo`` and ``rs``
-    of a run. If none of these is present, the role cannot train and runs on one process.
+    Without any of `_RUN_KEYS` the role cannot train and runs on one process.
     """
     present = plain_mapping(cfg, _RUN_KEYS)
     values = {key: value for key, value in present.items() if value is not None}

@@ -28,8 +28,7 @@ class RewardScorer(ABC):
         """Compute ``rewards`` float32 [B], or [B, K] for K rated attributes.
 
         Rewards are standardised if the model is. Reads ``input_ids`` int64 [B, S] and
-        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass, default as
-        configured.
+        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass.
         """
         rewards = self.reward_model.infer(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"rewards": rewards})
@@ -42,7 +41,6 @@ class RewardScorer(ABC):
 class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
     """Worker of `RewardModel`, which loads a reward model or a language model with a new head.
 
-    For most arguments see `RewardModel`. ``parallel``: parallel layout and groups of this process.
     ``offload_weights``: keep weights in host memory between phases.
     """
 
@@ -84,8 +82,17 @@ class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
         self.model.standardize(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Record whether training sequences start with BOS, and their end token or None.
-
-        Both are saved with the model, and scoring builds sequences of the same form.
-        """
+        """Save with the model whether training sequences start with BOS, and their end."""
         self.model.remember_sequences(add_bos, end_id)
+
+
+class MegatronRewardWorker(RewardWorker):
+    """Worker of `RewardModel` on megatron-core."""
+
+    model_path = "aligner.models.gpt.megatron.reward:MegatronGPTRewardModel"
+
+
+class DTensorRewardWorker(RewardWorker):
+    """Worker of `RewardModel` on a transformers model, as FSDP2."""
+
+    model_path = "aligner.models.gpt.dtensor.critic:DTensorRewardModel"
