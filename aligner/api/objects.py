@@ -29,10 +29,7 @@ _PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
 def as_setting(key: str, value: Any, folder: Path) -> Any:
     """Return a value of the configuration ``key``, with paths instead of functions and classes.
 
-    Files for objects are written to ``folder``.
-
-    Raises:
-        ConfigError: an object cannot be pickled.
+    Files for objects are written to ``folder``. Raises `ConfigError` if an object has no pickle.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -104,10 +101,7 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
 
 
 def _sources(name: str, value: Any) -> Iterator[str]:
-    """Yield the source of ``value`` and of the objects that the source refers to, in a fixed order.
-
-    Importable objects are represented by their names, and values that are not plain by their types.
-    """
+    """Yield the sources of ``value`` and all that it refers to, or names of importable objects."""
     # Breadth first, so that the order does not depend on memory addresses.
     pending, visited = [(name, value)], set[int]()
     while pending:
@@ -182,13 +176,10 @@ def _references(function: FunctionType) -> dict[str, Any]:
 
 
 def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
-    """Write the rows of a configuration ``key`` as JSON lines below ``folder``.
+    """Write rows of ``key`` as JSON lines below ``folder``. Return the path and the columns' names.
 
     ``rows``: mappings of column to value in a list, a ``datasets.Dataset``, a generator or a
-    ``pandas.DataFrame``. Returns the path and the names of the columns.
-
-    Raises:
-        DataError: ``rows`` is empty, or a row is not a mapping or not JSON.
+    ``pandas.DataFrame``. Raises `DataError` without rows, or for a row that JSON cannot represent.
     """
     if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):
         rows = rows.to_dict("records")

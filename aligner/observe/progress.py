@@ -82,10 +82,7 @@ class ConsoleProgress:
             self._bar.update(self._task, description=name.replace("_", " "))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that ``step`` (counted from 1) is complete, with its metrics by full name.
-
-        Step 0, the validation before training, moves no bar and restarts the clock.
-        """
+        """Show that ``step`` is complete. Step 0, a validation, only restarts the clock."""
         now = self._clock()
         if step > self.done:
             self._seconds.append((now - self._start) / (step - self.done))
@@ -105,8 +102,7 @@ class ConsoleProgress:
     def numbers(self, width: float = math.inf) -> str:
         """Return ``reward 0.412  KL 0.0031 …``, without the last numbers that exceed ``width``.
 
-        A line shows the metrics of its step. The bar shows the newest value of each metric, with
-        the step of the value if it belongs to an earlier step (such as a validation).
+        A line shows metrics of its step, the bar the newest values, with the step of older values.
         """
         shown = []
         has_rewards = "train_rollouts/rewards" in self._latest

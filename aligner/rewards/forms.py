@@ -35,8 +35,7 @@ class Form(NamedTuple):
 def of_form(function: Function, bound: Function) -> tuple[Form | None, Function]:
     """Return the form of ``function`` and a function of our protocol, or None and ``bound``.
 
-    ``bound``: the function with the values of ``reward.kwargs``. The signature of the result lists
-    the other parameters of ``function``, so that columns are selected and checked as usual.
+    ``bound``: the function with ``reward.kwargs``. Its other parameters are those of the result.
     """
     try:
         parameters = inspect.signature(function).parameters

@@ -30,8 +30,14 @@ def served(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with hub({name: tmp_path / "served" / name for name in FILES}) as (url, names):
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        point_to(url, monkeypatch)
         yield names
+
+
+def point_to(url, monkeypatch):
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def paths(model="Org/Tiny-1.5B", source="Org/Sums", **settings):
@@ -57,7 +63,7 @@ def test_names_are_downloaded_only_if_the_run_asks_and_then_found_in_the_cache(
     tested = paths(source=["Org/Sums/data/test*.jsonl", "Org/Sums"], download=True)[1]
     assert [len(source_files(part)) for part in tested] == [1, 2]
     # Without a network the cache is used, also if the run asks for a download.
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    point_to("http://127.0.0.1:9", monkeypatch)
     assert paths() == paths(download=True) == (model, source)
 
 

@@ -39,9 +39,8 @@ def test_what_left_the_session_is_killed_too(load, tmp_path):
 
 @pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.extended), 3])
 def test_a_sample_that_hangs_takes_no_other_with_it(load, concurrency):
-    function = load(
-        "hangs_on_some", time_limit_s=8.0, timeout_reward=-1.0, max_concurrency=concurrency
-    )
+    options = {"timeout_reward": -1.0, "max_concurrency": concurrency}
+    function = load("hangs_on_some", time_limit_s=8.0, **options)
     responses = ["a", "bb", "c", "d", "ee", "f", "hang", "g"]
     scored = score(function, responses)
     assert scored.rewards.tolist() == [2, 3, 2, 2, 3, 2, -1, 2]

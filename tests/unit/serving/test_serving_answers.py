@@ -112,17 +112,11 @@ def test_arguments_that_are_no_object_are_refused(arguments):
         served().chat(history(arguments), [])
 
 
-def test_a_refusal_and_a_user_without_content_are_no_text():
+def test_messages_that_the_template_ignores_or_that_cannot_fit():
     for message in ({"role": "assistant", "content": None, "refusal": "no"}, {"role": "user"}):
         assert chat_messages([message])[0]["content"] is None
-
-
-def test_a_name_that_the_template_ignores_is_refused():
     with pytest.raises(DataError, match="ignores name"):
         served().chat([{"role": "user", "name": "someone", "content": "a"}], [])
-
-
-def test_what_cannot_fit_is_refused_before_it_is_encoded():
     one = served()
     assert one.shortened("x" * 64) == "x" * 64
     assert 64 < len(one.tokenizer.encode(one.shortened("x" * 2**20))) < 1024
@@ -147,16 +141,13 @@ def test_calls_are_parsed_in_linear_time(form, text):
     assert time.process_time() - began < 10
 
 
-def test_refused_prompts_are_not_kept():
+def test_prompts_are_kept_until_their_answers_are_there():
     session = Sessions().begin(1, Limits(max_turns=4, max_tokens=100))
     for number in range(3):
         ids = session.encode(f"{number}" + "x" * 500, TOKENIZER.encode, TOKENIZER.encode)
         with pytest.raises(DataError):
             session.admit([ids], 16, 1)
     assert session._texts == {}
-
-
-def test_prompts_are_kept_until_their_answers_are_there():
     session = Sessions().begin()
     ids = session.encode("hello", TOKENIZER.encode, TOKENIZER.encode)
     numbers = session.admit([ids], 4, 2)
