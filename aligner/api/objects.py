@@ -21,7 +21,7 @@ from typing import Any
 
 import cloudpickle
 
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, raised_as
 
 _PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
 
@@ -88,14 +88,9 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
     source = textwrap.indent("\n".join(_sources(name, value)), "# ", lambda line: True)
     (folder / f"{stem}.py").write_text(
         f'"""Loads `{name}`, pickled for {key}. The source serves comparisons only."""\n'
-        "import pickle\n"
-        "from pathlib import Path\n\n"
+        "import pickle\nfrom pathlib import Path\n\n"
         f'{name} = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())\n'
-        "try:\n"
-        f"    {name}.__module__ = __name__\n"
-        "except AttributeError:\n"
-        "    pass\n\n"
-        f"{source}\n"
+        f"try:\n    {name}.__module__ = __name__\nexcept AttributeError:\n    pass\n\n{source}\n"
     )
     return f"{folder / stem}.py:{name}"
 
@@ -194,11 +189,9 @@ def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
                     f"{type(row).__name__}"
                 )
             columns |= row.keys()
-            try:
-                line = json.dumps(dict(row), ensure_ascii=False, default=_as_json)
-            except (TypeError, ValueError) as error:
-                raise DataError(f"{key}: row {index} cannot be written as JSON: {error}") from error
-            file.write(f"{line}\n")
+            text = f"{key}: row {index} cannot be written as JSON"
+            with raised_as(DataError, text, TypeError, ValueError):
+                file.write(json.dumps(dict(row), ensure_ascii=False, default=_as_json) + "\n")
     if index < 0:
         raise DataError(f"{key}: the rows are empty. Give at least one row")
     return str(path), columns
