@@ -298,6 +298,13 @@ def layouts(table):
     return [f"{table.place}: {item}" for item in found.items() ^ expected.items()]
 
 
+def lines_of_scripts(table):
+    """Lines of the scripts that tests/journeys runs."""
+    journeys = runpy.run_path(str(ROOT / "tests" / "journeys" / "test_journeys.py"))
+    counts = {name: str(count) for name, count in journeys["lines_of_scripts"]().items()}
+    return [f"{table.place}: {row}" for row in table.rows if counts.get(row[0]) != row[1]]
+
+
 def denominators(table):
     """Short names and denominators of docs.tools.metrics."""
     tool = runpy.run_path(str(ROOT / "docs" / "tools" / "metrics.py"))
@@ -390,6 +397,7 @@ TABLES = {
     ("campaign", "what it does"): equal_to(0, campaigns),
     ("column", "processes"): layouts,
     ("over", "full denominator"): denominators,
+    ("script", "here", "TRL"): lines_of_scripts,
     ("text", "2026-11-24"): readings,
 }
 # Numbers that take too long for a test: first cells of the header, and the command that makes them.

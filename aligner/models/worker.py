@@ -315,7 +315,8 @@ class RoleWorker(Generic[RoleT]):
             self.model.save_to(weights_path)
         else:
             weights, files = self.model.whole_weights(), self._tokenizer().files()
-            on_rank_zero(lambda: save_hf(weights_path, weights, architecture, files))
+            keys = self.model.nemo_keys()
+            on_rank_zero(lambda: save_hf(weights_path, weights, architecture, files, keys))
         if self.model.settings.lora is not None:
             self.model.save_adapters(adapters_beside(weights_path))
         if optimizer_path is not None:

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from aligner.checkpoint.model_source import open_model
-from aligner.config.fields import _cached
 from aligner.config.load import load_config, with_built_in_task
 from aligner.config.run import RSRunConfig, RunConfig
-from aligner.errors import CheckpointNotFoundError, ConfigError
+from aligner.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 REWARD = "aligner.examples.tasks.exact_number:reward"
@@ -78,24 +76,3 @@ def test_the_command_trains(tiny_nemo, tmp_path):
     ignored = "ignored, because no result depends on it here: model.optim.bucket_cap_mb"
     assert f"{ignored} Batches" in " ".join(done.stdout.split())
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
-
-
-def test_a_hub_name_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert _cached("Org/Model-1.5B") == "Org/Model-1.5B"
-    with pytest.raises(CheckpointNotFoundError) as of_a_name, open_model("Org/Model-1.5B"):
-        pass
-    assert "hf download Org/Model-1.5B, or give a directory" in str(of_a_name.value)
-    with pytest.raises(CheckpointNotFoundError) as of_a_file, open_model("models/m.nemo"):
-        pass
-    assert "hf download" not in str(of_a_file.value)
-    cached = tmp_path / "models--Org--Model-1.5B"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("c0ffee")
-    folder = cached / "snapshots" / "c0ffee"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    config = composed("gpt_ppo", "model.restore_from_path=Org/Model-1.5B")
-    with_built_in_task(config)
-    assert load_config(config).model.restore_from_path == str(folder)

@@ -26,7 +26,7 @@ def loaded(text, algorithm, *more):
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     command = shlex.split(" ".join(line.rstrip("\\") for line in lines))
     entry = ALGORITHMS[algorithm]
-    assert command[:2] == ["python", f"examples/{entry.script}.py"]
+    assert command[:2] == ["aligner", f"train-{entry.name}"]
     overrides = check_overrides([*command[2:], *more], entry.root_class, ROOT / "conf")
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return load_config(compose(entry.config_name, overrides), entry.root_class)

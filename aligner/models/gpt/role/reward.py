@@ -135,8 +135,14 @@ class RewardRole(ValueModel):
         self.standardization = Standardization(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Set the BOS and end token of training sequences, which are saved with the model."""
+        """Set the BOS and end token of training sequences, which are saved with the model.
+
+        After training on comparisons, the bias is set to 0: no comparison depends on it.
+        """
         self.sequence_form = SequenceForm(add_bos, end_id)
+        for name, parameter in () if self.attributes else self.model.named_parameters():
+            if name.endswith(("rm_head.bias", "score.bias")):
+                parameter.data.zero_()
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``rewards``, float32 ``[B]``. ``batch``: see `infer`."""

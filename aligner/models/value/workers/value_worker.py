@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.archive import named_by
-from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
@@ -130,7 +130,7 @@ class MegatronValueWorker(RewardScorer, ValueWorker):
         from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 
         settings = reward_settings(config, run, learns=False)
-        with open_nemo(config.restore_from_path) as checkpoint:
+        with open_model(config.restore_from_path) as checkpoint:
             self._reward = SharedBackboneRewardModel.in_critic(
                 self.model, checkpoint, settings=settings, tokenizer=tokenizer
             )
