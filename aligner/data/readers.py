@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from aligner.errors import ConfigError, DataError, raised_as
+from aligner.hub import hub_remedy
 from aligner.importing import load_function
 from aligner.packages import require_extra
 
@@ -99,7 +100,7 @@ def source_files(source: str | Path) -> list[Path] | None:
     if not path.exists() and any(character in name for character in "*?["):
         matches = sorted(glob(str(path), recursive=True))
         files = [file for match in matches for file in source_files(match) or ()]
-        problem = f"no file matches {name}. Correct the pattern"
+        problem = f"no file matches {name}. Correct the pattern{hub_remedy(name, 'dataset')}"
     elif path.is_dir() and (path / "dataset_dict.json").is_file():
         splits = sorted(str(file.parent) for file in path.glob("*/state.json"))
         problem = f"{path} contains several splits. Name one: {', '.join(splits)}"
@@ -112,7 +113,7 @@ def source_files(source: str | Path) -> list[Path] | None:
         files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
         problem = f"directory {path} contains no .jsonl and no .parquet file"
     elif not path.is_file():
-        problem = f"file {path} does not exist"
+        problem = f"file {path} does not exist{hub_remedy(name, 'dataset')}"
     else:
         files = [path] if path.suffix in _READERS else []
         problem = (
@@ -277,11 +278,7 @@ def _from_parquet(path: Path) -> Iterator[DataRow]:
 
 
 def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove null keys at every depth of chat messages and tools.
-
-    The structs of an Arrow list share one set of keys. A tool call therefore has the arguments of
-    all other tool calls as nulls.
-    """
+    """Remove null keys of messages and tools: structs of an Arrow list share one set of keys."""
     return {name: _without_nulls(value, in_chat=False) for name, value in columns.items()}
 
 

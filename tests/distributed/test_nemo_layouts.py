@@ -24,6 +24,7 @@ from test_nemo_kinds import GPT, LLAMA, distinct_weights
 from aligner.checkpoint.gpt_weights import GatheredWeights, canonical_parameters, load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import ParallelConfig, initialize_parallel, shutdown_parallel
 
 RANKS = 4
@@ -85,7 +86,7 @@ def check_layout(folder, name, tp, pp):
     parallel = initialize_parallel(ParallelConfig(tensor=tp, pipeline=pp))
     gpt = build_gpt(
         architecture,
-        parallel=parallel.config,
+        RoleSettings(parallel=parallel.config),
         pre_process=parallel.is_first_stage,
         post_process=parallel.is_last_stage,
     )

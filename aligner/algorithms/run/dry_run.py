@@ -133,7 +133,10 @@ def longest_set(
     else:
         assert isinstance(config, SupervisedRunConfig), type(config)
         count = config.model.global_batch_size // config.rows_per_example
-    items = [_lengthened(data[index % len(data)], random_ids) for index in range(count)]
+    order = range(len(data))
+    if data.shares is not None:
+        order = data.shares.order(config.seed, 0, shuffle=False).tolist()
+    items = [_lengthened(data[order[index % len(order)]], random_ids) for index in range(count)]
     return type(data)(items, dropped_too_long=data.dropped_too_long, taken=data.taken)
 
 

@@ -20,7 +20,7 @@ from aligner.errors import CheckpointError, DataError, raised_as
 # Patterns of keys that may change between two starts of a run. All other keys are its identity.
 MAY_CHANGE = (
     # processes, engines, outputs and waits
-    *("dry_run", "exp_manager.*", "cluster.*", "policy.backend", "validation.*"),
+    *("dry_run", "download", "exp_manager.*", "cluster.*", "policy.backend", "validation.*"),
     *("generation.backend", "generation.cuda_graphs", "generation.in_flight"),
     *("generation.kwargs.*", *(f"generation.{engine}.*" for engine in ENGINES)),
     *("trainer.num_nodes", "trainer.devices", "trainer.deterministic", "trainer.max_time"),

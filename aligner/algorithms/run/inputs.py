@@ -2,7 +2,10 @@
 
 import ast
 import os
-from collections.abc import Callable, Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +35,21 @@ def check_inputs(config: Any) -> None:
         if key.endswith(".restore_from_path") and value and not Path(value).exists():
             with named_by(key):
                 ArchiveReader(value)  # raises
-        elif key in ("data.train.source", "data.validation.source") and value:
+        elif value and re.fullmatch(r"(data|validation\.sets)\.(sets\.)?[^.]+\.source", key):
             for source in paths:
                 source_files(source)
     reward: Any = getattr(config, "reward", None)
-    if reward is not None and isinstance(reward.function, str) and ".py:" in reward.function:
+    if reward is not None and isinstance(reward.function, str):
         _check_signature(reward.function, reward.kwargs)
 
 
 def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Check the signature of ``path/to/file.py:function`` without running the file."""
-    path, _, function = name.rpartition(":")
-    file = Path(path).expanduser()
+    """Check the signature of a reward function without running its file."""
+    module, _, function = name.rpartition(":" if ":" in name else ".")
+    file = Path(module).expanduser() if module.endswith(".py") else _file_of(module)
     if not file.is_file():
-        load_function(name, key="reward.function")  # raises
+        load_function(name, key="reward.function")  # raises, or finds a module without a file
+        return
     try:
         statements = ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -55,6 +59,16 @@ def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:
             continue
         if node.name == function and not node.decorator_list:
             LoadedFunction(_without_body(node), name, kwargs)
+
+
+def _file_of(module: str) -> Path:
+    """Return the file of a module that is not imported, or a path that does not exist."""
+    folders: Sequence[str] | None = [*sys.path, os.getcwd()]
+    spec = None
+    for part in module.split("."):
+        spec = None if folders is None else PathFinder.find_spec(part, folders)
+        folders = None if spec is None else spec.submodule_search_locations
+    return Path((spec and spec.origin) or "")
 
 
 def _without_body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:

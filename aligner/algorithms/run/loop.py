@@ -37,7 +37,7 @@ from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import MetricsWriter, PhaseTimers
 from aligner.observe.progress import ConsoleProgress
 from aligner.observe.samples import Sample, SampleWriter, sample_table
-from aligner.parallel.collectives import any_rank, from_rank_zero, is_rank_zero, on_rank_zero
+from aligner.parallel.collectives import from_rank_zero, gather_objects, is_rank_zero, on_rank_zero
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class RunLoop:
                 self.step = step
                 self.callbacks.notify("on_step_end", step, result.metrics)
                 # All ranks agree on whether the run ends here.
-                interrupted = any_rank(stopped.name is not None)
+                interrupted = any(gather_objects(stopped.name is not None))
                 seconds, limit = time.monotonic() - self._started, self.schedule.max_seconds
                 out_of_time = from_rank_zero(limit is not None and seconds >= limit)
                 is_last = step == total or self.learner.is_out_of_data

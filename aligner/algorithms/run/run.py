@@ -65,6 +65,7 @@ class Run(Generic[Config_co]):
             callbacks = Callbacks.load(config.trainer.callbacks)
             for note in [] if config.dry_run else prepare_log_dir(config, closing):
                 console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
+            console.print("starting: reading the model's description and the data")
             tokenizer, architecture = describe_model_of(config)
             check_roles(config, architecture, engine.worlds)
             yield Run(config, engine, console, callbacks, tokenizer, architecture, closing)
@@ -120,6 +121,7 @@ class Attempt(Workers):
         self, run: Run[BaseRunConfig], clusters: Clusters, closing: ExitStack, started: float
     ) -> None:
         self._run, self._started, self._calls = run, started, dry_run.Calls()
+        run.console.print("starting: building the models and loading their weights")
         if run.config.dry_run:
             clusters = self._calls.watch(clusters)
         super().__init__(run.config, run.tokenizer, run.architecture, clusters, closing)

@@ -17,7 +17,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import REWARD_HEAD, LazyTensors, Weights, check_names
 from aligner.checkpoint.durable import sync_path, sync_tree
 from aligner.checkpoint.hf.families import Family, architecture_from_hf, config_to_hf, family_of
-from aligner.checkpoint.hf.tensors import LLAMA_TABLE, HuggingFaceView, HuggingFaceWeights
+from aligner.checkpoint.hf.tensors import LLAMA_TABLE, SCORE, HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
 from aligner.data.tokenizers.loading import (
     is_slow,
@@ -156,22 +156,37 @@ def save_hf(
     weights: Weights,
     architecture: GPTArchitecture,
     tokenizer_files: Mapping[str, bytes],
+    keys: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a Hugging Face directory that ``from_pretrained`` loads, see `new_folder`."""
+    """Write a Hugging Face directory that ``from_pretrained`` loads, see `new_folder`.
+
+    ``keys``: NeMo's keys of the model. A reward model becomes a sequence classifier, a critic a
+    token classifier.
+
+    Raises:
+        CheckpointError: the family has no such classifier, or its scores would differ.
+    """
     folder = Path(folder)
     for name in tokenizer_files:
         if not is_tokenizer_file(name):
             raise CheckpointError(f"{name!r} is not the name of a tokenizer file")
     check_names(weights, architecture, "the model to be saved")
-    # A model with a scalar head becomes a token classifier.
     family, config = config_to_hf(architecture)
-    if REWARD_HEAD[0] in set(weights):
-        config |= _classifier(family)
+    config |= _special_ids(tokenizer_files)
+    is_reward_model = REWARD_HEAD[0] in weights and "reward_model_type" in (keys or {})
+    if REWARD_HEAD[0] in weights:
+        config |= _classifier(family, weights, keys if is_reward_model else None)
+    ends = config.get("eos_token_id")
+    if is_reward_model and config.get("pad_token_id") in (
+        ends if isinstance(ends, list) else [ends]
+    ):
+        config["pad_token_id"] = None  # else the score would be read before the end token
+    view = HuggingFaceView(weights, family.table, architecture)
+    names = [name for name in view if not (is_reward_model and name == SCORE[REWARD_HEAD[1]])]
     with new_folder(folder) as partial:
         for name, content in tokenizer_files.items():
             (partial / name).write_bytes(content)
-        config |= _special_ids(tokenizer_files)
-        dtype = _write_shards(partial, HuggingFaceView(weights, family.table, architecture).items())
+        dtype = _write_shards(partial, ((name, view[name]) for name in names))
         config["torch_dtype"] = dtype
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -201,15 +216,30 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _classifier(family: Family) -> dict[str, Any]:
-    """Return the ``config.json`` settings of a classifier with one label, a scalar head."""
+def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the ``config.json`` settings of a sequence classifier, or without keys of a critic."""
     if family.table is not LLAMA_TABLE:
         raise CheckpointError(
             f"the model has a reward head (rm_head), which a Hugging Face {family.model_type} "
             "cannot represent. Save it as a .nemo, or convert the policy instead"
         )
-    name = family.model_class.replace("ForCausalLM", "ForTokenClassification")
-    return {"architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    has_offset = bool(((keys or {}).get("reward_standardization") or {}).get("enable"))
+    if REWARD_HEAD[1] in weights:
+        has_offset |= bool(weights[REWARD_HEAD[1]].any())
+    if keys is not None and has_offset:
+        raise CheckpointError(
+            "the reward head (rm_head) has a bias or standardised rewards, which a sequence "
+            "classifier of transformers does not have. Score with the .nemo (reward.model, "
+            "`aligner serve-reward`), or train with trainer.reward_model.loss=bradley_terry and "
+            "standardize_on=null"
+        )
+    labels = list(((keys or {}).get("regression") or {}).get("attributes") or ["value"])
+    kind = "ForTokenClassification" if keys is None else "ForSequenceClassification"
+    return {
+        "architectures": [family.model_class.replace("ForCausalLM", kind)],
+        "id2label": {str(index): label for index, label in enumerate(labels)},
+        "label2id": {label: index for index, label in enumerate(labels)},
+    }
 
 
 def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | list[int] | None]:

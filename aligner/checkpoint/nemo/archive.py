@@ -11,15 +11,14 @@ import io
 import json
 import mmap
 import os
-import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Self
 
 from aligner.checkpoint.nemo.inflated import open_inflated
-from aligner.config.fields import HUB_NAME
 from aligner.errors import CheckpointError, CheckpointNotFoundError, json_object, raised_as
+from aligner.hub import hub_remedy
 
 CHECKSUMS = "checksums.json"  # member → SHA-256, for members without CRC-32
 _KEY = "model.restore_from_path"
@@ -50,14 +49,10 @@ class ArchiveReader:
         self._members: dict[str, tarfile.TarInfo] = {}
         self._mapped: dict[str, memoryview] = {}  # by file of a directory, or ``""`` for a tar
         if not self.path.exists():
-            text = f"checkpoint {str(self.path)!r} does not exist. Check {_KEY}"
-            if re.fullmatch(HUB_NAME, str(self.path)) and self.path.suffix != ".nemo":
-                text += (
-                    ". If it is a name of Hugging Face's hub, it is not in the local cache: run hf "
-                    f"download {self.path}, or give a directory (policy.model_name in NeMo-RL's "
-                    "mappings)"
-                )
-            raise CheckpointNotFoundError(text)
+            raise CheckpointNotFoundError(
+                f"checkpoint {str(self.path)!r} does not exist. Check {_KEY}"
+                f"{hub_remedy(str(self.path))}"
+            )
         # A directory. A link could lead to a file elsewhere.
         if self.path.is_dir():
             if not (self.path / "model_config.yaml").is_file():

@@ -51,4 +51,4 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
 
     def save_to(self, model: Any, save_path: str) -> None:
         """Write the model to ``save_path`` atomically. Called on every rank."""
-        model.write_nemo(save_path)
+        model.save_to(save_path)

@@ -219,7 +219,6 @@ class RoleAdapters:
         self._gpt, self._architecture, self._parallel = gpt, architecture, parallel
         self._has_head = has_head
         self.lora = lora
-        self.are_fresh = True  # B is zero, so that adapters have no effect
         self.dropout = TokenDropout(lora.adapter_dropout, seed) if lora.adapter_dropout else None
         gpt.adapter_dropout = self.dropout
         for name, parameter in canonical_parameters(gpt):
@@ -242,7 +241,6 @@ class RoleAdapters:
         """Load the adapters, and the head if any, from a file."""
         tensors = tensors_to_continue(path, self._architecture, self.lora, self._has_head)
         self._fill(tensors.get)
-        self.are_fresh = False
 
     def save(self, path: str | Path, nemo_keys: Mapping[str, Any]) -> None:
         """Write a file. Call it on every rank: rank 0 writes, and all ranks raise its error."""

@@ -94,11 +94,15 @@ def test_a_death_is_raised_once_no_restart_is_left(max_restarts):
     assert len(engine.log) == engine.made
 
 
-def test_a_death_that_shutting_down_finds_counts_too():
+def test_deaths_at_shut_down_and_clusters_that_cannot_be_made():
     engine = Engine(max_restarts=1)
     with pytest.raises(WorkerDiedError, match="died in shutdown"):
         attempted(engine, lambda attempt: attempt.own(Role(engine.log, "policy", dies=True)))
     assert engine.log == ["policy ends", "clusters 0 end", "policy ends", "clusters 1 end"]
+    engine = Engine(max_restarts=1, breaks=0)
+    with pytest.raises(ConfigError, match="no room"):
+        attempted(engine, raising(AssertionError("there is nothing to run on")))
+    assert engine.log == ["clusters 0 end"]
 
 
 @pytest.mark.parametrize("error", [ConfigError("bad"), KeyboardInterrupt()])
@@ -106,11 +110,4 @@ def test_anything_else_ends_the_run_at_once(error):
     engine = Engine(max_restarts=3)
     with pytest.raises(type(error)):
         attempted(engine, raising(error))
-    assert engine.log == ["clusters 0 end"]
-
-
-def test_clusters_that_cannot_be_made_are_taken_down():
-    engine = Engine(max_restarts=1, breaks=0)
-    with pytest.raises(ConfigError, match="no room"):
-        attempted(engine, raising(AssertionError("there is nothing to run on")))
     assert engine.log == ["clusters 0 end"]

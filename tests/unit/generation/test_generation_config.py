@@ -35,12 +35,6 @@ def vllm(python=sys.executable, **keys):
     return {"backend": "vllm", "vllm": {"python": python, **keys}}
 
 
-def test_vllm_on_ray_is_accepted():
-    config = parse(vllm(), **RAY)
-    assert config.generation_world_size == 0  # beside the policy
-    assert parse(vllm(refit="separate", engines=3), **RAY).generation_world_size == 3
-
-
 @pytest.mark.parametrize(
     ("generation", "sections", "message"),
     [
@@ -91,17 +85,10 @@ def test_sampling_in_vllms_words():
     sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.2)
     arguments = sampling_arguments(length, sampling, eos_ids=(2, 7), seed=11, greedy=False)
     assert arguments == {
-        "temperature": 0.7,
-        "top_k": 5,
-        "top_p": 0.9,
-        "repetition_penalty": 1.2,
-        "min_tokens": 2,  # vLLM counts without the end that is being drawn
-        "max_tokens": 20,
-        "stop_token_ids": [2, 7],
-        "ignore_eos": True,
-        "seed": 11,
-        "logprobs": 0,
-        "detokenize": False,
+        **{"temperature": 0.7, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 11},
+        # vLLM counts the least length without the end that is being drawn.
+        **{"min_tokens": 2, "max_tokens": 20, "stop_token_ids": [2, 7], "ignore_eos": True},
+        **{"logprobs": 0, "detokenize": False},
     }
     greedy = sampling_arguments(LengthParams(), sampling, eos_ids=(2,), seed=11, greedy=True)
     assert (greedy["temperature"], greedy["seed"], greedy["min_tokens"]) == (0.0, None, 0)
@@ -153,6 +140,7 @@ def test_defaults_go_by_the_device():
 
 def test_engines_have_workers_of_their_own_in_every_run_that_samples():
     """Rejection sampling, too: with refit=separate its engines were put beside the policy."""
+    assert parse(vllm(), **RAY).generation_world_size == 0  # beside the policy
     config = parse(vllm(refit="separate", engines=3, tensor_parallel_size=2), **RAY)
     assert config.generation_world_size == 6
     assert type(config).generation_world_size is SamplingRunConfig.generation_world_size

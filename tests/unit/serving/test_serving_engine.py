@@ -295,7 +295,7 @@ def test_an_unexpected_error_is_answered_with_json(monkeypatch):
     assert (error["message"], error["type"]) == ("RuntimeError: a mistake", "server_error")
 
 
-def test_a_wait_ends():
+def test_waits_end():
     with serving(lambda text: "x" * 90, seconds=0.05, timeout_s=0.5) as server:
         started = time.monotonic()
         answer = server.client.post(TEXT, json={"prompt": "1"})
@@ -305,9 +305,6 @@ def test_a_wait_ends():
         with server.client.stream("POST", TEXT, json={"prompt": "1", "stream": True}) as answer:
             last = [line for line in answer.iter_lines() if line][-1]
         assert json.loads(last[6:])["error"]["type"] == "server_error"
-
-
-def test_an_answer_that_nobody_waits_for_is_given_up():
     with serving(lambda text: "x" * 90, seconds=0.05) as server:
         with server.client.stream("POST", TEXT, json={"prompt": "1", "stream": True}) as answer:
             next(answer.iter_lines())
@@ -330,7 +327,7 @@ def test_a_server_that_stops_tells_those_who_wait(stream):
     assert "the server is ending" in told
 
 
-def test_a_failed_batch_is_reported_and_the_next_is_answered():
+def test_a_failed_batch_is_reported_and_an_engine_that_died_ends_the_server():
     def reply(text):
         if text == "bad":
             raise NonFiniteError("logits of rows [0]")
@@ -342,8 +339,6 @@ def test_a_failed_batch_is_reported_and_the_next_is_answered():
         assert "NonFiniteError: logits of rows" in answer.json()["error"]["message"]
         assert texts(server.client.post(TEXT, json={"prompt": "x"})) == ["good"]
 
-
-def test_an_engine_that_died_ends_the_server():
     def reply(text):
         raise WorkerDiedError("policy rank 0 died")
 
