@@ -31,10 +31,9 @@ def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy
         config.critic,
         workers.tokenizer,
         model=config.model,
-        run=run_settings(config),
-        backend=config.policy.backend,
         # The critic also trains in the warm-up steps.
-        max_optimizer_steps=steps * (samples // config.critic.global_batch_size),
+        run=run_settings(config, steps * (samples // config.critic.global_batch_size)),
+        backend=config.policy.backend,
     )
     return policy, workers.own(value)
 
