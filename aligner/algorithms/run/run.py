@@ -71,10 +71,7 @@ class Run(Generic[Config_co]):
             yield Run(config, engine, console, callbacks, tokenizer, architecture, closing)
 
     def attempts(self) -> Iterator[AbstractContextManager["Attempt"]]:
-        """Yield a context that starts the workers, and another one each time a worker died.
-
-        While ``cluster.max_restarts`` permits a restart, a death ends the block without an error.
-        """
+        """Yield a context that starts the workers, and another one each time a worker died."""
         started, restarts = time.monotonic(), self.engine.max_restarts
         has_failed = False
 
