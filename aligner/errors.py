@@ -106,6 +106,12 @@ class MissingPackageError(AlignerError, ImportError):
     """An optional package that a setting or a file needs is not installed."""
 
 
+def error_class(name: str) -> type[AlignerError] | None:
+    """Return the error class with this name, None if there is none."""
+    kind = globals().get(name)
+    return kind if isinstance(kind, type) and issubclass(kind, AlignerError) else None
+
+
 @contextlib.contextmanager
 def raised_as(
     kind: type[AlignerError], text: str, *caught: type[Exception], remedy: str = ""

@@ -119,10 +119,10 @@ def test_rollout_metrics_have_registered_names_and_the_expected_numbers():
 )
 def test_a_gap_is_rounding_or_the_console_says_so(gap, precision, is_rounding):
     verdict = gap_verdict(gap, precision)
-    assert (verdict and verdict.is_rounding) is is_rounding
+    assert (verdict and verdict[0]) is is_rounding
     said = gap_warnings({"sampler/logprob_gap_mean": gap}, precision)
     assert len(said) == (is_rounding is False)
     if said:
         assert f"logprob_gap_mean={gap:.2g}, more than rounding" in said[0]
-        assert verdict.text in said[0]
+        assert verdict[1] in said[0]
     assert gap_warnings({}, precision) == ()

@@ -22,14 +22,14 @@ def test_numbers_and_dicts_become_rewards_and_metrics(load):
     output = score(load("lengths"), ["a", "bcd", ""])
     assert output.rewards.tolist() == [1.0, 3.0, 0.0]
     assert output.rewards.dtype == torch.float32
-    assert output.metrics == {}
+    assert output.parts == {}
     assert score(load("lengths"), []).rewards.shape == (0,)
     assert score(load("slowly"), ["a", "b"], ["a", "c"]).rewards.tolist() == [1.0, 0.0]
     columns = {"level": [1, 2, 3], "is_end": [True, False, True]}
     for concurrency, sizes in [(1, [3, 3, 3]), (2, [1, 2, 2])]:
         output = score(load("detailed", max_concurrency=concurrency), ["x"] * 3, columns=columns)
         assert output.rewards.tolist() == [1.0, 2.0, 3.0]
-        assert output.metrics == {"ended": [1.0, 0.0, 1.0], "n": sizes}
+        assert output.parts == {"ended": [1.0, 0.0, 1.0], "n": sizes}
 
 
 def test_only_the_columns_it_names(load):

@@ -44,7 +44,7 @@ def test_a_sample_that_hangs_takes_no_other_with_it(load, concurrency):
     responses = ["a", "bb", "c", "d", "ee", "f", "hang", "g"]
     scored = score(function, responses)
     assert scored.rewards.tolist() == [2, 3, 2, 2, 3, 2, -1, 2]
-    assert scored.metrics == {"n": [1, 1, 1, 1, 1, 1, 0, 1]}
+    assert scored.parts == {"n": [1, 1, 1, 1, 1, 1, 0, 1]}
     assert scored.timeouts == 1
     assert score(function, ["a"]).timeouts == 0
 
@@ -55,4 +55,4 @@ def test_where_all_hang_the_wait_ends(load):
     scored = score(function, ["hang"] * 64)
     assert time.monotonic() - start < 30
     assert scored.rewards.tolist() == [0.25] * 64
-    assert (scored.timeouts, scored.metrics) == (64, {})
+    assert (scored.timeouts, scored.parts) == (64, {})

@@ -40,14 +40,15 @@ def test_tokens_offsets_and_bytes_give_the_text(stream, skips):
     choice = answered("the 😀 <|im_start|>é!", stream=stream, skips_special=skips)
     assert choice.text == ("the 😀 é!" if skips else "the 😀 <|im_start|>é!")
     request = ChatRequest(messages=[], logprobs=True)
-    found = CompletionAnswer(TOKENIZER, "m", request, [choice]).complete().choices[0].logprobs
-    assert len(found.tokens) == len(choice.ids) == len(found.token_logprobs)
-    assert "".join(found.tokens) == choice.text
-    bounds = [*found.text_offset, len(choice.text)]
-    cut = [choice.text[a:b] for a, b in pairwise(bounds)]
-    assert cut == found.tokens
-    told = ChatAnswer(TOKENIZER, "m", request, [choice]).complete().choices[0].logprobs.content
-    assert bytes(byte for one in told for byte in one.bytes) == choice.text.encode()
+    (answer,) = CompletionAnswer(TOKENIZER, "m", request, [choice]).complete()["choices"]
+    found = answer["logprobs"]
+    assert len(found["tokens"]) == len(choice.ids) == len(found["token_logprobs"])
+    assert "".join(found["tokens"]) == choice.text
+    bounds = [*found["text_offset"], len(choice.text)]
+    assert [choice.text[a:b] for a, b in pairwise(bounds)] == found["tokens"]
+    (answer,) = ChatAnswer(TOKENIZER, "m", request, [choice]).complete()["choices"]
+    spelt = [byte for token in answer["logprobs"]["content"] for byte in token["bytes"]]
+    assert bytes(spelt) == choice.text.encode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -79,7 +80,7 @@ def test_parameters_that_are_accepted_are_honoured():
         options = {"include_obfuscation": wants}
         request = ChatRequest(messages=[], stream_options=options)
         answer = ChatAnswer(TOKENIZER, "m", request, [choice])
-        assert all(("obfuscation" in piece.model_fields_set) is wants for piece in answer.first())
+        assert all(("obfuscation" in piece) is wants for piece in answer.first())
 
 
 def history(arguments, **message):
