@@ -57,8 +57,7 @@ class Callback:
     def on_save(self, run: CallbackRun, step: int, path: Path) -> None:
         """Handle the complete run state of ``step`` in the directory ``path``.
 
-        With ``exp_manager.async_save`` later steps may have finished. Run states that are neither
-        among the last nor among the best are deleted.
+        With ``exp_manager.async_save`` later steps may have finished. Older states are deleted.
         """
 
     def on_run_end(self, run: CallbackRun, step: int, reason: str) -> None:

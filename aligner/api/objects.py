@@ -104,10 +104,12 @@ def _sources(name: str, value: Any) -> Iterator[str]:
         if id(item) in visited and not isinstance(item, _PLAIN):
             continue
         visited.add(id(item))
+        # Values and importable objects need no source.
         if isinstance(item, _PLAIN):
             yield f"{name} = {_plain_text(item)}"
         elif item is not value and _importable_path(item):
             yield f"{name} = {_importable_path(item)}"
+        # Parts of functions, methods, classes and other objects.
         elif isinstance(item, partial):
             pending += [(f"{name}.func", item.func), (f"{name}.args", item.args)]
             pending += [(f"{name}.keywords", item.keywords)]

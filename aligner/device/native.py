@@ -28,6 +28,7 @@ def compiled(source: Path) -> Path:
 
     ``XDG_CACHE_HOME`` overrides ``~/.cache``. Raises `NativeCodeError` if compiling fails.
     """
+    # A library of the same source and version of torch is used again.
     home = torch_home()
     version = importlib.metadata.version("torch")
     digest = hashlib.sha256(source.read_bytes() + version.encode()).hexdigest()[:16]
@@ -35,6 +36,7 @@ def compiled(source: Path) -> Path:
     target = cache / f"{source.stem}_{digest}.so"
     if target.exists():
         return target
+    # Compile into a separate folder, because other processes may compile at the same time.
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         raise NativeCodeError("no C++ compiler was found. Install g++, or set CXX")
@@ -54,5 +56,5 @@ def compiled(source: Path) -> Path:
                 raise NativeCodeError(
                     f"{compiler} could not compile {source.name}:\n{result.stderr[-2000:]}"
                 )
-            os.replace(library, target)  # another process may have compiled it meanwhile
+            os.replace(library, target)
     return target

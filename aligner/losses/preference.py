@@ -2,18 +2,8 @@
 
 ``log π`` and ``log π_ref`` are the log-probabilities of a response under the policy and the frozen
 reference, summed over its tokens. The implicit reward of the response is
-``r = β·(log π - log π_ref)`` and the margin of a pair is ``m = r_chosen - r_rejected``:
-
-==============  ===================================================================================
-`DPOLoss`       ``-(1-ε)·log σ(m) - ε·log σ(-m)``, cDPO if ε > 0
-`IPOLoss`       ``(m/β - 1/(2β))²``
-`RPOLoss`       distance of ``m`` from the gap between rewards of a reward model or verifier
-`SimPOLoss`     ``-log σ(m - γ)`` with ``r = β·log π`` per token, without a reference
-==============  ===================================================================================
-
-All are means over the pairs of the global batch (`losses.pairs` describes the layout of a batch).
-
-`KTOLoss` (Kahneman–Tversky optimisation) reads single responses labelled good or bad.
+``r = β·(log π - log π_ref)`` and the margin of a pair is ``m = r_chosen - r_rejected``. Losses are
+means over the pairs of the global batch (`losses.pairs` describes the layout of a batch).
 """
 
 from abc import ABC, abstractmethod
@@ -187,7 +177,9 @@ def _bernoulli_kl(p_logit: Tensor, q_logit: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KTOLoss(CheckedLoss):
-    """Loss of a response's log-ratio against the policy's mean drift (Ethayarajh et al., 2024).
+    """Loss of a labelled response against the policy's mean drift (Ethayarajh et al., 2024).
+
+    Kahneman–Tversky optimisation reads single responses labelled good or bad.
 
     With ``r = log π - log π_ref`` of a row, summed over its response, and the baseline ``z``::
 

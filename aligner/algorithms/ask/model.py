@@ -107,7 +107,6 @@ class InferenceModel:
         clusters = self.engine.clusters(self.closing)
         workers = Workers(self.run, self.tokenizer, self.architecture, clusters, self.closing)
         policy = workers.start_policy(init_optimizer=False)
-        # Load the newest state that is not damaged.
         for number, folder in enumerate(self.source.states, start=1):
             try:
                 policy.load_state(folder)

@@ -46,11 +46,8 @@ class TeacherTargets:
     seed: int | None = None
 
     def __call__(self, student: Policy, batch: BatchedDataDict, consumed: int | None) -> None:
-        """Add ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, k].
-
-        With a ``seed``, the student's responses replace ``batch``, a `prompts_batch`, in place.
-        """
-        if self.seed is not None:
+        """Add ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, k]."""
+        if self.seed is not None:  # the student's responses replace the prompts
             seed = self.seed + (VALIDATION_SEED_OFFSET if consumed is None else 0)
             batch["sample_ids"] = batch["sample_ids"] + (consumed or 0)
             rollout = RolloutSource().collect(student, batch, seed=seed)

@@ -31,10 +31,9 @@ def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy
         config.critic,
         workers.tokenizer,
         model=config.model,
-        run=run_settings(config),
-        backend=config.policy.backend,
         # The critic also trains in the warm-up steps.
-        max_optimizer_steps=steps * (samples // config.critic.global_batch_size),
+        run=run_settings(config, steps * (samples // config.critic.global_batch_size)),
+        backend=config.policy.backend,
     )
     return policy, workers.own(value)
 
@@ -87,7 +86,7 @@ def rows_scored_by_training(config: RunConfig, trains_policy: bool = True) -> in
     trained, or if the sampler's log-probs replace the old policy's.
     """
     ppo = config.model.ppo
-    if starts_at_sampler(config):
+    if ppo.correction.old_logprobs == "sampler":
         return ppo.num_rollout_samples
     if kl_in_reward(config) and not sampler_is_exact(config):
         return 0
@@ -96,11 +95,6 @@ def rows_scored_by_training(config: RunConfig, trains_policy: bool = True) -> in
     if ppo.ppo_epochs > 1 or ppo.correction.second_moment is not None:
         return 0
     return min(ppo.num_rollout_samples, config.model.global_batch_size)
-
-
-def starts_at_sampler(config: RunConfig) -> bool:
-    """Return whether the sampler's log-probs are used as the old policy's."""
-    return config.model.ppo.correction.old_logprobs == "sampler"
 
 
 def kl_in_reward(config: RunConfig) -> bool:

@@ -23,7 +23,6 @@ from aligner.algorithms.ppo.build import (
     rows_scored_by_training,
     run_notes,
     start_roles,
-    starts_at_sampler,
 )
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
@@ -94,7 +93,7 @@ class PPOTrainer(SamplingTrainer):
         if controller.mode == "adaptive":
             self.kl_controller = KLController(weight, controller.target, controller.horizon)
         self.kl_in_reward, self.needs_reference = kl_in_reward(config), needs_reference(config)
-        self.starts_at_sampler = starts_at_sampler(config)
+        self.starts_at_sampler = config.model.ppo.correction.old_logprobs == "sampler"
         # Rows that need no separate pass for log-probs, without and with training of the policy.
         self._scored_rows = [rows_scored_by_training(config, trains) for trains in (False, True)]
         model = config.model.ppo

@@ -47,9 +47,8 @@ def train_reward_model(config: RewardRunConfig) -> None:
                 workers.clusters.policy,
                 config.model,
                 run.tokenizer,
-                run_settings(config),
+                run_settings(config, steps),
                 attributes=config.data.attribute_columns,
-                max_optimizer_steps=steps,
                 backend=config.policy.backend,
             )
             return workers.own(model), task

@@ -286,9 +286,8 @@ class Driver:
     def _becomes_sample(self, failure: Failure, turns: int) -> bool:
         """Return whether a failed conversation is a sample of reward 0. Otherwise it is repeated.
 
-        Raises `EnvironmentCallError` if a repetition would fail, too, or if ``environment.retries``
-        is exceeded. Conversations that waited for one failed engine call share a `Failure`, which
-        counts once.
+        Raises `EnvironmentCallError` if a repetition would fail, or after ``environment.retries``.
+        Conversations that waited for one failed engine call share a `Failure`, which counts once.
         """
         if failure.is_final:
             text = f"{failure.text}. The conversation is not repeated: it would fail again"

@@ -192,10 +192,7 @@ def sampler_and_steps(
 
 
 def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
-    """Return the number of steps: ``max_epochs`` epochs of data, at most ``max_steps``.
-
-    After a change of the batch size, a run takes as many steps as its remaining data fills.
-    """
+    """Return the steps of ``max_epochs`` epochs, at most ``max_steps``, with any batch size."""
     loop = config.loop
     steps, state = sampler.batches_left(loop.max_epochs), on_rank_zero(lambda: _newest(config))
     if state is not None:

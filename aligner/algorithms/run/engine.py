@@ -201,17 +201,16 @@ class Workers:
             self.clusters.policy,
             config.model,
             self.tokenizer,
-            run=run_settings(config),
+            run=run_settings(config, max_optimizer_steps),
             backend=config.policy.backend,
             init_optimizer=init_optimizer,
             init_reference_model=with_reference,
-            max_optimizer_steps=max_optimizer_steps,
         )
         return self.own(policy)
 
 
-def run_settings(config: BaseRunConfig) -> RunSettings:
-    """Return the settings that all roles of the run share."""
+def run_settings(config: BaseRunConfig, max_optimizer_steps: int | None = None) -> RunSettings:
+    """Return the settings of a role that are in none of the roles' sections."""
     return RunSettings(
         precision=config.trainer.precision,
         gradient_clip_val=config.loop.gradient_clip_val,
@@ -219,4 +218,5 @@ def run_settings(config: BaseRunConfig) -> RunSettings:
         non_finite_dir=log_dir(config),
         seed=config.seed,
         cuda_graphs=not isinstance(config, SamplingRunConfig) or config.generation.cuda_graphs,
+        max_optimizer_steps=max_optimizer_steps,
     )

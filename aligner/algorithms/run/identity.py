@@ -54,8 +54,8 @@ _USER_MAPPINGS = ("kwargs", "loss_kwargs", "arguments", "chat_template_kwargs")
 class RunIdentity:
     """Identity of a run: algorithm, contents of files, and all other keys except `MAY_CHANGE`.
 
-    ``models``, ``data`` and ``sources`` (files of functions, classes, commands, templates): path
-    and fingerprint of the content (None if unreadable) by key, so that a file may be moved.
+    ``models``, ``data`` and ``sources``: path and fingerprint of the content (None if unreadable)
+    by key, so that a file may be moved.
     """
 
     algorithm: Algorithm
@@ -103,15 +103,11 @@ class RunIdentity:
     def refusals(
         self,
         saved: "RunIdentity",
-        accepted: Sequence[str],
-        changed: Sequence[str] = (),
-        defaults: Mapping[str, Any] | None = None,
+        accepted: Sequence[str],  # kinds of content that may differ
+        changed: Sequence[str] = (),  # keys or sections that may differ
+        defaults: Mapping[str, Any] | None = None,  # of keys that an earlier version lacks
     ) -> list[str]:
-        """Return reasons why this run does not continue ``saved``, or an empty list.
-
-        ``accepted``: kinds of content that may differ. ``changed``: keys or sections that may
-        differ. ``defaults``: defaults of keys that an earlier version's state may lack.
-        """
+        """Return reasons why this run does not continue ``saved``, or an empty list."""
         current, previous = self.algorithm, saved.algorithm
         names = f"its algorithm is {previous.name} and this command's is {current.name}"
         if current[1:] != previous[1:]:

@@ -24,10 +24,10 @@ def check_inputs(config: Any) -> None:
     values = flat(config.as_dict())
     for key, value in values.items():
         paths = [value] if isinstance(value, str) else value
-        for path in (paths or ()) if key.endswith(_PATHS) else ():
+        for path in paths if paths and key.endswith(_PATHS) else ():
             # Linux cannot open longer paths, nor longer names in a path.
-            longest_name = max(map(len, map(os.fsencode, path.split("/"))))
-            if longest_name > 255 or len(os.fsencode(path)) > 4095:
+            names = [os.fsencode(name) for name in path.split("/")]
+            if max(map(len, names)) > 255 or len(os.fsencode(path)) > 4095:
                 raise ConfigError(
                     f"{key}={path[:60]!r}…: the path has {len(os.fsencode(path))} bytes. Use at "
                     "most 4095 bytes, and at most 255 bytes between two slashes"

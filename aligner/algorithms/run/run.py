@@ -71,10 +71,7 @@ class Run(Generic[Config_co]):
             yield Run(config, engine, console, callbacks, tokenizer, architecture, closing)
 
     def attempts(self) -> Iterator[AbstractContextManager["Attempt"]]:
-        """Yield a context that starts the workers, and another one each time a worker died.
-
-        While ``cluster.max_restarts`` permits a restart, a death ends the block without an error.
-        """
+        """Yield a context that starts the workers, and another one each time a worker died."""
         started, restarts = time.monotonic(), self.engine.max_restarts
         has_failed = False
 
@@ -108,9 +105,10 @@ def check_roles(
 ) -> None:
     """Raise if workers (of policy, of critic or 0) cannot share the layouts or the batches."""
     check_layout(architecture, config.model.parallel, worlds[0])
-    if worlds[1]:
-        owner = ["critic"] if config.value_parallel != config.model.parallel else []
-        check_layout(architecture, config.value_parallel, worlds[1], *owner)
+    if worlds[1] and config.value_parallel != config.model.parallel:
+        check_layout(architecture, config.value_parallel, worlds[1], "critic")
+    elif worlds[1]:
+        check_layout(architecture, config.value_parallel, worlds[1])
     refuse(config.share_problems(*worlds))
 
 

@@ -51,7 +51,6 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         *,
         run: RunSettings | None = None,
         backend: str = "megatron",
-        max_optimizer_steps: int | None = None,
     ) -> None:
         """Start the workers on ``cluster``, which load ``config.restore_from_path``.
 
@@ -71,7 +70,6 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
             run: precision, gradient clipping and seed. Default: those of a mapping, or
                 `RunSettings`.
             backend: ``megatron`` or ``dtensor``, ignored for a mapping.
-            max_optimizer_steps: length of a schedule without ``max_steps``.
 
         Raises:
             ConfigError: a key of the mapping is unknown, or settings are incompatible.
@@ -96,7 +94,6 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
             run=run,
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
-            max_optimizer_steps=max_optimizer_steps,
         )
         self._published = published
         self._seeds = CallSeeds(run.seed)

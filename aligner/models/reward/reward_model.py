@@ -34,7 +34,6 @@ class RewardModel(RoleHandle):
         init_optimizer: bool = True,
         weights_path: str | None = None,
         optimizer_path: str | None = None,
-        max_optimizer_steps: int | None = None,
         offload_weights: bool = False,
         backend: str = "megatron",
     ) -> None:
@@ -56,7 +55,6 @@ class RewardModel(RoleHandle):
             run=run,
             attributes=attributes,
             init_optimizer=init_optimizer,
-            max_optimizer_steps=max_optimizer_steps,
             offload_weights=offload_weights,
         )
         self.tokenizer = tokenizer

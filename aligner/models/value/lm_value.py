@@ -40,7 +40,6 @@ class Value(RoleHandle, ValueInterface):
         model: TrainedModelConfig | None = None,
         run: RunSettings | None = None,
         backend: str = "megatron",
-        max_optimizer_steps: int | None = None,
     ) -> None:
         """Start the workers on ``cluster``.
 
@@ -68,7 +67,6 @@ class Value(RoleHandle, ValueInterface):
             tokenizer=as_tokenizer(tokenizer),
             run=run,
             init_optimizer=init_optimizer,
-            max_optimizer_steps=max_optimizer_steps,
         )
 
     get_values = scored_rows(ValueWorker.get_values, VALUE_COLUMNS)

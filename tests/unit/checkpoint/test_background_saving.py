@@ -16,8 +16,9 @@ import psutil
 import pytest
 import torch
 from newest_state import newest
+from ranks import FORKSERVER
 from test_run_loop import Counter, lines, run
-from test_run_state_failures import CONTEXT, run_ranks
+from test_run_state_failures import run_ranks
 
 from aligner.algorithms.run import stopping
 from aligner.checkpoint import durable
@@ -234,7 +235,7 @@ def test_killed_while_the_writer_works_nothing_older_is_lost(tmp_path, seed):
     role.train(1)
     save(store, role, 1)
     store.finish()
-    child = CONTEXT.Process(target=_save_slowly, args=(str(tmp_path), numbers))
+    child = FORKSERVER.Process(target=_save_slowly, args=(str(tmp_path), numbers))
     child.start()
     try:
         deadline = time.monotonic() + 60
@@ -273,8 +274,8 @@ def test_a_disk_that_takes_no_more_is_told_with_its_cause(tmp_path):
     store, role = RunStateStore(tmp_path), Role()
     role.train(1)
     save(store, role, 1, in_background=False)
-    answer = CONTEXT.SimpleQueue()
-    child = CONTEXT.Process(target=_save_with_size_limit, args=(str(tmp_path), answer))
+    answer = FORKSERVER.SimpleQueue()
+    child = FORKSERVER.Process(target=_save_with_size_limit, args=(str(tmp_path), answer))
     child.start()
     begun, message = answer.get(), answer.get()
     child.join()

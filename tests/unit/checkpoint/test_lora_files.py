@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import ppo_batch
 from safetensors.torch import load_file
 
 from aligner.architecture import GPTArchitecture
@@ -160,21 +161,7 @@ def test_scripts_take_a_hugging_face_base(tmp_path, tiny_nemo, monkeypatch, caps
 
 
 def make_batch():
-    generator = torch.Generator().manual_seed(5)
-    noise = torch.randn(4, 12, generator=generator)
-    return BatchedDataDict(
-        {
-            "input_ids": torch.randint(0, 256, (4, 12), generator=generator),
-            "input_lengths": torch.full((4,), 12),
-            "token_mask": torch.ones(4, 12),
-            "sample_mask": torch.ones(4),
-            "advantages": noise,
-            "returns": noise.flip(0),
-            "values": torch.zeros_like(noise),
-            "prev_logprobs": torch.full_like(noise, -5.5),
-            "generation_logprobs": torch.full_like(noise, -5.5),
-        }
-    )
+    return BatchedDataDict(ppo_batch([12] * 4, [0] * 4))
 
 
 @pytest.mark.parametrize("role", ["policy", "value"])

@@ -1,7 +1,6 @@
 """Run state when things go wrong: full disks, other ranks, and SIGKILL at any moment."""
 
 import errno
-import multiprocessing
 import os
 import random
 import resource
@@ -14,15 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from newest_state import newest
+from ranks import FORKSERVER
 
 from aligner.checkpoint import durable
 from aligner.checkpoint.run_state import files as state_files
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.errors import AlignerError, StorageError
-
-# Children of all tests share one server, which has imported what takes time.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state.store", "aligner.observe.metrics"])
 
 
 def state_of(step: int, numbers: int = 100_000) -> dict:
@@ -55,8 +51,8 @@ def _save_with_size_limit(root: str, limit: int, answer) -> None:
 @pytest.mark.integration
 def test_a_write_that_fails_half_way_leaves_the_previous_state(tmp_path):
     RunStateStore(tmp_path).save(1, state_of(1))
-    answer = CONTEXT.SimpleQueue()
-    child = CONTEXT.Process(target=_save_with_size_limit, args=(str(tmp_path), 150_000, answer))
+    answer = FORKSERVER.SimpleQueue()
+    child = FORKSERVER.Process(target=_save_with_size_limit, args=(str(tmp_path), 150_000, answer))
     child.start()
     message, number, is_storage_error = answer.get()
     child.join()
@@ -229,7 +225,7 @@ def test_killed_at_every_critical_call_a_complete_state_remains(tmp_path):
     for fatal_call in range(1, 100):
         root = tmp_path / str(fatal_call)
         RunStateStore(root).save(1, state_of(1, 10))
-        child = CONTEXT.Process(target=_save_and_die_at_call, args=(str(root), fatal_call))
+        child = FORKSERVER.Process(target=_save_and_die_at_call, args=(str(root), fatal_call))
         child.start()
         child.join()
         survived.add(assert_complete(newest(RunStateStore(root)), 10))
@@ -253,7 +249,7 @@ def _save_for_ever(root: str) -> None:
 def test_killed_at_a_random_moment_a_complete_state_remains(tmp_path, seed):
     store = RunStateStore(tmp_path)
     store.save(1, state_of(1, 1_000_000))
-    child = CONTEXT.Process(target=_save_for_ever, args=(str(tmp_path),))
+    child = FORKSERVER.Process(target=_save_for_ever, args=(str(tmp_path),))
     child.start()
     try:
         # None at all is seen where the first goes while the list is read.

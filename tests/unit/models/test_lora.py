@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from batches import ppo_batch
 from reference_gpt import reference_logits
 
 from aligner.checkpoint.adapters import (
@@ -36,25 +37,11 @@ from aligner.parallel.groups import initialize_parallel
 pytestmark = pytest.mark.integration
 
 LORA = LoraConfig(adapter_dim=4, alpha=6.0)
-ROWS, WIDTH = 4, 14
+ROWS = 4
 
 
 def make_batch():
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.tensor([14, 9, 12, 6])
-    position = torch.arange(WIDTH)
-    noise = torch.randn(ROWS, WIDTH, generator=generator)
-    return {
-        "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
-        "input_lengths": lengths,
-        "token_mask": ((position >= 3) & (position < lengths[:, None])).float(),
-        "sample_mask": torch.ones(ROWS),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.5),
-        "generation_logprobs": torch.full_like(noise, -5.5),
-    }
+    return ppo_batch([14, 9, 12, 6], [3] * ROWS)
 
 
 def filled(lora=LORA, seed=4):

@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from test_run_state_failures import CONTEXT
+from ranks import FORKSERVER
 
 from aligner.errors import StorageError
 from aligner.observe.metrics import MetricsWriter
@@ -23,8 +23,8 @@ def _hold(folder: str, ready, fork: bool) -> None:
 
 
 def start_holder(folder, fork: bool = False):
-    ready = CONTEXT.SimpleQueue()
-    holder = CONTEXT.Process(target=_hold, args=(folder, ready, fork))
+    ready = FORKSERVER.SimpleQueue()
+    holder = FORKSERVER.Process(target=_hold, args=(folder, ready, fork))
     holder.start()
     return holder, ready.get()
 

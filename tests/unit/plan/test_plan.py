@@ -93,6 +93,7 @@ def test_an_architecture_with_a_byte_order_mark(tmp_path):
         (tmp_path / name).write_bytes(mark + json.dumps(sizes).encode())
     plain, marked = (read_architecture(str(tmp_path / name)) for name in ("plain", "marked"))
     assert plain == marked
+    assert plain.num_layers == 1
 
 
 @pytest.mark.parametrize(
@@ -299,20 +300,6 @@ def test_a_ring_sends_what_it_must_over_the_wires_there_are():
     assert time_of(amounts, device).network == pytest.approx(
         800 / (WIRE_REACHED * device.network), abs=1e-9
     )
-
-
-def test_a_hugging_face_shape_is_enough(tmp_path):
-    values = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "vocab_size": 512,
-        "max_position_embeddings": 128,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert read_architecture(str(tmp_path)).num_layers == 2
 
 
 def test_a_prompt_leaves_room_for_the_response():

@@ -118,6 +118,7 @@ def texts(answer):
     return [choice["text"] for choice in answer.json()["choices"]]
 
 
+@pytest.mark.integration
 def test_what_waits_at_the_same_time_is_one_batch():
     def ask(body):
         return server.client.post(TEXT, json=body)
@@ -295,6 +296,7 @@ def test_an_unexpected_error_is_answered_with_json(monkeypatch):
     assert (error["message"], error["type"]) == ("RuntimeError: a mistake", "server_error")
 
 
+@pytest.mark.integration
 def test_waits_end():
     with serving(lambda text: "x" * 90, seconds=0.05, timeout_s=0.5) as server:
         started = time.monotonic()

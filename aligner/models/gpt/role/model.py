@@ -63,11 +63,6 @@ class RoleModel(ABC):
         """Number of the head's outputs for a token, 0 without a head."""
         return 0
 
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """Shape of the role's output for one token: ``(K,)`` for K > 1 outputs, else ``()``."""
-        return () if self.head_outputs < 2 else (self.head_outputs,)
-
     @abstractmethod
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
@@ -237,8 +232,9 @@ class RoleModel(ABC):
 
     def empty_frame(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return zeros in the shape of `infer_tokens`, float32 ``[B, S]`` or ``[B, S, K]``."""
-        ids = batch["input_ids"]
-        return torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
+        ids, outputs = batch["input_ids"], self.head_outputs
+        shape = ids.shape if outputs < 2 else (*ids.shape, outputs)
+        return torch.zeros(shape, device=ids.device)
 
     @abstractmethod
     def infer_frames(

@@ -66,14 +66,13 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
         worker_sharding_annotations: NamedSharding | None = None,
         run: RunSettings | None = None,
         parallel: ParallelState | None = None,
-        max_optimizer_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         note_unused(type(self).__name__, kwargs)
         config, run, tokenizer, _ = read_policy(config, run, tokenizer)
         parallel = place_of(config.parallel, worker_sharding_annotations, parallel, run.seed)
         # The model, and its reference before other weights are loaded.
-        settings = policy_settings(config, run, max_optimizer_steps)
+        settings = policy_settings(config, run)
         model = self.load_model(settings, config.restore_from_path, tokenizer)
         self._seeds = CallSeeds(model.settings.seed)
         self._reference: list[nn.Module] = []

@@ -55,10 +55,9 @@ class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
         weights_path: str | None = None,
         optimizer_path: str | None = None,
         init_optimizer: bool = True,
-        max_optimizer_steps: int | None = None,
         offload_weights: bool = False,
     ) -> None:
-        settings = reward_settings(config, run, attributes, init_optimizer, max_optimizer_steps)
+        settings = reward_settings(config, run, attributes, init_optimizer)
         settings, whole_path = settings_to_continue(settings, weights_path)
         model = self.load_model(settings, whole_path or config.restore_from_path, tokenizer)
         super().__init__(

@@ -68,7 +68,6 @@ class ValueWorker(RoleWorker[ValueModel]):
         model: TrainedModelConfig | None = None,
         run: RunSettings | None = None,
         parallel: ParallelState | None = None,
-        max_optimizer_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         note_unused(type(self).__name__, kwargs)
@@ -77,7 +76,7 @@ class ValueWorker(RoleWorker[ValueModel]):
         tokenizer = as_tokenizer(tokenizer)
         # The model. Errors about the file name the key of its path.
         body_path = config.restore_from_path or model.restore_from_path
-        settings = critic_settings(config, model, run, max_optimizer_steps)
+        settings = critic_settings(config, model, run)
         own_body = config.restore_from_path is not None and weights_path is None
         with named_by("critic.restore_from_path" if own_body else "model.restore_from_path"):
             settings, whole_path = settings_to_continue(settings, weights_path)
