@@ -7,26 +7,13 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from aligner.errors import CheckpointError
 
 # Limit of layers times experts, whose names of tensors would exhaust the memory.
 _MOST_BLOCKS = 100_000
-_EXPERTS = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_size")
-_OPTIONAL_SIZES = ("window_size", *_EXPERTS)
-_OPTIONAL_NUMBERS = ("attention_scale", "window_rotary_base")
-_SIZES = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
-    *("kv_channels", "vocab_size", "max_position_embeddings", "make_vocab_size_divisible_by"),
-    *("moe_router_topk", *_OPTIONAL_SIZES),
-)
-_NUMBERS = (
-    *("layernorm_epsilon", "rotary_base", "init_std", *_OPTIONAL_NUMBERS),
-    *("embedding_multiplier", "residual_multiplier", "logits_divisor"),
-)
 _SHARES = ("attention_dropout", "hidden_dropout", "rotary_percent")
-_FLAGS = ("tie_embeddings", "bias_linear", "bias_qkv", "qk_layernorm", "qk_norm_over_heads")
 
 Activation = Literal[
     "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "squared_relu", "relu", "silu"
@@ -136,17 +123,21 @@ class GPTArchitecture:
 
     def __post_init__(self) -> None:
         """Raise a `CheckpointError` that names the first invalid value."""
-        # Single values.
-        for names, is_valid, expected in (
-            (_SIZES, _is_size, "a positive integer"),
-            (_NUMBERS, lambda x: _is_number(x) and x >= 0, "a finite number of 0 or more"),
-            (_SHARES, lambda x: _is_number(x) and 0 <= x <= 1, "between 0 and 1"),
-            (_FLAGS, lambda x: isinstance(x, bool), "true or false"),
-        ):
-            for name in names:
-                value = getattr(self, name)
-                if value is not None or name not in (*_OPTIONAL_SIZES, *_OPTIONAL_NUMBERS):
-                    _check(name, value, is_valid(value), expected)
+        # Single values, by the types of their fields.
+        for field in dataclasses.fields(GPTArchitecture):
+            name, value, hints = field.name, getattr(self, field.name), get_args(field.type)
+            kind = hints[0] if type(None) in hints else field.type
+            if value is None and kind is not field.type:
+                continue
+            if kind is int:
+                _check(name, value, _is_size(value), "a positive integer")
+            elif name in _SHARES:
+                _check(name, value, _is_number(value) and 0 <= value <= 1, "between 0 and 1")
+            elif kind is float:
+                is_valid = _is_number(value) and value >= 0
+                _check(name, value, is_valid, "a finite number of 0 or more")
+            elif kind is bool:
+                _check(name, value, isinstance(value, bool), "true or false")
         kinds = ("before", "after", "both")
         _check("branch_norms", self.branch_norms, self.branch_norms in kinds, ", ".join(kinds))
 

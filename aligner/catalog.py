@@ -48,39 +48,24 @@ def imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-# Name, summary, class in aligner.config.run, and function below aligner.algorithms.
+# Name, summary, beginning of a class ``…RunConfig``, and function below aligner.algorithms.
 _ALGORITHMS = (
-    ("ppo", "PPO", "RunConfig", "ppo.trainer:train_ppo"),
-    ("reinforce", "REINFORCE, RLOO, GRPO and their kin", "RunConfig", "ppo.trainer:train_ppo"),
-    (
-        "rs",
-        "rejection sampling: the best responses are learned",
-        "RSRunConfig",
-        "rs.trainer:train_rs",
-    ),
-    ("sft", "supervised fine-tuning", "SFTRunConfig", "supervised.build:train_sft"),
-    (
-        "dpo",
-        "preference optimisation: DPO and its relatives",
-        "DPORunConfig",
-        "preference.build:train_dpo",
-    ),
+    ("ppo", "PPO", "", "ppo.trainer:train_ppo"),
+    ("reinforce", "REINFORCE, RLOO, GRPO and their kin", "", "ppo.trainer:train_ppo"),
+    ("rs", "rejection sampling: the best responses are learned", "RS", "rs.trainer:train_rs"),
+    ("sft", "supervised fine-tuning", "SFT", "supervised.build:train_sft"),
+    ("dpo", "preference optimisation: DPO and its relatives", "DPO", "preference.build:train_dpo"),
     (
         "reward",
         "a reward model, from comparisons or ratings",
-        "RewardRunConfig",
+        "Reward",
         "reward_model.build:train_reward_model",
     ),
-    (
-        "distill",
-        "distillation of a larger model",
-        "DistillRunConfig",
-        "distill.build:train_distill",
-    ),
+    ("distill", "distillation of a larger model", "Distill", "distill.build:train_distill"),
 )
 ALGORITHMS = {
     name: AlgorithmEntry(
-        name, summary, f"aligner.config.run:{root}", f"aligner.algorithms.{builder}"
+        name, summary, f"aligner.config.run:{root}RunConfig", f"aligner.algorithms.{builder}"
     )
     for name, summary, root, builder in _ALGORITHMS
 }
@@ -92,8 +77,8 @@ ENGINES = {"vllm": "aligner.generation.vllm.settings:VllmConfig"}
 # Kinds of environments, subclasses of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A program
 # may add rows before it parses a configuration.
 ENVIRONMENT_KINDS = {
-    "messages": "aligner.algorithms.rollout.kinds.messages:Messages",
-    "endpoint": "aligner.algorithms.rollout.kinds.endpoint:Endpoint",
+    "messages": "aligner.algorithms.rollout.kinds:Messages",
+    "endpoint": "aligner.algorithms.rollout.kinds:Endpoint",
 }
 
 

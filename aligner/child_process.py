@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from aligner import errors
-from aligner.errors import AlignerError, DataError
+from aligner.errors import AlignerError, DataError, error_class
 from aligner.importing import text_of
 from aligner.plain import plain
 from aligner.process_tree import (
@@ -53,6 +52,10 @@ _BODY_LIMIT_S = 4.0
 _SHORTEST_WAIT_S = 0.001
 _MOST_VALUES = 2**22  # lists, mappings and commas of an answer
 
+_INVALID = (
+    "sent an invalid answer ({}). Check whether the code writes to file descriptors that it did "
+    "not open"
+)
 _BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from aligner.child_process import serve; "
@@ -140,33 +143,26 @@ class ChildProcess:
         try:
             self._pipe.send(body, time.monotonic() + time_limit_s)
         except OSError as error:
-            raise self._lost(error, time_limit_s) from error
+            raise self._error(error, time_limit_s) from error
 
     def has_answer(self) -> bool:
         """Return whether `receive` would return or raise without waiting."""
         try:
             self._read(0.0)
-        except TimeoutError:
-            return False
-        except Exception:  # `receive` raises it again
-            return True
+        except Exception as error:  # `receive` raises it again
+            return not isinstance(error, TimeoutError)
         return True
 
     def receive(self, deadline: float, time_limit_s: float) -> tuple[str, Any]:
         """Wait for the next answer to the last message, and return its kind and payload.
 
-        At ``deadline``, by ``time.monotonic()``, the child is killed. ``time_limit_s``: the
-        corresponding time limit, for the error.
+        At ``deadline``, by ``time.monotonic()``, the child is killed, and the error names the
+        ``time_limit_s``.
         """
         try:
             kind, payload = self._read(deadline)
-        except (EOFError, OSError) as error:
-            raise self._lost(error, time_limit_s) from error
-        except OverflowError as error:
-            most = self._program.most_bytes
-            raise self._failed(f"sent an answer of {error} bytes (at most {most})") from error
         except Exception as error:
-            raise self._invalid_answer(error) from error
+            raise self._error(error, time_limit_s) from error
         self._message = None
         if kind == "refused":
             raise self.parse(self._refusal, payload)
@@ -177,7 +173,7 @@ class ChildProcess:
         try:
             return parse(value)
         except Exception as error:  # an invalid answer may cause any exception
-            raise self._invalid_answer(error) from error
+            raise self._failed(_INVALID.format(type(error).__name__)) from error
 
     def close(self) -> None:
         """Kill the child and all its descendants. May be called twice."""
@@ -195,23 +191,22 @@ class ChildProcess:
             if time.monotonic() > deadline:
                 raise TimeoutError
 
-    def _lost(self, error: OSError | EOFError, time_limit_s: float) -> AlignerError:
-        """Kill a child that exceeded its time limit or died, and return the error to raise."""
+    def _error(self, error: Exception, time_limit_s: float) -> AlignerError:
+        """Kill a child that is too late, dead or broken, and return the error to raise."""
         if isinstance(error, TimeoutError):
             self.close()
             return self._program.timeout(
                 f"{self._program.name} did not answer within {time_limit_s:g} seconds and "
                 f"was killed. To avoid this, {self._program.remedy}"
             )
-        with suppress(subprocess.TimeoutExpired):
-            self._child.wait(timeout=5)
-        return self._failed(f"died (exit code {self._child.returncode}). Its output is above")
-
-    def _invalid_answer(self, error: Exception) -> AlignerError:
-        return self._failed(
-            f"sent an invalid answer ({type(error).__name__}). Check whether the code writes to "
-            "file descriptors that it did not open"
-        )
+        problem = _INVALID.format(type(error).__name__)
+        if isinstance(error, EOFError | OSError):
+            with suppress(subprocess.TimeoutExpired):
+                self._child.wait(timeout=5)
+            problem = f"died (exit code {self._child.returncode}). Its output is above"
+        elif isinstance(error, OverflowError):
+            problem = f"sent an answer of {error} bytes (at most {self._program.most_bytes})"
+        return self._failed(problem)
 
     def _failed(self, problem: str) -> AlignerError:
         self.close()
@@ -220,10 +215,7 @@ class ChildProcess:
     def _refusal(self, payload: tuple[str, str]) -> AlignerError:
         """Return the error of a refusal. An unknown class is replaced by the program's error."""
         name, text = payload
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, AlignerError):
-            return kind(text)
-        return self._program.error(text)
+        return (error_class(name) or self._program.error)(text)
 
     def _pickled(self, message: Any) -> bytes:
         try:

@@ -6,8 +6,10 @@ remedy. Errors of the models name the step of the run (`current_step`).
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 _step: ContextVar[int] = ContextVar("training step", default=0)
 
@@ -104,6 +106,12 @@ class MissingPackageError(AlignerError, ImportError):
     """An optional package that a setting or a file needs is not installed."""
 
 
+def error_class(name: str) -> type[AlignerError] | None:
+    """Return the error class with this name, None if there is none."""
+    kind = globals().get(name)
+    return kind if isinstance(kind, type) and issubclass(kind, AlignerError) else None
+
+
 @contextlib.contextmanager
 def raised_as(
     kind: type[AlignerError], text: str, *caught: type[Exception], remedy: str = ""
@@ -122,6 +130,17 @@ def raised_as(
             raise
         cause = f"no {error}" if isinstance(error, KeyError) else str(error) or repr(error)
         raise kind(f"{text}: {cause}{remedy and '; '}{remedy}") from error
+
+
+def json_object(
+    content: bytes, kind: type[AlignerError], text: str, remedy: str = ""
+) -> dict[str, Any]:
+    """Parse a JSON object, or raise ``kind`` with ``text``, the reason and ``remedy``."""
+    with raised_as(kind, text, ValueError, RecursionError, remedy=remedy):
+        value = json.loads(content)
+        if not isinstance(value, dict):
+            raise ValueError(f"a {type(value).__name__} is not a JSON object")
+    return value
 
 
 @contextlib.contextmanager

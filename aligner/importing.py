@@ -26,10 +26,8 @@ def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[.
     """Import a function or a class.
 
     ``name``: ``package.module:function``, ``package.module.function`` or
-    ``path/to/file.py:function``, the value of the configuration key ``key``.
-
-    Raises:
-        ConfigError: the path is invalid, its module cannot be imported or lacks the object.
+    ``path/to/file.py:function``, the value of the configuration key ``key``. Raises `ConfigError`
+    if the path is invalid, or its module cannot be imported or lacks the object.
     """
     module_path, attribute = _split(name, key)
     module = _import_module(module_path, name, key)
@@ -37,10 +35,10 @@ def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[.
     for part in attribute.split("."):
         value = getattr(value, part, None)
     if not callable(value):
-        defined = ", ".join(_functions_of(module, kind)) or "none"
         kinds = {"function": "functions", "class": "classes"}[kind]
         raise ConfigError(
-            f"{key}={name!r}: {module_path} has no {kind} {attribute!r}. Its {kinds}: {defined}"
+            f"{key}={name!r}: {module_path} has no {kind} {attribute!r}. Its {kinds}: "
+            f"{', '.join(_functions_of(module, kind)) or 'none'}"
         )
     return value
 
@@ -91,12 +89,10 @@ def check_call(
     remedy: str,
     positional: int = 0,
 ) -> None:
-    """Refuse a callable that does not accept ``positional`` arguments and the ``keywords``.
+    """Raise `ConfigError` if ``call`` does not accept ``positional`` arguments and ``keywords``.
 
-    ``subject``, the configuration key and its value, begins the message, ``remedy`` ends it.
-
-    Raises:
-        ConfigError: the signature does not match. An unknown signature is accepted.
+    ``subject``, the configuration key and its value, begins the message, ``remedy`` ends it. An
+    unknown signature is accepted.
     """
     try:
         signature = inspect.signature(call)
@@ -114,10 +110,7 @@ def construct(
     """Call a user's class with keyword arguments.
 
     ``name``, the configuration key and its value, begins a message. ``remedy`` ends the message if
-    the signature does not match.
-
-    Raises:
-        ConfigError: the signature does not match, or the constructor raised an exception.
+    the signature does not match. Raises `ConfigError` also if the constructor raised an exception.
     """
     check_call(factory, kwargs, f"{name}: its constructor", remedy)
     with user_errors(name, f"its constructor with the arguments {dict(kwargs)}"):
@@ -133,11 +126,11 @@ def user_errors(name: str, call: str) -> Iterator[None]:
     """
     try:
         yield
-    except AlignerError as error:
-        message = str(error)
-        raise ConfigError(message if message.startswith(name) else f"{name}: {message}") from error
     except Exception as error:
-        raise ConfigError(f"{name}: {call} raised {describe_exception(error)}") from error
+        message = f"{name}: {call} raised {describe_exception(error)}"
+        if isinstance(error, AlignerError):
+            message = str(error) if str(error).startswith(name) else f"{name}: {error}"
+        raise ConfigError(message) from error
 
 
 def named_by(function: Callable[..., Any], offered: Iterable[str]) -> set[str]:
@@ -175,15 +168,12 @@ def _import_module(module_path: str, name: str, key: str) -> ModuleType:
         sys.path.append(folder)  # `python examples/SCRIPT.py` searches only the script's folder
     try:
         return importlib.import_module(module_path) if path is None else import_file(path)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{key}={name!r}: no module named {error.name!r}. Give path/to/file.py:NAME, run from "
-            f"the folder of the module (now {folder}), or add that folder to PYTHONPATH"
-        ) from error
     except Exception as error:
-        raise ConfigError(
-            f"{key}={name!r}: importing {module_path} failed with {type(error).__name__}: {error}"
-        ) from error
+        problem = f"importing {module_path} failed with {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError):
+            problem = f"no module named {error.name!r}. Give path/to/file.py:NAME, run from the "
+            problem += f"folder of the module (now {folder}), or add that folder to PYTHONPATH"
+        raise ConfigError(f"{key}={name!r}: {problem}") from error
 
 
 def _functions_of(module: ModuleType, kind: Kind) -> list[str]:

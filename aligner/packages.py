@@ -93,12 +93,10 @@ OPTIONAL_PACKAGES = (
 
 
 def require_extra(extra: str, purpose: str) -> None:
-    """Check that the packages of an extra in pyproject.toml are installed.
+    """Raise `MissingPackageError` if packages of an extra in pyproject.toml are not installed.
 
-    ``purpose``: subject of the message, such as a setting that needs the packages.
-
-    Raises:
-        MissingPackageError: names the missing packages and the command that installs them.
+    ``purpose``: subject of the message, such as a setting that needs the packages. The message
+    names the missing packages and the command that installs them.
     """
     packages = [package for package in OPTIONAL_PACKAGES if package.extra == extra]
     missing = [package.name for package in packages if not _is_installed(package)]
@@ -121,12 +119,9 @@ TRIED = {
 
 
 def check_versions(installed: Callable[[str], str | None] | None = None) -> None:
-    """Refuse unsupported versions of libraries before a run begins.
+    """Raise `VersionError` for an unsupported version of a library, before a run begins.
 
     A pre-release counts as its release, because NVIDIA's images contain such builds of torch.
-
-    Raises:
-        VersionError: names the package, its version and the supported versions.
     """
     for name, version, low, high in _outside(SUPPORTED, installed or _version):
         raise VersionError(
@@ -168,13 +163,12 @@ class PackageStatus:
 
 def find_packages(packages: tuple[OptionalPackage, ...] = OPTIONAL_PACKAGES) -> list[PackageStatus]:
     """Return the status of the packages for a report, without importing them."""
-    statuses = []
-    for package in packages:
-        is_installed = _is_installed(package)
-        if not (is_installed and package.only_missing):
-            version = _version(package.name) if is_installed else None
-            statuses.append(PackageStatus(package, is_installed, version))
-    return statuses
+    found = [(package, _is_installed(package)) for package in packages]
+    return [
+        PackageStatus(package, is_installed, _version(package.name) if is_installed else None)
+        for package, is_installed in found
+        if not (is_installed and package.only_missing)
+    ]
 
 
 def _is_installed(package: OptionalPackage) -> bool:
@@ -197,13 +191,7 @@ def _version(name: str) -> str | None:
 
 
 _PACKAGES = (
-    "aligner",
-    "torch",
-    "megatron-core",
-    "nemo-toolkit",
-    "lightning",
-    "transformers",
-    "ray",
+    *("aligner", "torch", "megatron-core", "nemo-toolkit", "lightning", "transformers", "ray"),
     "numpy",
 )
 

@@ -31,17 +31,20 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return str.__str__(value).encode(errors="replace").decode()
     if isinstance(value, int):
-        number = int.__int__(value)
-        return number if number.bit_length() <= _LONGEST_INTEGER else shown(number)
+        integer = int.__int__(value)
+        return integer if integer.bit_length() <= _LONGEST_INTEGER else shown(integer)
     if isinstance(value, float):
-        return _finite(float.__float__(value))
+        number = float.__float__(value)
+        special = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+        return number if math.isfinite(number) else special
 
     # Containers.
     if depth < _DEEPEST:
         if isinstance(value, Enum):
             return plain(value.value, depth + 1)
         if isinstance(value, Mapping):
-            return {_key(key): plain(item, depth + 1) for key, item in value.items()}
+            items = value.items()
+            return {str(plain(key, _DEEPEST - 1)): plain(item, depth + 1) for key, item in items}
         if isinstance(value, list | tuple | set | frozenset):
             return [plain(item, depth + 1) for item in value]
         if callable(getattr(value, "tolist", None)):
@@ -58,10 +61,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
-def as_float32(value: Any, subject: str, error: type[AlignerError]) -> float:
-    """Return a number, also of an enumeration or a one-element array, or infinity beyond float32.
+def as_float32(
+    value: Any, subject: str, error: type[AlignerError], *, may_be_infinite: bool = False
+) -> float:
+    """Return a number, also of an enumeration or a one-element array.
 
-    For any other value an ``error`` is raised, whose message begins with ``subject``.
+    Any other value raises ``error``, whose message begins with ``subject``, as does a number that
+    is not finite in float32. With ``may_be_infinite`` numbers beyond float32 become infinity.
     """
     number = value.value if isinstance(value, Enum) else value
     try:
@@ -70,18 +76,9 @@ def as_float32(value: Any, subject: str, error: type[AlignerError]) -> float:
         number = float(number.item() if callable(getattr(number, "item", None)) else number)
         struct.pack("<f", number)
     except OverflowError:
-        return math.inf
+        number = math.inf
     except (TypeError, ValueError, RuntimeError):
         raise error(f"{subject} is {shown(value)}, which is not a number") from None
+    if not (may_be_infinite or math.isfinite(number)):
+        raise error(f"{subject} is {shown(value)}; it must be finite in float32")
     return number
-
-
-def _finite(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-
-
-def _key(value: Any) -> str:
-    key = plain(value, _DEEPEST - 1)
-    return key if isinstance(key, str) else str(key)

@@ -41,27 +41,12 @@ class GymnasiumEnv:
         invalid_reward: float = 0.0,
         **columns: Any,
     ) -> None:
-        """Make the environment.
-
-        Args:
-            seed: argument of ``reset``.
-            id: argument of ``gymnasium.make``. ``module:Name-v0`` imports the module first.
-            make: additional arguments of ``gymnasium.make``.
-            options: argument of ``reset``.
-            instructions: text before the first observation. Default: the format of actions.
-            actions: names of a `Discrete` space's actions, in order.
-            action: function (text, action space) -> action. It returns None if the text contains no
-                action.
-            observation: function (observation, info) -> text, or ``render`` for the text that the
-                environment renders, with highlights in brackets.
-            invalid_reward: reward of a message without an action. If it is not lower than the
-                rewards of valid actions, the policy learns to avoid actions.
-        """
+        """Make the environment. docs/environments_adapters.md describes the arguments."""
         del columns
         gymnasium = imported("gymnasium", "gymnasium")
         self._is_rendered = observation == "render"
-        arguments = {"render_mode": "ansi"} if self._is_rendered else {}
-        self._env = gymnasium.make(id, **{**arguments, **(make or {})})
+        mode = {"render_mode": "ansi"} if self._is_rendered else {}
+        self._env = gymnasium.make(id, **{**mode, **(make or {})})
         self._seed, self._options = seed, None if options is None else dict(options)
         self._instructions, self._invalid_reward = instructions, float(invalid_reward)
         self._parse, self._help = action_parser(self._env.action_space, actions, action)
@@ -119,11 +104,8 @@ def action_parser(
 ) -> tuple[Parser, str]:
     """Return a parser of messages for ``space``, and the text that asks for an action.
 
-    The parser returns None for a message without an action.
-
-    Raises:
-        ConfigError: the space needs a user's function, or ``names`` are more or fewer than its
-            actions.
+    The parser returns None for a message without an action. Raises `ConfigError` if the space needs
+    a user's function, or if the number of ``names`` is not the number of actions.
     """
     if function is not None:
         parse = loaded(function, "action")
@@ -153,8 +135,8 @@ def action_parser(
             f"environment {count} actions"
         )
     numbers = {name.lower(): first + index for index, name in enumerate(names)}
-    longest_first = sorted(numbers, key=len, reverse=True)
-    pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)", re.I)
+    longest_first = map(re.escape, sorted(numbers, key=len, reverse=True))
+    pattern = re.compile(rf"(?<!\w)({'|'.join(longest_first)})(?!\w)", re.I)
     parse_name = _last_match(pattern, lambda name: numbers[name.lower()])
     return parse_name, f"Answer with one of: {', '.join(names)}."
 

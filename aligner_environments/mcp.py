@@ -7,7 +7,7 @@ from typing import Any
 
 from aligner.data.chat import Message
 from aligner.environments.calls import Form
-from aligner.environments.functions import ScoredTools, scorer_of
+from aligner.environments.functions import ScoredTools
 from aligner.errors import ConfigError
 from aligner_environments.foreign import LoopThread, imported
 
@@ -21,30 +21,17 @@ class MCPEnv(ScoredTools):
     def __init__(
         self,
         *,
-        seed: int,
         prompt: str | Sequence[Message],
         command: Sequence[str],
-        reward: str | None = None,
-        reward_kwargs: Mapping[str, Any] | None = None,
-        ground_truth: Any = None,
         tools: Sequence[str] | None = None,
         variables: Mapping[str, str] | None = None,
         form: Form = "hermes",
-        **columns: Any,
+        **others: Any,
     ) -> None:
-        """Start the server and list its tools.
+        """Start the server and list its tools. ``others``: reward and columns of `ScoredTools`.
 
-        Args:
-            command: command of the server, as a list of words.
-            reward: a reward function, named as in ``reward.function`` (docs/ppo.md). The function
-                gets the last message of ``prompt`` and the answer.
-            reward_kwargs: additional keyword arguments of the reward function.
-            tools: names of the tools to offer. None means all.
-            variables: environment variables of the server, in addition to MCP's defaults.
-            columns: the other columns of the row, for the reward function.
+        docs/environments_adapters.md describes the arguments.
         """
-        del seed
-        scorer = scorer_of(reward, reward_kwargs)
         # Start the server.
         mcp = imported("mcp", "mcp")
         self._loop = LoopThread()
@@ -61,7 +48,7 @@ class MCPEnv(ScoredTools):
                 f"{', '.join(available)}"
             )
         functions = [self._tool(name, available[name]) for name in (tools or available)]
-        super().__init__(prompt, functions, form, scorer, ground_truth, columns)
+        super().__init__(prompt, functions, form, **others)
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:

@@ -38,20 +38,10 @@ class NeMoRLEnv:
     ) -> None:
         """Create an object of the class that ``environment`` names.
 
-        Args:
-            seed: argument of ``start``.
-            environment: ``package.module:Class`` or ``path/to/file.py:Class``.
-            config: argument of the class. None means no argument.
-            start: function ``(seed, **columns) -> (messages, metadata)`` instead of NeMo-RL's data
-                processor. None: use the columns ``prompt`` and ``extra_env_info``.
-            observation_role: role that replaces ``environment``, which chat templates do not
-                accept.
-            extra_env_info: metadata of the row. None: all other columns.
-            columns: the other columns of the row.
+        docs/environments_adapters.md describes the arguments. ``seed``: argument of ``start``.
         """
-        environment_class = actor_class(loaded(environment, "environment"))
-        arguments = () if config is None else (dict(config),)
-        self._environment = environment_class(*arguments)
+        create = actor_class(loaded(environment, "environment"))
+        self._environment = create() if config is None else create(dict(config))
         self._role = observation_role
         # The first messages and metadata, from a function or from the row.
         if start is not None:
@@ -73,9 +63,8 @@ class NeMoRLEnv:
         """Raise `ConfigError` before the run if the class lacks NeMo-RL's methods."""
         check_names(kwargs, "start")
         name = kwargs.get("environment")
-        if name is not None and not callable(
-            getattr(actor_class(loaded(name, "environment")), "step", None)
-        ):
+        cls_of_user = None if name is None else actor_class(loaded(name, "environment"))
+        if cls_of_user is not None and not callable(getattr(cls_of_user, "step", None)):
             raise ConfigError(f"environment.kwargs.environment={name!r} has no method step")
 
     def init(self) -> Start:
@@ -102,9 +91,7 @@ class NeMoRLEnv:
 
     def close(self) -> None:
         """Shut the environment down, if it has such a method."""
-        shutdown = getattr(self._environment, "shutdown", None)
-        if shutdown is not None:
-            shutdown()
+        getattr(self._environment, "shutdown", lambda: None)()
 
 
 def actor_class(decorated: Any) -> Any:
@@ -120,10 +107,9 @@ def reward_of(rewards: Any) -> Reward:
     """Return the reward of a batch of one conversation, with the sum of several rewards."""
     if isinstance(rewards, Mapping):
         parts = {str(name): float(values[0]) for name, values in rewards.items()}
-        return {**parts, "reward": sum(parts.values())}
-    first = rewards[0]
-    value = first.tolist() if hasattr(first, "tolist") else first
-    if not isinstance(value, list):
-        return float(value)
-    parts = {f"reward{number}": float(reward) for number, reward in enumerate(value, 1)}
+    else:
+        value = rewards[0].tolist() if hasattr(rewards[0], "tolist") else rewards[0]
+        if not isinstance(value, list):
+            return float(value)
+        parts = {f"reward{number}": float(reward) for number, reward in enumerate(value, 1)}
     return {**parts, "reward": sum(parts.values())}

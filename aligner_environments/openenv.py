@@ -30,16 +30,7 @@ class OpenEnvEnv:
     ) -> None:
         """Create the client, without connecting.
 
-        Args:
-            seed: argument of ``reset``.
-            base_url: address of the server, such as ``http://localhost:8000``.
-            action: name of the action's field that gets the message's text, or a function from the
-                text to all fields.
-            observation: name of the observation's field to show, or a function from all fields to
-                text. None means all fields as JSON.
-            instructions: text before the first observation.
-            reset: additional arguments of ``reset``.
-            client: additional arguments of OpenEnv's client, such as ``message_timeout_s``.
+        docs/environments_adapters.md describes the arguments.
         """
         del columns
         make = imported("openenv.core.generic_client", "openenv").GenericEnvClient

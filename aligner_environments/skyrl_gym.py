@@ -30,15 +30,7 @@ class SkyRLGymEnv:
         env_config: Mapping[str, Any] | None = None,
         **columns: Any,
     ) -> None:
-        """Make the environment.
-
-        Args:
-            prompt: prompt of the row, the argument of ``init``.
-            id: name for ``skyrl_gym.make``, or ``path/to/file.py:Class``. None: the column
-                ``env_class`` of the row.
-            env_config: attributes of the environment's settings.
-            columns: the other columns of the row, which become the environment's ``extras``.
-        """
+        """Make the environment. docs/environments_adapters.md describes the arguments."""
         del seed
         name = id or columns.get("env_class")
         if not isinstance(name, str):
@@ -47,9 +39,8 @@ class SkyRLGymEnv:
                 "a name of skyrl_gym.make"
             )
         create = imported("omegaconf", "omegaconf").OmegaConf.create
-        self._env = _registered(name).make(
-            env_config=create(dict(env_config or {})), extras=columns
-        )
+        settings = create(dict(env_config or {}))
+        self._env = _registered(name).make(env_config=settings, extras=columns)
         self._prompt = prompt_messages(prompt)
 
     @classmethod

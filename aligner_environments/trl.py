@@ -44,15 +44,7 @@ class TRLEnv(PromptedTools):
     ) -> None:
         """Create an object of the class that ``environment`` names, and reset it.
 
-        Args:
-            seed: argument of ``reset``, if ``reset`` has a parameter of this name.
-            environment: ``package.module:Class`` or ``path/to/file.py:Class``.
-            prompt: prompt of the row. The text that ``reset`` returns is appended to it.
-            arguments: keyword arguments of the class.
-            reward: a reward function as TRL takes it, required for a class without ``get_reward``.
-            max_tool_calling_iterations: maximum number of messages with calls. The next such
-                message ends the conversation. None means no limit besides the run's.
-            columns: the other columns of the row, which with ``prompt`` are arguments of ``reset``.
+        docs/environments_adapters.md describes the arguments.
         """
         self._environment = loaded(environment, "environment")(**(arguments or {}))
         self._reward = None if reward is None else loaded(reward, "reward")
@@ -129,12 +121,8 @@ class TRLEnv(PromptedTools):
             is_text = isinstance(self._prompt, str)
             completion: Any = self._completion[-1]["content"] if is_text else self._completion
             columns = {name: [value] for name, value in self._columns.items() if name != "prompt"}
-            scores = self._reward(
-                prompts=[self._prompt],
-                completions=[completion],
-                environments=[self._environment],
-                **columns,
-            )
+            columns |= {"prompts": [self._prompt], "completions": [completion]}
+            scores = self._reward(environments=[self._environment], **columns)
             rewards.append(_result_of(scores)[0])
         numbers = [float(reward) for reward in rewards if reward is not None]
         return sum(numbers) if numbers else None

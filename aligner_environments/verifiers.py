@@ -46,15 +46,8 @@ class VerifiersEnv:
     ) -> None:
         """Load the environment, once per process.
 
-        Args:
-            seed: number that chooses a row of the environment's data if ``prompt`` is None.
-            environment: a name for ``verifiers.load_environment``, or such a function as
-                ``path/to/file.py:load_environment``.
-            arguments: keyword arguments of the function.
-            form: format of tool calls, for environments with tools.
-            prompt: prompt of the row, after the environment's system prompt.
-            answer: answer of the row, for the rubric.
-            info: info of the row, for the rubric.
+        docs/environments_adapters.md describes the arguments. ``seed`` selects a row of the
+        environment's data if ``prompt`` is None.
         """
         del columns
         self._environment = _load(environment, json.dumps(dict(arguments or {}), sort_keys=True))
@@ -134,10 +127,9 @@ class VerifiersEnv:
             if state.get("error") is not None:
                 raise state["error"]
             await self._environment.rubric.score_rollout(state)
-            metrics = {
-                str(name): float(value) for name, value in (state.get("metrics") or {}).items()
-            }
-            self._events.put(("ended", (state["reward"], metrics)))
+            metrics = state.get("metrics") or {}
+            parts = {str(name): float(value) for name, value in metrics.items()}
+            self._events.put(("ended", (state["reward"], parts)))
         except BaseException as error:
             self._events.put(("raised", error))
 
@@ -173,10 +165,8 @@ def _client_class() -> Any:
             # The message with its tool calls.
             calls = parse_calls(text, self._form) if schemas else []
             tool_calls = [
-                types.ToolCall(
-                    id=f"call_{number}", name=call.name, arguments=json.dumps(call.arguments)
-                )
-                for number, call in enumerate(calls)
+                types.ToolCall(id=f"call_{n}", name=c.name, arguments=json.dumps(c.arguments))
+                for n, c in enumerate(calls)
             ]
             message = types.ResponseMessage(
                 content=text,

@@ -40,16 +40,7 @@ class VerifiersAgent:
         idx: int | None = None,
         **columns: Any,
     ) -> dict[str, float] | None:
-        """Run a task and score it.
-
-        Args:
-            base_url: address of the policy.
-            api_key: key of the conversation's session.
-            seed: number that chooses the task if ``idx`` is None.
-            taskset: module of the taskset, or settings with the module as ``id``.
-            agent: settings of verifiers' ``AgentConfig``, such as ``harness`` and ``runtime``. The
-                default runtime is ``subprocess``.
-            idx: index of the task in the taskset.
+        """Run a task and score it. docs/environments_adapters.md describes the arguments.
 
         Returns:
             A mapping with the ``reward`` of the trace, its metrics and the score of each reward.
@@ -71,11 +62,12 @@ class VerifiersAgent:
         async with environment.serving():
             episode = await environment.run_episode(_task(environment.taskset, idx, seed), policy)
         if not episode.ok:
-            trace_errors = [error for trace in episode.traces for error in trace.errors]
             errors = [
-                f"{error.type}: {error.message}" for error in (*episode.errors, *trace_errors)
+                *episode.errors,
+                *(error for trace in episode.traces for error in trace.errors),
             ]
-            raise DataError(f"the rollout of verifiers failed: {'; '.join(errors)}")
+            texts = (f"{error.type}: {error.message}" for error in errors)
+            raise DataError(f"the rollout of verifiers failed: {'; '.join(texts)}")
         if len(episode.traces) != 1:
             raise DataError(
                 f"the verifiers environment ran its agent {len(episode.traces)} times, but only "
@@ -83,8 +75,9 @@ class VerifiersAgent:
             )
         # The rewards and the metrics of the rollout.
         (trace,) = episode.traces
-        rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
-        scores = {name: reward.score for name, reward in rewards.items()}
+        scores = {
+            name: reward.score for name, reward in trace.rewards.items() if reward is not None
+        }
         if not scores:
             return None
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
@@ -110,10 +103,8 @@ def _load(taskset: str | Mapping[str, Any], agent: Mapping[str, Any] | None) -> 
             f"environment.kwargs.taskset={taskset!r} names no taskset. Set the name of a module, "
             "or settings with the module as id"
         )
-    settings = {
-        "taskset": taskset_settings,
-        "agent": {"runtime": {"type": "subprocess"}, **(agent or {})},
-    }
+    agent_settings = {"runtime": {"type": "subprocess"}, **(agent or {})}
+    settings = {"taskset": taskset_settings, "agent": agent_settings}
     return _environment(json.dumps(settings, sort_keys=True))
 
 

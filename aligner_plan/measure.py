@@ -146,13 +146,13 @@ def without_weights(
 
     def load_model(worker: Any, settings: Any, path: Any, tokenizer: Any) -> Any:
         del path
-        if issubclass(worker.model_class, DTensorModel):
-            return worker.model_class.from_checkpoint(
+        if issubclass(worker.model_class(), DTensorModel):
+            return worker.model_class().from_checkpoint(
                 source, settings=settings, tokenizer=tokenizer
             )
         if attributes:
             settings = replace(settings, attributes=attributes)
-        return worker.model_class(
+        return worker.model_class()(
             {"vocab_size": architecture.vocab_size},
             settings=settings,
             architecture=architecture,

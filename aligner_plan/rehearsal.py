@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from aligner.algorithms.run.calls import phase_named, role_named
+from aligner.algorithms.run.dry_run import phase_named, role_named
 from aligner.algorithms.run.engine import Clusters, run_settings
 from aligner.algorithms.run.run import Attempt
 from aligner.architecture import GPTArchitecture

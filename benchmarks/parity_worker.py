@@ -39,7 +39,7 @@ from aligner.errors import LayoutError
 from aligner.observe.metrics import PhaseTimers
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 from aligner.rewards.interface import Reward
-from tests.distributed.layout_worker import OPTIM, ROWS, actor, critic, fill_head, model_config
+from tests.distributed.layout_worker import OPTIM, ROWS, fill_head, learn, model_config
 
 Row = Any  # tensor, float, dict of either, or a sentence
 PROMPTS, SEED = 16, 7
@@ -47,7 +47,7 @@ PROMPTS, SEED = 16, 7
 
 def rows_of(model: str, layout: str) -> dict[str, Row]:
     """Return every row of one column."""
-    policy, value = actor(model, layout), critic(model, layout)
+    policy, value = (learn(role, model, layout) for role in ("actor", "critic"))
     return {
         "log-probs": policy["before"],
         "reference log-probs": policy["reference"],

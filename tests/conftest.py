@@ -16,6 +16,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -35,11 +36,42 @@ _is_unit_test = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the unit tests."""
+    """Mark the unit tests. Spread the files of other folders evenly among those of `tests/unit`.
+
+    Several pytest processes then seldom run files together that each start processes, or that each
+    wait. The last files are short.
+    """
+    folders: dict[bool, dict[Path, None]] = {True: {}, False: {}}
     for item in items:
         markers = {marker.name for marker in item.iter_markers()}
-        if UNIT_FOLDER in item.path.parents and not markers & OTHER_MARKERS:
+        is_in_unit = UNIT_FOLDER in item.path.parents
+        folders[is_in_unit][item.path] = None
+        if is_in_unit and not markers & OTHER_MARKERS:
             item.add_marker("unit")
+    share = {True: 1.0, False: 0.9}
+    places = {
+        path: share[is_in_unit] * number / len(paths)
+        for is_in_unit, paths in folders.items()
+        for number, path in enumerate(paths)
+    }
+    items.sort(key=lambda item: places[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """Give each file to one process, in the order above, and `tests/dry` as if it were one file.
+
+    All cases of the dry device are forks of one process, which takes long to start.
+    """
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+class Files(LoadFileScheduling):
+    """Shares out files of tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/dry" if nodeid.startswith("tests/dry/") else super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -7,6 +7,7 @@ for a dozen processes. A server process does it once; every other begins as its 
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,11 +20,15 @@ from servers import bound_port
 
 PRELOADED = [
     "aligner.models.gpt",
+    "aligner.models.gpt.megatron.actor",
     "aligner.algorithms.ppo.trainer",
     "aligner.models.gpt.dtensor.actor",
     "transformers.models.llama.modeling_llama",
     "accelerate",
 ]
+# One server for each pytest process: it imports what was set before its first process started.
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(PRELOADED)
 GRACE_S = 5.0  # for what the other ranks say, once one has failed
 
 
@@ -64,15 +69,47 @@ def run_ranks(
     return texts
 
 
-def start_script(
-    script: Path, arguments: Sequence[object], log: Path, environment: Mapping[str, str]
-) -> BaseProcess:
-    """``python script arguments ...``, begun; what it prints goes to the end of ``log``."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+def run_script(
+    script: Path | str,
+    *arguments: object,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 200.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python script arguments ...`` in ``folder`` to its end.
+
+    Args:
+        script: a file, or the name of a module as ``python -m`` takes it.
+        environment: variables beside those of this process.
+    """
     words = [str(argument) for argument in arguments]
-    process = context.Process(
-        target=_run, args=(str(script), words, dict(environment), str(log)), daemon=True
+    with tempfile.TemporaryDirectory() as logs:
+        out, err = Path(logs, "out"), Path(logs, "err")
+        process = start_script(script, words, out, environment or {}, folder=folder, errors=err)
+        process.join(timeout_s)
+        process.kill()
+        process.join()
+        texts = [log.read_text(errors="replace") for log in (out, err)]
+    return subprocess.CompletedProcess([str(script), *words], process.exitcode or 0, *texts)
+
+
+def start_script(
+    script: Path | str,
+    arguments: Sequence[object],
+    log: Path,
+    environment: Mapping[str, str],
+    folder: Path | None = None,
+    errors: Path | None = None,
+) -> BaseProcess:
+    """``python script arguments ...``, begun.
+
+    Standard output goes to the end of ``log``, standard errors to that of ``errors`` or ``log``.
+    """
+    words = [str(argument) for argument in arguments]
+    logs = str(log), str(errors or log)
+    where = os.fspath(folder or Path.cwd())
+    process = FORKSERVER.Process(
+        target=_run, args=(str(script), words, dict(environment), logs, where), daemon=True
     )
     process.start()
     return process
@@ -88,11 +125,24 @@ def _wait(ranks: Sequence[BaseProcess], deadline: float) -> None:
             deadline = min(deadline, time.monotonic() + GRACE_S)
 
 
-def _run(script: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for standard in (1, 2):
-        os.dup2(descriptor, standard)
+def _run(
+    script: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    logs: tuple[str, str],
+    folder: str,
+) -> None:
+    for standard, log in enumerate(logs, 1):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
     os.environ.update(environment)
+    os.chdir(folder)
     sys.argv = [script, *arguments]
-    sys.path.insert(0, os.path.dirname(script))
-    runpy.run_path(script, run_name="__main__")
+    try:
+        if script.endswith(".py"):
+            sys.path.insert(0, os.path.dirname(script))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # as Python itself does
+        sys.exit(1)

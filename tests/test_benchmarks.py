@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import run_script
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,13 +30,7 @@ def test_one_side_of_the_ppo_step_is_measured():
 
 def test_a_step_goes_through_no_more_code_than_it_did(tiny_nemo):
     """Marks to lower as the way becomes shorter; of files a step executes the aim is 45."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.step_trace", "--json", "--model", str(tiny_nemo)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_script("benchmarks.step_trace", "--json", "--model", tiny_nemo, folder=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["frames"][0].startswith("examples/train_gpt_ppo.py:")

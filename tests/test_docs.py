@@ -145,7 +145,7 @@ def test_the_reward_function_of_the_page_does_what_the_page_says(tmp_path):
         ended = {"is_end": [True, True, False, True]}
         scored = function(["p"] * 4, ["21", "22", "21", "no"], ["21"] * 4, ended)
     assert scored.rewards.tolist() == pytest.approx([1.0, 0.2, 0.0, 0.0])
-    assert scored.metrics == {"accuracy": [1, 0, 0, 0], "is_number": [1, 1, 0, 0]}
+    assert scored.parts == {"accuracy": [1, 0, 0, 0], "is_number": [1, 1, 0, 0]}
 
 
 def test_the_picture_of_results_shows_the_tables():

@@ -17,7 +17,6 @@ import pytest
 from documented import CONF, ROOT, Command, commands, tables
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_conf import ROOTS
-from test_docs import options as every_option
 from test_docs_commands import composed_of, hint_of, kind_of
 from test_layering import PACKAGES, modules
 
@@ -298,6 +297,13 @@ def layouts(table):
     return [f"{table.place}: {item}" for item in found.items() ^ expected.items()]
 
 
+def lines_of_scripts(table):
+    """Lines of the scripts that tests/journeys runs."""
+    journeys = runpy.run_path(str(ROOT / "tests" / "journeys" / "test_journeys.py"))
+    counts = {name: str(count) for name, count in journeys["lines_of_scripts"]().items()}
+    return [f"{table.place}: {row}" for row in table.rows if counts.get(row[0]) != row[1]]
+
+
 def denominators(table):
     """Short names and denominators of docs.tools.metrics."""
     tool = runpy.run_path(str(ROOT / "docs" / "tools" / "metrics.py"))
@@ -390,6 +396,7 @@ TABLES = {
     ("campaign", "what it does"): equal_to(0, campaigns),
     ("column", "processes"): layouts,
     ("over", "full denominator"): denominators,
+    ("script", "here", "TRL"): lines_of_scripts,
     ("text", "2026-11-24"): readings,
 }
 # Numbers that take too long for a test: first cells of the header, and the command that makes them.
@@ -431,57 +438,6 @@ def test_every_row_holds(table):
     assert all(len(row) == len(table.header) for row in table.rows), f"{table.place}: ragged"
     problems = check(table)
     assert problems == [], "\n".join(problems)
-
-
-TRAINING = {"ppo", "reinforce", "rs", "sft", "dpo", "reward", "distill"}  # pages, and scripts
-# Parts of docs/options.md, and the pages of the scripts that take what stands there.
-SHARED = {"Every training run": TRAINING, "Runs that sample and score": {"ppo", "reinforce", "rs"}}
-
-
-def keys_of(cell):
-    """Return the keys of a row: one, or those of a section, as "`section`: `key`, `key`"."""
-    section = re.fullmatch(r"`([\w.]+)`: (.+)", cell)
-    return [f"{section[1]}.{name}" for name in code(section[2])] if section else code(cell)
-
-
-def keys_on(page, begin=0, end=None):
-    """Keys of the tables of options between two lines of a page."""
-    found = [
-        name
-        for table in tables()
-        if table.page == f"docs/{page}.md" and table.header[:3] == ("key", "default", "meaning")
-        if begin <= table.line and (end is None or table.line < end)
-        for row in table.rows
-        for name in keys_of(row[0])
-    ]
-    assert len(found) == len(set(found)), page
-    return set(found)
-
-
-def parts():
-    """Heading of a part of docs/options.md, and the keys in it."""
-    lines = (ROOT / "docs" / "options.md").read_text().splitlines()
-    starts = [(n, line[3:]) for n, line in enumerate(lines, 1) if line.startswith("## ")]
-    ends = [*(n for n, _ in starts[1:]), None]
-    return {name: keys_on("options", n, end) for (n, name), end in zip(starts, ends, strict=True)}
-
-
-def test_shared_options_are_those_of_the_scripts_that_share_them():
-    assert parts().keys() == SHARED.keys()
-    for part, keys in parts().items():
-        taken = {
-            key: {one for one in TRAINING if takes(ROOTS[SCRIPT_OF[one]][0], key)} for key in keys
-        }
-        assert {key: pages for key, pages in taken.items() if pages != SHARED[part]} == {}
-
-
-@pytest.mark.parametrize("page", sorted(TRAINING))
-def test_every_option_of_an_algorithm_is_on_its_page_or_shared(page):
-    """Of REINFORCE and its kin, which are PPO without a critic, on PPO's."""
-    found = {"ppo"} if page == "reinforce" else {page}
-    found = set().union(*map(keys_on, found)) | keys_on(page)
-    found |= {key for part, keys in parts().items() if page in SHARED[part] for key in keys}
-    assert {key for key, _ in every_option(ROOTS[SCRIPT_OF[page]][0])} - found == set()
 
 
 def test_every_entry_has_a_table():

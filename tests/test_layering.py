@@ -32,6 +32,7 @@ PACKAGES = [
         "child_process",
         "http",
         "catalog",
+        "hub",
         "config",
         "kernels",
         "device",

@@ -19,8 +19,8 @@ KEY = "trainer.callbacks"
 class CallbackRun:
     """Properties of the run that a callback can read.
 
-    ``config`` is the whole configuration in JSON types. ``folder`` is the run's directory, with
-    ``metrics.jsonl`` and finally the trained ``.nemo``. ``total_steps`` is the last step's index.
+    ``config``: the whole configuration in JSON types. ``folder``: the run's directory, with
+    ``metrics.jsonl`` and finally the trained ``.nemo``. ``total_steps``: index of the last step.
     """
 
     config: Mapping[str, Any]
@@ -29,11 +29,10 @@ class CallbackRun:
     _stop: Callable[[str], None]
 
     def stop(self, reason: str) -> None:
-        """End the run early. It is validated and saved as after its last step.
+        """End the run early, validated and saved as after its last step. It can be continued.
 
         The run ends after the current step if `Callback.on_step_end` or
-        `Callback.on_validation_end` calls this method, else after the next step. ``reason`` is
-        printed. The same command continues the run.
+        `Callback.on_validation_end` calls this method, else after the next. ``reason`` is printed.
         """
         self._stop(reason)
 
@@ -41,23 +40,16 @@ class CallbackRun:
 class Callback:
     """Base of the classes in ``trainer.callbacks``. A subclass overrides the methods it needs.
 
-    Methods are called in the process that prints and writes files: on Ray the driver, else rank 0,
-    while the other ranks wait. Callbacks are called in the order of the list, and not in dry runs.
-    An exception ends the run with an error that names the callback. ``metrics`` is a copy, with the
-    names of ``metrics.jsonl``.
+    Methods are called in the order of the list, in the process that prints and writes files: on Ray
+    the driver, else rank 0, while the other ranks wait. A dry run calls none. An exception ends the
+    run with an error that names the callback. ``metrics``: a copy, named as in ``metrics.jsonl``.
     """
 
     def on_run_start(self, run: CallbackRun, step: int) -> None:
-        """Handle the start of a run that has finished ``step`` steps (0: a new run).
-
-        Everything is built. On Ray this is also called after a worker died and the run continues.
-        """
+        """Handle the start of a run that has finished ``step`` steps, or its restart on Ray."""
 
     def on_step_end(self, run: CallbackRun, step: int, metrics: Mapping[str, float]) -> None:
-        """Handle the end of step ``step`` (from 1), before its validation and run state.
-
-        ``metrics`` are metrics of the step, without times.
-        """
+        """Handle the metrics (without times) of step ``step`` from 1, before its validation."""
 
     def on_validation_end(self, run: CallbackRun, step: int, metrics: Mapping[str, float]) -> None:
         """Handle the metrics of the validation after ``step`` (0: before the first step)."""
@@ -65,15 +57,11 @@ class Callback:
     def on_save(self, run: CallbackRun, step: int, path: Path) -> None:
         """Handle the complete run state of ``step`` in the directory ``path``.
 
-        With ``exp_manager.async_save`` later steps may have finished. The run state is deleted once
-        it is neither among the last nor among the best.
+        With ``exp_manager.async_save`` later steps may have finished. Older states are deleted.
         """
 
     def on_run_end(self, run: CallbackRun, step: int, reason: str) -> None:
-        """Handle the end of the run after ``step``, with report and ``.nemo`` file written.
-
-        ``reason`` is the reason, or after an error its type and message.
-        """
+        """Handle the end of the run, with all files written. ``reason``: also of an error."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run's callback needs, in JSON types."""
@@ -95,33 +83,27 @@ class Callbacks:
     """The callbacks of a run. Every rank calls the methods, only rank 0 contains the callbacks."""
 
     def __init__(self, names: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> None:
-        """Store ``names``, ``key=value`` of each callback, and ``callbacks``, empty off rank 0."""
+        """Store ``key=value`` of each callback, and the callbacks, empty off rank 0."""
         self._names, self._callbacks = list(names), list(callbacks)
+        # Key of each callback's state: path and occurrence.
+        paths = [name.partition("=")[2] for name in names]
+        self._keys = [f"{path}#{paths[:index].count(path)}" for index, path in enumerate(paths)]
         self.stop_reason: str | None = None  # the same on every rank
         self._requested: str | None = None
         self._run: CallbackRun | None = None
 
     @classmethod
     def load(cls, configured: Sequence[str | CallbackConfig]) -> "Callbacks":
-        """Import and construct the callbacks on rank 0.
-
-        Raises:
-            ConfigError: a class cannot be imported or constructed, or is not a `Callback`.
-        """
+        """Import and construct the callbacks on rank 0. Raise `ConfigError` for other classes."""
         entries = [
-            entry if isinstance(entry, CallbackConfig) else CallbackConfig(entry)
-            for entry in configured
+            CallbackConfig(entry) if isinstance(entry, str) else entry for entry in configured
         ]
-        names = [f"{KEY}[{index}]={entry.callback}" for index, entry in enumerate(entries)]
-        callbacks: list[Callback] = []
-
-        def construct() -> None:
-            for index, (name, entry) in enumerate(zip(names, entries, strict=True)):
-                callbacks.append(_construct(f"{KEY}[{index}]", name, entry))
-
-        # Other ranks need the names only.
+        keys = [f"{KEY}[{index}]" for index in range(len(entries))]
+        names = [f"{key}={entry.callback}" for key, entry in zip(keys, entries, strict=True)]
+        callbacks: list[Callback] = []  # other ranks need the names only
         if names:
-            on_rank_zero(construct)
+            made = map(_construct, keys, names, entries)
+            on_rank_zero(lambda: callbacks.extend(made))
         return cls(names, callbacks)
 
     def begin(self, config: Mapping[str, Any], folder: Path, total_steps: int) -> None:
@@ -134,11 +116,7 @@ class Callbacks:
         self._run = CallbackRun(config, folder, total_steps, stop)
 
     def notify(self, hook: str, *arguments: Any) -> None:
-        """Call ``hook`` of every callback. An exception is raised on every rank.
-
-        Raises:
-            CallbackError: a callback raised an exception.
-        """
+        """Call ``hook`` of every callback. A `CallbackError` is raised on every rank."""
         if not self._names:
             return
 
@@ -162,8 +140,8 @@ class Callbacks:
         """Return the non-empty states of callbacks by path, the same on every rank."""
 
         def states() -> dict[str, Any]:
-            pairs = zip(self._keys(), self._callbacks, strict=True)
-            by_key = {key: _call(name, callback, "state_dict") for (key, name), callback in pairs}
+            named = zip(self._keys, self._names, self._callbacks, strict=True)
+            by_key = {key: _call(name, callback, "state_dict") for key, name, callback in named}
             return {key: state for key, state in by_key.items() if state}
 
         return on_rank_zero(states) if self._names else {}
@@ -172,20 +150,12 @@ class Callbacks:
         """Restore `state_dict`. A callback without a saved state starts anew."""
 
         def load() -> None:
-            for (key, name), callback in zip(self._keys(), self._callbacks, strict=True):
+            for key, name, callback in zip(self._keys, self._names, self._callbacks, strict=True):
                 if key in states:
                     _call(name, callback, "load_state_dict", states[key])
 
         if self._names:
             on_rank_zero(load)
-
-    def _keys(self) -> list[tuple[str, str]]:
-        """Return for each callback the key of its state (path and occurrence) and its name."""
-        paths = [name.partition("=")[2] for name in self._names]
-        return [
-            (f"{path}#{paths[:index].count(path)}", name)
-            for index, (path, name) in enumerate(zip(paths, self._names, strict=True))
-        ]
 
 
 def _call(name: str, callback: Callback, hook: str, *arguments: Any) -> Any:

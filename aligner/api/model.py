@@ -87,10 +87,8 @@ class _Loaded:
         starts, ends = torch.tensor([*map(len, heads)]), torch.tensor([*map(len, rows)])
         position = torch.arange(ids.shape[1])
         mask = (position >= starts[:, None]) & (position < ends[:, None])
-        batch: BatchedDataDict = BatchedDataDict(
-            {"input_ids": ids, "input_lengths": ends, "token_mask": mask.float()}
-        )
-        values = compute(batch)
+        columns = {"input_ids": ids, "input_lengths": ends, "token_mask": mask.float()}
+        values = compute(BatchedDataDict(columns))
         return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
 
 
@@ -113,7 +111,7 @@ class Model(_Loaded):
         stop: Sequence[str] = (),
         seed: int = 1234,
     ) -> list[str]:
-        """Generate one response for each prompt.
+        """Generate one response for each prompt, as text without the tokens that end it.
 
         Args:
             prompts: texts, or lists of chat messages. Two equal prompts get different responses.
@@ -124,9 +122,6 @@ class Model(_Loaded):
             greedy: select the most probable token.
             stop: strings that end a response.
             seed: seed of sampling. The same seed and prompts give the same responses.
-
-        Returns:
-            The responses as text, without the tokens that end them.
 
         Raises:
             DataError: a prompt is neither text nor messages.
@@ -176,8 +171,7 @@ class Model(_Loaded):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a ``.nemo`` file, or a Hugging Face directory for other names.
 
-        Raises:
-            ConfigError: ``path`` exists.
+        Raises `ConfigError` if ``path`` exists.
         """
         target = Path(path)
         if target.exists():
@@ -216,8 +210,7 @@ class CriticModel(_Loaded):
 def load_model(path: str | os.PathLike[str]) -> Model:
     """Load a ``.nemo`` file, a Hugging Face directory, or the newest state of a run's directory.
 
-    Raises:
-        CheckpointError: ``path`` contains no language model.
+    Raises `CheckpointError` if ``path`` contains no language model.
     """
     with ExitStack() as closing, _unchanged(), quiet():
         loaded = _open(path, closing)

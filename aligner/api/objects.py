@@ -21,7 +21,7 @@ from typing import Any
 
 import cloudpickle
 
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, raised_as
 
 _PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
 
@@ -29,10 +29,7 @@ _PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
 def as_setting(key: str, value: Any, folder: Path) -> Any:
     """Return a value of the configuration ``key``, with paths instead of functions and classes.
 
-    Files for objects are written to ``folder``.
-
-    Raises:
-        ConfigError: an object cannot be pickled.
+    Files for objects are written to ``folder``. Raises `ConfigError` if an object has no pickle.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -91,23 +88,15 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
     source = textwrap.indent("\n".join(_sources(name, value)), "# ", lambda line: True)
     (folder / f"{stem}.py").write_text(
         f'"""Loads `{name}`, pickled for {key}. The source serves comparisons only."""\n'
-        "import pickle\n"
-        "from pathlib import Path\n\n"
+        "import pickle\nfrom pathlib import Path\n\n"
         f'{name} = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())\n'
-        "try:\n"
-        f"    {name}.__module__ = __name__\n"
-        "except AttributeError:\n"
-        "    pass\n\n"
-        f"{source}\n"
+        f"try:\n    {name}.__module__ = __name__\nexcept AttributeError:\n    pass\n\n{source}\n"
     )
     return f"{folder / stem}.py:{name}"
 
 
 def _sources(name: str, value: Any) -> Iterator[str]:
-    """Yield the source of ``value`` and of the objects that the source refers to, in a fixed order.
-
-    Importable objects are represented by their names, and values that are not plain by their types.
-    """
+    """Yield the sources of ``value`` and all that it refers to, or names of importable objects."""
     # Breadth first, so that the order does not depend on memory addresses.
     pending, visited = [(name, value)], set[int]()
     while pending:
@@ -115,10 +104,12 @@ def _sources(name: str, value: Any) -> Iterator[str]:
         if id(item) in visited and not isinstance(item, _PLAIN):
             continue
         visited.add(id(item))
+        # Values and importable objects need no source.
         if isinstance(item, _PLAIN):
             yield f"{name} = {_plain_text(item)}"
         elif item is not value and _importable_path(item):
             yield f"{name} = {_importable_path(item)}"
+        # Parts of functions, methods, classes and other objects.
         elif isinstance(item, partial):
             pending += [(f"{name}.func", item.func), (f"{name}.args", item.args)]
             pending += [(f"{name}.keywords", item.keywords)]
@@ -182,13 +173,10 @@ def _references(function: FunctionType) -> dict[str, Any]:
 
 
 def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
-    """Write the rows of a configuration ``key`` as JSON lines below ``folder``.
+    """Write rows of ``key`` as JSON lines below ``folder``. Return the path and the columns' names.
 
     ``rows``: mappings of column to value in a list, a ``datasets.Dataset``, a generator or a
-    ``pandas.DataFrame``. Returns the path and the names of the columns.
-
-    Raises:
-        DataError: ``rows`` is empty, or a row is not a mapping or not JSON.
+    ``pandas.DataFrame``. Raises `DataError` without rows, or for a row that JSON cannot represent.
     """
     if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):
         rows = rows.to_dict("records")
@@ -203,14 +191,20 @@ def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
                     f"{type(row).__name__}"
                 )
             columns |= row.keys()
-            try:
-                line = json.dumps(dict(row), ensure_ascii=False, default=_as_json)
-            except (TypeError, ValueError) as error:
-                raise DataError(f"{key}: row {index} cannot be written as JSON: {error}") from error
-            file.write(f"{line}\n")
+            text = f"{key}: row {index} cannot be written as JSON"
+            with raised_as(DataError, text, TypeError, ValueError):
+                file.write(json.dumps(dict(row), ensure_ascii=False, default=_as_json) + "\n")
     if index < 0:
         raise DataError(f"{key}: the rows are empty. Give at least one row")
     return str(path), columns
+
+
+def has_ground_truth(columns: set[str]) -> bool:
+    """Return whether the run finds ground truths in rows with these columns."""
+    from aligner.data.columns import NAMES  # imports torch
+
+    others = {name.partition(".")[0] for name in NAMES["ground_truth_column"]}
+    return "ground_truth" in columns or len(others & columns) == 1
 
 
 def _as_json(value: Any) -> Any:

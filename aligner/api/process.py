@@ -21,8 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import IO, TextIO
 
-from aligner import errors
-from aligner.errors import AlignerError, WorkerError
+from aligner.errors import AlignerError, WorkerError, error_class
 from aligner.process_tree import kill_tree
 
 _MAX_LINES = 2000
@@ -78,8 +77,14 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
             reader.join()
     if was_interrupted or status == 130:
         raise KeyboardInterrupt
-    if status != 0:
-        raise _error_of("".join(stderr), status)
+    if status == 0:
+        return
+    # The error that the command reported.
+    for index, line in enumerate(lines := list(stderr)):
+        if report := _report(line):
+            kind, first = report
+            raise kind((first + "".join(lines[index + 1 :])).rstrip("\n"))
+    raise WorkerError(f"the run ended with status {status}. Its last lines are above")
 
 
 def _is_terminal(stream: TextIO) -> bool:
@@ -106,17 +111,5 @@ def _copy(source: IO[str] | None, target: TextIO, last_lines: deque[str] | None)
 def _report(line: str) -> tuple[type[AlignerError], str] | None:
     """Return the class and the first line of an error that ``config.cli`` reports."""
     match = re.match(r"(\w+Error): (.*)", line, re.DOTALL)
-    kind = getattr(errors, match[1], None) if match else None
-    if match is None or not (isinstance(kind, type) and issubclass(kind, AlignerError)):
-        return None
-    return kind, match[2]
-
-
-def _error_of(stderr: str, status: int) -> AlignerError:
-    """Return the error that the command reported on ``stderr``."""
-    lines = stderr.splitlines(keepends=True)
-    for index, line in enumerate(lines):
-        if report := _report(line):
-            kind, first = report
-            return kind((first + "".join(lines[index + 1 :])).rstrip("\n"))
-    return WorkerError(f"the run ended with status {status}. Its last lines are above")
+    kind = error_class(match[1]) if match else None
+    return (kind, match[2]) if match and kind else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aligner.api.quiet import quiet
-from aligner.errors import CheckpointNotFoundError, ConfigError, MissingPackageError
+from aligner.errors import CheckpointNotFoundError, ConfigError, MissingPackageError, raised_as
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,25 +38,17 @@ class Result:
         return list(steps.values())
 
     def to_pandas(self) -> "pd.DataFrame":
-        """Return `metrics` as a table, one row per step.
-
-        Raises:
-            MissingPackageError: pandas is not installed.
-        """
-        try:
+        """Return `metrics` as a table, one row per step. Needs pandas."""
+        remedy = "Run: pip install pandas"
+        with raised_as(MissingPackageError, "Result.to_pandas()", ImportError, remedy=remedy):
             import pandas as pd
-        except ImportError as error:
-            raise MissingPackageError(
-                "Result.to_pandas() needs pandas, which is not installed. Run: pip install pandas"
-            ) from error
         return pd.DataFrame(self.metrics).set_index("step")
 
     @property
     def best(self) -> dict[str, Any]:
         """The best run state by the monitored metric: ``step``, ``metric`` (a number) and ``path``.
 
-        Raises:
-            CheckpointNotFoundError: the run has no state.
+        Raises `CheckpointNotFoundError` if the run has no state.
         """
         from aligner.checkpoint.run_state.store import RunStateStore
 

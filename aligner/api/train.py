@@ -8,9 +8,9 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Required, TypedDict, Unpack, get_type_hints
 
-from aligner.api.objects import as_setting, is_rows, write_rows
+from aligner.api.objects import as_setting, has_ground_truth, is_rows, write_rows
 from aligner.api.process import run_script
 from aligner.api.result import Result
 from aligner.errors import ConfigError
@@ -32,6 +32,7 @@ KEYS = {
     "reward": "reward.function",
     "reward_model": "reward.model.restore_from_path",
     "environment": "environment.factory",
+    "tools": "environment.tools",
     "max_steps": "trainer.{loop}.max_steps",
     "max_epochs": "trainer.{loop}.max_epochs",
     "validate_every": "trainer.{loop}.val_check_interval",
@@ -51,14 +52,74 @@ KEYS = {
 }
 
 
-def _named(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Let ``function`` answer an unknown keyword with the nearest known keyword."""
-    parameters = list(inspect.signature(function).parameters)
+class _Keywords(TypedDict, total=False):
+    model: Required[StrPath]
+    data: Required[Data]
+    validation_data: Data | None
+    max_steps: int | None
+    validate_every: int | None
+    lr: float | None
+    devices: int | None
+    seed: int | None
+    output_dir: StrPath
+    overrides: Mapping[str, Any] | None
 
-    @functools.wraps(function)
-    def call(*args: P.args, **keywords: P.kwargs) -> Result:
-        for name in keywords:
-            if name not in parameters:
+
+class _RolloutKeywords(_Keywords, total=False):
+    reward: Code | None
+    reward_model: StrPath | None
+    environment: Code | None
+    tools: Sequence[Code] | None
+    samples_per_step: int | None
+    max_new_tokens: int | None
+    temperature: float | None
+
+
+class _PPOKeywords(_RolloutKeywords, total=False):
+    critic_lr: float | None
+    kl_penalty: float | None
+
+
+class _RSKeywords(_RolloutKeywords, total=False):
+    num_generations: int | None
+
+
+class _GRPOKeywords(_RSKeywords, total=False):
+    kl_penalty: float | None
+
+
+class _SupervisedKeywords(_Keywords, total=False):
+    max_epochs: int | None
+    batch_size: int | None
+    micro_batch_size: int | None
+
+
+class _DPOKeywords(_SupervisedKeywords, total=False):
+    loss: str | None
+    beta: float | None
+
+
+class _DistillKeywords(_SupervisedKeywords, total=False):
+    teacher: Required[StrPath]
+
+
+def _named(keywords: Any) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Show the keywords of a ``TypedDict`` in a function's signature, and refuse others."""
+    required = dict.fromkeys(keywords.__required_keys__, inspect.Parameter.empty)
+
+    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
+        defaults = {**required, "output_dir": _output_dir(function.__name__)}
+        parameters = {
+            name: inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=hint
+            )
+            for name, hint in get_type_hints(keywords).items()
+        }
+        signature = inspect.Signature(list(parameters.values()), return_annotation=Result)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **given: P.kwargs) -> Result:
+            for name in given.keys() - parameters.keys():
                 near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise TypeError(
@@ -66,33 +127,21 @@ def _named(function: Callable[P, Result]) -> Callable[P, Result]:
                     f"{', '.join(parameters)}. Any other key of the configuration goes into "
                     "overrides={'model.ppo.ratio_eps': 0.1}"
                 )
-        return function(*args, **keywords)
+            signature.bind(*args, **given)
+            return function(*args, **given)
 
-    return call
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
-@_named
-def train_ppo(
-    *,
-    model: StrPath,
-    data: Data,
-    reward: Code | None = None,
-    reward_model: StrPath | None = None,
-    environment: Code | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    critic_lr: float | None = None,
-    kl_penalty: float | None = None,
-    samples_per_step: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/ppo",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+def _output_dir(function: str) -> str:
+    return f"results/{function.removeprefix('train_')}"
+
+
+@_named(_PPOKeywords)
+def train_ppo(**keywords: Unpack[_PPOKeywords]) -> Result:
     """Train a policy and a critic by PPO (Schulman et al. 2017).
 
     A call with the directory of a stopped run continues that run. Ctrl-C saves the run and raises
@@ -105,6 +154,7 @@ def train_ppo(
         reward: ``reward(prompts, responses, **columns) -> list[float]``, or ``FILE.py:FUNCTION``.
         reward_model: a reward model of `train_reward` that scores instead.
         environment: a class of an environment that provides prompts and rewards.
+        tools: functions that the policy may call. ``reward`` then scores the last answer.
         validation_data: held-out prompts.
         max_steps: number of steps, each with one rollout.
         validate_every: number of steps between validations.
@@ -124,85 +174,31 @@ def train_ppo(
         DataError: a row is invalid.
         TypeError: a keyword is unknown.
     """
-    return _train("ppo", locals())
+    return _train("ppo", keywords)
 
 
-@_named
-def train_grpo(
-    *,
-    model: StrPath,
-    data: Data,
-    reward: Code | None = None,
-    reward_model: StrPath | None = None,
-    environment: Code | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    kl_penalty: float | None = None,
-    samples_per_step: int | None = None,
-    num_generations: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/grpo",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_named(_GRPOKeywords)
+def train_grpo(**keywords: Unpack[_GRPOKeywords]) -> Result:
     """Train a policy by GRPO (Shao et al. 2024), without a critic.
 
     The ``num_generations`` responses to a prompt are compared with each other. The other keywords
     are those of `train_ppo`. ``overrides={"trainer.ppo.advantage.estimator": "rloo"}`` selects
     another estimator.
     """
-    return _train("reinforce", locals(), {"trainer.ppo.advantage.estimator": "grpo"})
+    return _train("reinforce", keywords, {"trainer.ppo.advantage.estimator": "grpo"})
 
 
-@_named
-def train_rs(
-    *,
-    model: StrPath,
-    data: Data,
-    reward: Code | None = None,
-    reward_model: StrPath | None = None,
-    environment: Code | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    samples_per_step: int | None = None,
-    num_generations: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/rs",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_named(_RSKeywords)
+def train_rs(**keywords: Unpack[_RSKeywords]) -> Result:
     """Train a policy by rejection sampling: the best responses to each prompt are learned.
 
     The keywords are those of `train_grpo`.
     """
-    return _train("rs", locals())
+    return _train("rs", keywords)
 
 
-@_named
-def train_sft(
-    *,
-    model: StrPath,
-    data: Data,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/sft",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_named(_SupervisedKeywords)
+def train_sft(**keywords: Unpack[_SupervisedKeywords]) -> Result:
     """Fine-tune a model on worked examples.
 
     Args:
@@ -219,28 +215,11 @@ def train_sft(
 
     The other keywords and the errors are those of `train_ppo`.
     """
-    return _train("sft", locals())
+    return _train("sft", keywords)
 
 
-@_named
-def train_dpo(
-    *,
-    model: StrPath,
-    data: Data,
-    loss: str | None = None,
-    beta: float | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/dpo",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_named(_DPOKeywords)
+def train_dpo(**keywords: Unpack[_DPOKeywords]) -> Result:
     """Train a policy on preferences, by DPO (Rafailov et al. 2023) or a related loss.
 
     Args:
@@ -250,74 +229,44 @@ def train_dpo(
         loss: ``dpo``, ``ipo``, ``rpo``, ``simpo`` or ``kto``.
         beta: weight of the implicit reward.
     """
-    return _train("dpo", locals())
+    return _train("dpo", keywords)
 
 
-@_named
-def train_reward(
-    *,
-    model: StrPath,
-    data: Data,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/reward",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_named(_SupervisedKeywords)
+def train_reward(**keywords: Unpack[_SupervisedKeywords]) -> Result:
     """Train a reward model on comparisons: rows with ``prompt``, ``chosen`` and ``rejected``.
 
     The keywords are those of `train_sft`. The `Result` can be the ``reward_model`` of `train_ppo`.
     """
-    return _train("reward", locals())
+    return _train("reward", keywords)
 
 
-@_named
-def train_distill(
-    *,
-    model: StrPath,
-    teacher: StrPath,
-    data: Data,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/distill",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_named(_DistillKeywords)
+def train_distill(**keywords: Unpack[_DistillKeywords]) -> Result:
     """Train a model to predict the token distributions of ``teacher``, a larger model.
 
     The other keywords are those of `train_sft`. Both models have the same tokenizer.
     """
-    return _train("distill", locals())
+    return _train("distill", keywords)
 
 
-def _train(
-    algorithm: str, keywords: dict[str, Any], settings: Mapping[str, Any] | None = None
-) -> Result:
+def _train(algorithm: str, given: Any, settings: Mapping[str, Any] | None = None) -> Result:
     """Write rows and objects into the run's directory, run the script, return its result.
 
-    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``settings``: additional keys.
+    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``given``: the caller's keywords.
+    ``settings``: additional keys of the configuration.
     """
+    name = "grpo" if algorithm == "reinforce" else algorithm
+    keywords: dict[str, Any] = {"output_dir": _output_dir(name), **given}
     folder = Path(os.fspath(keywords["output_dir"])).expanduser()
     files = folder / "python"
     loop = {"reinforce": "ppo", "reward": "reward_model"}.get(algorithm, algorithm)
-    overrides = dict(keywords.pop("overrides") or {})
+    overrides = dict(keywords.get("overrides") or {})
     choices = {**_choices(keywords), **(settings or {})}
     values = {
-        KEYS[name].format(loop=loop, rollout=loop): value
-        for name, value in keywords.items()
-        if value is not None
+        key.format(loop=loop, rollout=loop): keywords[name]
+        for name, key in KEYS.items()
+        if keywords.get(name) is not None
     }
     if clash := ", ".join(sorted(values.keys() & overrides.keys())):
         raise ConfigError(f"overrides: {clash} is set by a keyword as well. Remove one of the two")
@@ -330,8 +279,10 @@ def _train(
             values[key], names = write_rows(key, value, files)
             columns.append(names)
     has_rewards = algorithm in ("ppo", "reinforce", "rs")
-    if columns and has_rewards and not any("ground_truth" in names for names in columns):
+    if columns and has_rewards and not any(map(has_ground_truth, columns)):
         values["data.ground_truth_column"] = None
+    if "environment.tools" in values and "reward.function" in values:
+        values["environment.kwargs.reward"] = values.pop("reward.function")
     values |= overrides
     max_steps, max_epochs = (f"trainer.{loop}.{name}" for name in ("max_steps", "max_epochs"))
     if max_steps in values:
@@ -356,9 +307,10 @@ def _train(
 
 def _choices(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of configuration groups that the source of the rewards needs."""
-    names = ("environment", "reward_model", "reward")
+    names = ("environment", "tools", "reward_model", "reward")
     sources = [name for name in names if keywords.get(name) is not None]
-    if "environment" in sources and len(sources) > 1:
+    is_scored = sources == ["tools", "reward"]
+    if {"environment", "tools"} & {*sources} and len(sources) > 1 and not is_scored:
         raise ConfigError(f"{' and '.join(sources)}: an environment gives the rewards. Remove one")
-    choices = {"environment": "environment", "reward_model": "model"}
+    choices = {"environment": "environment", "tools": "environment", "reward_model": "model"}
     return {"reward": choices[sources[0]]} if sources and sources[0] in choices else {}

@@ -132,8 +132,7 @@ class AdaptedWeight(NamedTuple):
 def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
     """Return the weights of a causal language model of transformers that get adapters, each once.
 
-    Raises:
-        ConfigError: a target is the name of no linear layer and of no weight of experts.
+    Raises `ConfigError` if a target is the name of no linear layer and of no weight of experts.
     """
     from transformers.pytorch_utils import Conv1D
 

@@ -94,8 +94,7 @@ class CopyMemory:
     def touch(self, stop: threading.Event) -> None:
         """Write to every allocated page, because a system provides pages at the first write.
 
-        Raises:
-            AbandonedError: ``stop`` was set.
+        Raises `AbandonedError` if ``stop`` was set.
         """
         if self._memory is None:
             return

@@ -40,7 +40,7 @@ def hf_to_nemo(source: StrPath, target: StrPath) -> str:
 def nemo_to_hf(source: StrPath, target: StrPath) -> str:
     """Convert a ``.nemo`` to a Hugging Face directory."""
     with open_nemo(source) as nemo:
-        save_hf(target, nemo.weights, nemo.architecture, nemo.tokenizer_files)
+        save_hf(target, nemo.weights, nemo.architecture, nemo.tokenizer_files, nemo.config)
         return written(target, describe(nemo.architecture))
 
 

@@ -36,32 +36,37 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def storage_error(path: Path, cause: OSError, size: int | None = None) -> StorageError:
-    """Translate an operating-system error into an error with a remedy and the same ``errno``."""
-    remedy = "Make the directory writable or write to another"
-    if cause.errno in _FULL:
-        required = "" if size is None else f"{readable_bytes(size)} ({size} bytes) needed, "
-        free = free_bytes(path)
-        remedy = (
-            f"{required}{readable_bytes(free)} ({free} bytes) free. Free some space, raise the "
-            "limit, or write elsewhere"
-        )
-    error = StorageError(
-        f"cannot write {path}: {cause.strerror or cause}. {remedy} (exp_manager.explicit_log_dir)"
-    )
+def storage_error(
+    path: Path, cause: OSError, size: int | None = None, note: str = ""
+) -> StorageError:
+    """Translate an operating-system error into an error with a remedy and the same ``errno``.
+
+    ``size``: bytes to be written to ``path``. ``note``: end of the message.
+    """
+    text = str(cause)
+    if not isinstance(cause, StorageError):
+        remedy = "Make the directory writable or write to another"
+        if cause.errno in _FULL:
+            required = "" if size is None else f"{readable_bytes(size)} ({size} bytes) needed, "
+            free = free_bytes(path)
+            remedy = (
+                f"{required}{readable_bytes(free)} ({free} bytes) free. Free some space, raise the "
+                "limit, or write elsewhere"
+            )
+        reason = f"{cause.strerror or cause}. {remedy}"
+        text = f"cannot write {path}: {reason} (exp_manager.explicit_log_dir)"
+    error = StorageError(text + note)
     error.errno = cause.errno
     return error
 
 
 @contextlib.contextmanager
-def storing(path: Path, size: int | None = None) -> Iterator[None]:
+def storing(path: Path, size: int | None = None, note: str = "") -> Iterator[None]:
     """Convert an `OSError` of the block to the `storage_error` of ``path``."""
     try:
         yield
-    except StorageError:
-        raise
     except OSError as error:
-        raise storage_error(path, error, size) from error
+        raise storage_error(path, error, size, note) from error
 
 
 def require_free_space(folder: Path, size: int) -> None:

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 _EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")
 
 
-def canonical_parameters(
-    gpt: "GPTModel", architecture: GPTArchitecture
-) -> Iterator[tuple[str, Tensor]]:
+def canonical_parameters(gpt: "GPTModel") -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of this stage under their canonical (global) names.
 
     The last stage's copy of a tied embedding is named ``output_layer.weight``, and a reward head
@@ -60,9 +58,9 @@ def canonical_parameters(
         yield name, parameter
 
 
-def model_parameters(gpt: "GPTModel", architecture: GPTArchitecture) -> dict[str, Tensor]:
+def model_parameters(gpt: "GPTModel") -> dict[str, Tensor]:
     """Return `canonical_parameters` without adapters."""
-    parameters = canonical_parameters(gpt, architecture)
+    parameters = canonical_parameters(gpt)
     return {name: value for name, value in parameters if not name.endswith((LORA_A, LORA_B))}
 
 
@@ -77,14 +75,12 @@ def load_weights(
 ) -> None:
     """Copy this rank's part of the canonical weights into the model, except a reward head.
 
-    A model without output layer ignores the output layer of the weights.
-
-    Raises:
-        CheckpointError: tensors are missing or surplus, or have other shapes than the model's.
+    A model without output layer ignores the output layer of the weights. Raises `CheckpointError`
+    if tensors are missing or surplus, or have other shapes than the model's.
     """
     check_names(weights, architecture, "the checkpoint")
     shapes = expected_shapes(architecture)
-    for name, parameter in model_parameters(gpt, architecture).items():
+    for name, parameter in model_parameters(gpt).items():
         if name in REWARD_HEAD:
             continue
         source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
@@ -249,5 +245,4 @@ class GatheredWeights(GatheredTensors):
             return parameter.detach() if adapter is None else adapter.merged_into(parameter)
 
         names = (*expected_shapes(architecture), *REWARD_HEAD)
-        parts = model_parameters(gpt, architecture)
-        super().__init__(parts, names, architecture, **groups, transform=merged)
+        super().__init__(model_parameters(gpt), names, architecture, **groups, transform=merged)

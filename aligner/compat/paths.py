@@ -51,6 +51,14 @@ PATHS = {
     "algorithms.loss.interfaces": "losses.interfaces",
     "algorithms.loss.loss_functions": "losses.value losses.policy",
     "data.packing": "distributed.packing",
+    "distributed.model_utils": (
+        "distributed.model_utils.context_shard distributed.model_utils.distillation "
+        "distributed.model_utils.distributed_softmax distributed.model_utils.dtensor_logprobs "
+        "distributed.model_utils.hidden_logprobs distributed.model_utils.linear_ce_patch "
+        "distributed.model_utils.logits_logprob distributed.model_utils.parallel_logprobs "
+        "distributed.model_utils.vocab_entropy distributed.model_utils.vocab_topk "
+        "logprobs.fused logprobs.top_k_top_p logprobs.vocab_sequence_exchange"
+    ),
     "models.automodel.setup": "",  # a path of nemo_automodel
     "models.generation.interfaces": "models.interfaces",
     "models.nlp.gpt.megatron_gpt_critic": "models.gpt",
@@ -58,13 +66,21 @@ PATHS = {
     "models.nlp.gpt.megatron_gpt_reinforce_actor": "models.gpt",
     "models.nlp.gpt.megatron_gpt_reward_model": "models.gpt",
     "models.nlp.gpt.megatron_gpt_rs_actor": "models.gpt",
-    "models.policy.dtensor_policy_worker": "models.policy.workers.dtensor_policy_worker_v2",
+    "models.policy.dtensor_policy_worker": "models.policy.workers.policy_worker",
     "models.policy.interfaces": "models.interfaces",
-    "models.policy.megatron_policy_worker": "models.policy.workers.megatron_policy_worker",
+    "models.policy.megatron_policy_worker": "models.policy.workers.policy_worker",
     "models.policy.workers.base_policy_worker": "models.worker",
-    "models.policy.workers.dtensor_policy_worker": "models.policy.workers.dtensor_policy_worker_v2",
+    "models.policy.workers.dtensor_policy_worker": "models.policy.workers.policy_worker",
+    "models.policy.workers.dtensor_policy_worker_v2": "models.policy.workers.policy_worker",
+    "models.policy.workers.megatron_policy_worker": "models.policy.workers.policy_worker",
     "models.value.config": "compat.nemo_rl",
     "models.value.interfaces": "models.interfaces",
+    "models.value.workers.dtensor_value_worker_v2": (
+        "models.value.workers.value_worker losses.value"
+    ),
+    "models.value.workers.megatron_value_worker": (
+        "models.value.workers.value_worker models.gpt.megatron.critic logprobs.output_layer"
+    ),
     "utils.utils": "models.gpt",
     # Paths of earlier versions of this library.
     "algorithms.losses.interfaces": "losses.interfaces",
@@ -84,6 +100,10 @@ PATHS = {
 _OTHER_NAMES = {
     "AbstractPolicyWorker": "RoleWorker",
     "DTensorPolicyWorker": "DTensorPolicyWorkerV2",
+    "_RightShiftLossWrapper": "RightShiftedLoss",
+    "_ValueOutputLayerBypass": "CapturingOutputLayer",
+    "_right_shift_values": "right_shift_values",
+    "_unwrap_model": "unwrap_model",
 }
 
 
@@ -110,7 +130,7 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
         """Give the module the attributes of its targets, which are imported at first use."""
         targets = _targets(module.__name__)
         module.__doc__ = f"Published path of {', '.join(targets) or 'other modules'}."
-        module.__dict__["__getattr__"] = partial(_attribute, module.__name__)
+        module.__dict__["__getattr__"] = partial(attribute, module.__name__)
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Return the code of the first target module, for ``python -m``."""
@@ -151,7 +171,7 @@ def _full_name(target: str) -> str:
     return target if target.startswith("aligner_") else f"aligner.{target}"
 
 
-def _attribute(module: str, name: str) -> Any:
+def attribute(module: str, name: str) -> Any:
     """Import an attribute of an aliased module. ``__all__`` lists the module's attributes."""
     if name != "__all__":
         return published(module, name)

@@ -75,7 +75,7 @@ def translate(path: str | Path) -> str:
             lines.append(shlex.quote(f"{key}={as_override(value)}"))
         except ConfigError as error:
             notes.refused.append((key, value, str(error).partition(": ")[2]))
-    command = " \\\n    ".join([f"python examples/{entry.script}.py", *lines])
+    command = " \\\n    ".join([f"aligner train-{entry.name}", *lines])
     comments = table(notes.refused).splitlines() if notes.refused else []
     if notes.ignored:
         comments.append(f"  without a counterpart here: {', '.join(notes.ignored)}")

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from aligner.catalog import ALGORITHMS, imported
 from aligner.config.fields import DERIVED, REQUIRED_BY_SCRIPTS
-from aligner.config.parse import field_types, section_in
+from aligner.config.parse import default_of, field_types, section_in
 
 # The dataclass of each base: the configuration of a script, or a section that is null by default.
 BASES = {
@@ -42,11 +42,7 @@ def default_tree(section: Any) -> dict[str, Any]:
             value = "???"
         elif section is not cls:
             value = getattr(section, field.name)
-        elif field.default_factory is not dataclasses.MISSING:
-            value = field.default_factory()
-        elif field.default is not dataclasses.MISSING:
-            value = field.default
-        else:
+        elif (value := default_of(field)) is dataclasses.MISSING:
             value = "???" if below is None else below
         is_section = below is not None and value not in (None, "???")
         tree[field.name] = default_tree(value) if is_section else value

@@ -43,12 +43,8 @@ def launch(
 ) -> None:
     """Compose ``conf_dir/config_name`` with the command line, validate it and call ``command``.
 
-    Args:
-        command: a function of the configuration, or its path ``package.module:function``, which is
-            imported after the composition (``--help`` does not import torch).
-        conf_dir: folder of the configurations.
-        config_name: name of the configuration, unless the command line names another.
-        root: dataclass of the configuration.
+    ``command``: a function of the configuration, or its path ``package.module:function``, which is
+    imported after the composition (``--help`` does not import torch).
 
     An ``AlignerError`` ends the process with its message and status 2. Ctrl-C ends it with status
     130, except that a run first saves its state after one Ctrl-C and ends with status 0. With
@@ -89,9 +85,7 @@ def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], l
     """Separate ``SECTION=null`` and ``~SECTION`` from the arguments, for sections that may be null.
 
     Returns the other arguments, and the names of the sections to remove after the composition.
-
-    Raises:
-        ConfigError: another argument sets a key of such a section.
+    Raises `ConfigError` if another argument sets a key of such a section.
     """
     # hydra would read both as options of a config group.
     present, absent = list[str](), list[str]()
@@ -113,20 +107,21 @@ def check_overrides(
 
     Any key of the dataclasses below ``root`` can be set, also if the composed YAML lacks the key:
     ``key=value`` and ``+key=value`` become ``++key=value``. Options of config groups, ``~key``,
-    ``hydra.*`` and hydra's options are returned unchanged.
-
-    Args:
-        arguments: the command line without the name of the script.
-        root: dataclass of the configuration.
-        conf_dir: folder of the config groups. If None, options of groups are not checked.
+    ``hydra.*`` and hydra's options are returned unchanged. ``conf_dir``: folder of the config
+    groups. If None, options of groups are not checked.
 
     Raises:
         ConfigError: an argument is not an override, sets an unknown key, or selects an option that
             its group or the script lacks, as may the ``defaults`` of the recipe that
             ``--config-name`` names. Several errors are shown as one table.
     """
+    # The folders that hydra searches, ``conf_dir`` first. None if some are unknown.
+    folders: list[Path] = []
+    is_unknown = option_value(arguments, "-cp", "--config-path") is not None
+    if conf_dir and not (is_unknown or any("hydra.searchpath" in text for text in arguments)):
+        user_folder = option_value(arguments, "-cd", "--config-dir")
+        folders = [conf_dir, *([] if user_folder is None else [Path(user_folder)])]
     # Arguments.
-    folders = _config_folders(arguments, conf_dir)
     sweeps = any(argument in ("-m", "--multirun") for argument in arguments)
     accepted, is_value = [], False
     refused: list[tuple[str, Any, ConfigError]] = []
@@ -150,14 +145,13 @@ def check_overrides(
             refused.append((f"{path}: {group}", option, error))
 
     # A single error is raised unchanged, several are shown as a table.
-    if len(refused) == 1:
-        raise refused[0][2]
+    rows = []
+    for label, value, refusal in refused:
+        begin, _, text = str(refusal).removeprefix(label).partition(": ")
+        rows.append((label or begin, value, text))
     if refused:
-        rows = []
-        for label, value, refusal in refused:
-            begin, _, text = str(refusal).removeprefix(label).partition(": ")
-            rows.append((label or begin, value, text))
-        raise ConfigError(f"{len(rows)} arguments cannot be used\n{table(rows)}")
+        table_error = ConfigError(f"{len(rows)} arguments cannot be used\n{table(rows)}")
+        raise refused[0][2] if len(refused) == 1 else table_error
     return accepted
 
 
@@ -168,15 +162,6 @@ def option_value(arguments: Sequence[str], *names: str) -> str | None:
         if name in names:
             return value if equals else "".join(arguments[index + 1 : index + 2])
     return None
-
-
-def _config_folders(arguments: Sequence[str], conf_dir: Path | None) -> list[Path]:
-    """Return the folders that hydra searches, ``conf_dir`` first. Return [] if some are unknown."""
-    is_unknown = option_value(arguments, "-cp", "--config-path") is not None
-    if conf_dir is None or is_unknown or any("hydra.searchpath" in text for text in arguments):
-        return []
-    user_folder = option_value(arguments, "-cd", "--config-dir")
-    return [conf_dir, *([] if user_folder is None else [Path(user_folder)])]
 
 
 def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
@@ -218,11 +203,9 @@ def _unescaped(argument: str) -> str:
     characters = {"n": "\n", "r": "\r", "t": "\t"}
 
     def quoted(text: re.Match[str]) -> str:
-        return re.sub(
-            r"\\(.)", lambda part: characters.get(part[1], part[0]), text[0], flags=re.DOTALL
-        )
+        return re.sub(r"(?s)\\(.)", lambda part: characters.get(part[1], part[0]), text[0])
 
-    return key + equals + re.sub(r'"(?:[^"\\]|\\.)*"', quoted, value, flags=re.DOTALL)
+    return key + equals + re.sub(r'(?s)"(?:[^"\\]|\\.)*"', quoted, value)
 
 
 def _accepted(
@@ -232,15 +215,21 @@ def _accepted(
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
-        raise ConfigError(_malformed(argument, error)) from error
+        key, equals, setting = argument.partition("=")
+        text = "not key=value. A recipe is selected with --config-name recipes/NAME"
+        if equals:
+            text = f"hydra cannot read it ({_short(str(error).splitlines()[0])}). Put a value with "
+            text += "spaces or any of ,:{}[]()= into inner quotes: "
+            text += f"'{key}=\"{_short(setting)}\"'"
+        raise ConfigError(f"{_short(argument)}: {text}") from error
+    key = override.key_or_group
     if override.is_sweep_override() and not sweeps:
         raise ConfigError(
-            f"{argument}: several values. Write a list as "
-            f"'{override.key_or_group}=[...]', or add --multirun for a run of each"
+            f"{argument}: several values. Write a list as '{key}=[...]', or add --multirun for a "
+            "run of each"
         )
 
     # Overrides of hydra itself, and options of config groups.
-    key = override.key_or_group
     if re.match(r"hydra\b", key):
         return [argument]
     value = None if override.is_sweep_override() else override.value()
@@ -257,17 +246,6 @@ def _accepted(
         return []
     check_key(key, root)
     return [argument if override.is_delete() else "++" + argument.lstrip("+")]
-
-
-def _malformed(argument: str, error: HydraException) -> str:
-    if "=" not in argument:
-        return f"{argument}: not key=value. A recipe is selected with --config-name recipes/NAME"
-    key, _, value = argument.partition("=")
-    reason = str(error).splitlines()[0]
-    return (
-        f"{_short(argument)}: hydra cannot read it ({_short(reason)}). Put a value with spaces or "
-        f"any of ,:{{}}[]()= into inner quotes: '{key}=\"{_short(value)}\"'"
-    )
 
 
 def _check_option(label: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
@@ -341,16 +319,13 @@ def check_key(key: str, root: type = RunConfig) -> None:
     for name in key.split("."):
         # `level` is the section of `name`, or None below a value.
         level, below = section_in(hint), type_below(hint, name)
-        if below is None and level is not None:
-            wrong = key if remedy(key) else f"{prefix}.{name}".lstrip(".")
-            known = list(field_types(level))
-            raise ConfigError(
-                unknown_key(wrong, known, prefix, [key for key, _ in keys_below(root)])
-            )
         if below is None:
-            raise ConfigError(
-                f"{key}: {prefix} has no keys below it. Give its value as {prefix}=..."
-            )
+            text = f"{key}: {prefix} has no keys below it. Give its value as {prefix}=..."
+            if level is not None:
+                wrong = key if remedy(key) else f"{prefix}.{name}".lstrip(".")
+                others = [key for key, _ in keys_below(root)]
+                text = unknown_key(wrong, list(field_types(level)), prefix, others)
+            raise ConfigError(text)
         hint, prefix = below, f"{prefix}.{name}".lstrip(".")
 
 
@@ -359,14 +334,12 @@ def reported_errors() -> Iterator[None]:
     """End the process at an `AlignerError` or Ctrl-C in the block, as `launch` describes."""
     try:
         yield
-    except AlignerError as error:
+    except (AlignerError, KeyboardInterrupt) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        message = "ended by Ctrl-C. The same command continues from the last run state"
+        message, status = f"{type(error).__name__}: {error}", 2
+        if isinstance(error, KeyboardInterrupt):
+            message = "ended by Ctrl-C. The same command continues from the last run state"
+            status = 130
         print(message, file=sys.stderr)
-        sys.exit(130)
+        sys.exit(status)

@@ -3,7 +3,6 @@
 Booleans, texts and numbers are strict: ``"8"`` is not a number, and 1 is not a boolean.
 """
 
-import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
@@ -11,6 +10,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 from pydantic import AfterValidator, BeforeValidator, StrictFloat, StrictInt, StrictStr
 from pydantic_core import PydanticCustomError, PydanticKnownError, PydanticUseDefault
+
+from aligner.hub import DATA_ON_HUB, ON_HUB
 
 
 def _integer(value: Any) -> Any:
@@ -68,28 +69,13 @@ FilePath = Annotated[StrictStr, not_empty("a path, or leave the key out")]
 Directory = Annotated[StrictStr, not_empty("a directory")]
 
 
-def _cached(path: str) -> str:
-    """Replace a model name of the Hugging Face hub by its cached directory, if there is one."""
-    if not re.fullmatch(HUB_NAME, path) or path.endswith(".nemo") or os.path.exists(path):
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = snapshot_download(path, local_files_only=True)
-    except (OSError, ValueError):  # not cached, or not a valid name
-        return path
-    return folder if os.path.isfile(os.path.join(folder, "config.json")) else path
-
-
-HUB_NAME = r"[\w.-]+/[\w.-]+"
 ModelPath = Annotated[
-    StrictStr,
-    not_empty("the path of a .nemo file or of a Hugging Face directory"),
-    AfterValidator(_cached),
+    StrictStr, not_empty("the path of a .nemo file or of a Hugging Face directory"), ON_HUB
 ]
 Source = Annotated[
     StrictStr,
     not_empty("a .jsonl or .parquet file or a generator function (package.module:function)"),
+    DATA_ON_HUB,
 ]
 _FUNCTION = "a function, package.module:function or path/to/file.py:function"
 Function = Annotated[StrictStr, not_empty(_FUNCTION)]

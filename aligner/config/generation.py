@@ -74,9 +74,8 @@ class GenerationConfig:
     def engine(self) -> EngineConfig | None:
         """Settings of the engine. None means that the policy's workers sample.
 
-        Raises:
-            ConfigError: ``backend`` is not the path of an engine's class, or ``kwargs`` does not
-                match the fields of the class.
+        Raises `ConfigError` if ``backend`` is not the path of an engine's class, or ``kwargs`` does
+        not match the fields of the class.
         """
         if self.backend == "megatron":
             return None

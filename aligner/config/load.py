@@ -84,7 +84,11 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
     """Validate a plain nested mapping as a ``root``."""
     config = build(root, values)
     if isinstance(config, BaseRunConfig):
-        config = _with_algorithm_in_directory(derive_batches(config, values))
+        config = derive_batches(config, values)
+        # The name of the algorithm in the path of the run's directory.
+        exp, algorithm = config.exp_manager, algorithm_of(config.as_dict())
+        folder = exp.explicit_log_dir.replace("{algorithm}", algorithm.directory)
+        config = replace(config, exp_manager=replace(exp, explicit_log_dir=folder))
     check_config(config)
     return config
 
@@ -148,16 +152,6 @@ def check_config(config: BaseRunConfig | AskConfig) -> None:
         refuse(config.problems("", config))
 
 
-def _with_algorithm_in_directory(config: Run) -> Run:
-    """Replace ``{algorithm}`` in ``exp_manager.explicit_log_dir`` by the algorithm's name."""
-    exp = config.exp_manager
-    if "{algorithm}" not in exp.explicit_log_dir:
-        return config
-    name = algorithm_of(config.as_dict()).directory
-    folder = exp.explicit_log_dir.replace("{algorithm}", name)
-    return replace(config, exp_manager=replace(exp, explicit_log_dir=folder))
-
-
 def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:
     """Convert a mapping to the ``DictConfig`` that NeMo's base class requires."""
     return values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
@@ -189,9 +183,6 @@ def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) 
 def section_of(
     kinds: Sequence[type[Section]], values: Mapping[str, Any], prefix: str = "model"
 ) -> Section:
-    """Convert a mapping to the first dataclass that has all its keys, or raise the first's error.
-
-    ``prefix``: dotted key of the section, for messages.
-    """
+    """Convert a mapping to the first of ``kinds`` that has all its keys, or else to the first."""
     kind = next((kind for kind in kinds if set(values) <= set(field_types(kind))), kinds[0])
     return build(kind, values, prefix)

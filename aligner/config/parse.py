@@ -75,23 +75,18 @@ _TEXTS = {
 
 
 def build(cls: type[T], values: Any, prefix: str = "") -> T:
-    """Return ``values`` as a ``cls``.
+    """Return ``values`` as a dataclass, a ``TypedDict`` with optional keys, or the type of a field.
 
-    Args:
-        cls: a dataclass, a ``TypedDict`` with optional keys, or the type of a field.
-        values: the value to convert.
-        prefix: dotted key of ``values``.
-
-    Raises:
-        ConfigError: names every invalid value, every unknown key, and every missing value that is
-            required (also ``???``, omegaconf's mark of a missing value).
+    ``prefix``: dotted key of ``values``. Raises `ConfigError`, which names every invalid value,
+    every unknown key, and every missing value that is required (also ``???``, omegaconf's mark).
     """
     missing: list[str] = []
     if isinstance(values, Mapping):
         values = _without_inert(values, prefix, missing)
     problems = [f"{key}: {_TEXTS['missing'].format(key=key)}" for key in missing]
     try:
-        (built,) = _adapter(cls).validate_python((values,))  # type: ignore[arg-type]
+        context = {"download": isinstance(values, Mapping) and values.get("download") is True}
+        (built,) = _adapter(cls).validate_python((values,), context=context)  # type: ignore[arg-type]
     except ValidationError as error:
         problems += _problems(cls, error.errors(include_url=False), prefix)
     refuse(problems)
@@ -190,13 +185,10 @@ def type_below(hint: Any, step: str | int) -> Any:
 
 
 def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str] = ()) -> str:
-    """Return the message for an unknown key, with the most similar keys.
+    """Return the message for an unknown dotted ``key``, with the most similar keys.
 
-    Args:
-        key: the dotted key.
-        known: names of the keys in its section.
-        prefix: dotted key of its section.
-        elsewhere: dotted keys of other sections, to which the last name may belong.
+    ``known``: names of the keys in its section ``prefix``. ``elsewhere``: dotted keys of other
+    sections, to which the last name may belong.
     """
     if (text := remedy(key)) is not None:
         return f"{key}: {text}"
@@ -237,9 +229,8 @@ def _problems(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> Ite
             continue
         # Prefer the errors of types that expected a value of this kind, then those of inner keys.
         key, _, other_kind, _ = min(group, key=lambda error: (error.is_other_kind, -len(error.key)))
-        texts = [
-            error.text for error in group if (error.key, error.is_other_kind) == (key, other_kind)
-        ]
+        chosen = [error for error in group if error.key == key]
+        texts = [error.text for error in chosen if error.is_other_kind == other_kind]
         text = ", or ".join(dict.fromkeys(texts))
         yield text if text.startswith(f"{key}=") else f"{key or 'the configuration'}: {text}"
 
@@ -313,14 +304,18 @@ def defaults_of(config: Any) -> dict[str, Any]:
     """Return the defaults of the keys of a dataclass as JSON values, without required keys."""
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.default is not dataclasses.MISSING:
-            defaults[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
+        value, default = getattr(config, field.name), default_of(field)
+        if default is not dataclasses.MISSING:
+            defaults[field.name] = default
         elif dataclasses.is_dataclass(value):
             defaults[field.name] = defaults_of(value)
     return json.loads(json.dumps(defaults, default=dataclasses.asdict))
+
+
+def default_of(field: "dataclasses.Field[Any]") -> Any:
+    """Return the default of a field, or ``dataclasses.MISSING`` if the field is required."""
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
 
 
 def without_new_defaults(

@@ -59,7 +59,7 @@ class RewardModelConfig:
         if not self.share_body_with_critic:
             return
         key = f"{key}.share_body_with_critic=true"
-        if getattr(run, "critic", None) is None:
+        if run.critic is None:
             yield f"{key} needs a critic, but this run has none. Set it to false"
         if run.value_parallel != run.model.parallel:
             yield (

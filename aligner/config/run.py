@@ -42,6 +42,7 @@ from aligner.config.validation import ValidationConfig
 class BaseRunConfig:
     """Options of every training run. Subclasses specialise ``model``, ``data`` and ``trainer``."""
 
+    critic = None  # a section of `RunConfig`, not a field here
     model: TrainedModelConfig
     trainer: TrainingConfig
     seed: Natural = 1234
@@ -49,6 +50,10 @@ class BaseRunConfig:
 
     dry_run: StrictBool = False
     """Measure memory and time of two steps, without saving (docs/plan.md#on-the-real-device)."""
+
+    download: StrictBool = False
+    """Download models and data that are named as on Hugging Face's hub (docs/ppo.md#data). Without
+    it such names are looked up in the local cache."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     policy: BackendConfig = field(default_factory=BackendConfig)
@@ -62,7 +67,8 @@ class BaseRunConfig:
     @property
     def value_parallel(self) -> ParallelConfig:
         """Layout of the critic."""
-        return self.model.parallel
+        model = self.model if self.critic is None else self.critic.with_layout(self.model)
+        return model.parallel
 
     @property
     def monitor(self) -> str:
@@ -72,7 +78,8 @@ class BaseRunConfig:
     @property
     def value_world_size(self) -> int:
         """Number of the critic's workers, 0 without a critic."""
-        return 0
+        workers = self.cluster.value_workers or self.trainer.world_size
+        return 0 if self.critic is None else workers
 
     @property
     def generation_world_size(self) -> int:
@@ -87,7 +94,7 @@ class BaseRunConfig:
     @property
     def trained_roles(self) -> dict[str, TrainedModelConfig | CriticConfig]:
         """Sections of the roles that are trained, by their keys."""
-        return {"model": self.model}
+        return {"model": self.model, **({} if self.critic is None else {"critic": self.critic})}
 
     @property
     def algorithm(self) -> str:
@@ -204,26 +211,8 @@ class RunConfig(SamplingRunConfig):
 
     model: ModelConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    critic: CriticConfig | None = field(default_factory=CriticConfig)
+    critic: CriticConfig | None = field(default_factory=CriticConfig)  # type: ignore[assignment]
     """The critic. `null` means no critic."""
-
-    @property
-    def value_parallel(self) -> ParallelConfig:
-        """Layout of the critic."""
-        critic = self.critic
-        return (self.model if critic is None else critic.with_layout(self.model)).parallel
-
-    @property
-    def value_world_size(self) -> int:
-        """Number of the critic's workers, 0 without a critic."""
-        if self.critic is None:
-            return 0
-        return self.cluster.value_workers or self.trainer.world_size
-
-    @property
-    def trained_roles(self) -> dict[str, TrainedModelConfig | CriticConfig]:
-        """Sections of the roles that are trained, by their keys."""
-        return {"model": self.model, **({} if self.critic is None else {"critic": self.critic})}
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Also report rollouts whose size is not a multiple of the global batch size."""

@@ -72,16 +72,11 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
-class SampleCount:
-    """Number of responses to a prompt."""
+class AnswerSamplingConfig(SamplingParams, LengthParams):
+    """Sampling of a model that is not trained."""
 
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
-
-
-@dataclass(frozen=True)
-class AnswerSamplingConfig(SamplingParams, LengthParams, SampleCount):
-    """Sampling of a model that is not trained."""
 
     max_length: Count = 256
     """Most new tokens, the end-of-sequence token included."""

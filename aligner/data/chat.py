@@ -44,13 +44,14 @@ def parse_messages(value: str | Sequence[Any]) -> list[Message]:
 def parse_conversation(value: Sequence[Any]) -> list[Message]:
     """Check a chat that ends with the assistant's answer, otherwise like `parse_messages`."""
     messages = _parse(value)
-    if messages[-1]["role"] != "assistant":
-        raise DataError(
-            f"the last chat message has the role {messages[-1]['role']!r}. It must be the "
-            "assistant's, which is learned"
-        )
-    if messages[0]["role"] == "assistant":
-        raise DataError("the first chat message is the assistant's. Begin with another message")
+    first, last = messages[0]["role"], messages[-1]["role"]
+    problem = ""
+    if last != "assistant":
+        problem = f"the last chat message has the role {last!r}. It must be the assistant's"
+    elif first == "assistant":
+        problem = "the first chat message is the assistant's. Begin with another message"
+    if problem:
+        raise DataError(problem)
     return messages
 
 
@@ -86,38 +87,34 @@ def _parse(value: Sequence[Any]) -> list[Message]:
 
 
 def _parse_message(message: Any, index: int) -> Message:
-    location = f"chat message {index}"
+    location, problem = f"chat message {index}", ""
     if isinstance(message, Mapping) and message.keys() == {"from", "value"}:  # ShareGPT's form
-        role = _ROLES.get(message["from"])
-        if role is None:
-            raise DataError(
-                f"{location}: from={message['from']!r} is none of {', '.join(_ROLES)}. Write the "
-                "message with role and content"
-            )
-        message = {"role": role, "content": message["value"]}
-    if not isinstance(message, Mapping):
-        raise DataError(
-            f"{location} must have exactly the keys role and content, got {type(message).__name__}"
-        )
+        text = f"{location}: from={message['from']!r} is none of {', '.join(_ROLES)}"
+        with raised_as(DataError, text, KeyError, remedy="write it with role and content"):
+            message = {"role": _ROLES[message["from"]], "content": message["value"]}
     # Drop null keys, which some tables contain for every message.
+    columns = message if isinstance(message, Mapping) else {}
     parsed = {
         key: value
-        for key, value in message.items()
+        for key, value in columns.items()
         if key in ("role", "content") or (value is not None and (key, value) != ("tool_calls", []))
     }
     if parsed.get("tool_calls") and parsed.get("content") is None:
         parsed["content"] = ""
     # Check keys and types.
+    wrong = [k for k in _OPTIONAL if k in parsed and not isinstance(parsed[k], _OPTIONAL[k])]
     if not {"role", "content"} <= parsed.keys() <= {"role", "content", *_OPTIONAL}:
-        raise DataError(
-            f"{location} must have exactly the keys role and content, and optionally "
-            f"{', '.join(_OPTIONAL)}, got {sorted(map(str, message))}"
+        actual = sorted(map(str, message)) if parsed else type(message).__name__
+        problem = (
+            f" must have exactly the keys role and content, and optionally {', '.join(_OPTIONAL)}, "
+            f"got {actual}"
         )
-    if not all(isinstance(parsed[part], str) for part in ("role", "content")):
-        raise DataError(f"{location}: role and content must be text")
-    for key, kind in _OPTIONAL.items():
-        if key in parsed and not isinstance(parsed[key], kind):
-            raise DataError(f"{location}: {key} must be {'a list' if kind is list else 'text'}")
+    elif not all(isinstance(parsed[part], str) for part in ("role", "content")):
+        problem = ": role and content must be text"
+    elif wrong:
+        problem = f": {wrong[0]} must be {'a list' if _OPTIONAL[wrong[0]] is list else 'text'}"
+    if problem:
+        raise DataError(f"{location}{problem}")
     # Templates read arguments of calls as mappings.
     if "tool_calls" in parsed:
         parsed["tool_calls"] = [_parse_call(call, location) for call in parsed["tool_calls"]]

@@ -28,9 +28,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 def recognised(
     row: DataRow, data: Any, keys: Collection[str]
 ) -> tuple[Any, Callable[[DataRow], list[DataRow]], list[str]]:
-    """Return how the rows of a source are read, whose first row is ``row``.
-
-    ``keys``: keys of the columns that the rows need. Empty if the rows are used unchanged.
+    """Recognise the columns for ``keys`` in a source whose first row is ``row``.
 
     Returns the section ``data`` with the names of the columns, a function from a row of the source
     to rows with these columns, and descriptions of what was recognised.

@@ -12,13 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
-from aligner.config import (
-    AskedDataConfig,
-    DataConfig,
-    ExampleDataConfig,
-    PairDataConfig,
-    PromptSourceConfig,
-)
+from aligner.config import DataConfig, ExampleDataConfig, PairDataConfig, PromptSourceConfig
 from aligner.data.columns import recognised
 from aligner.data.readers import DataRow, read_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -64,18 +58,75 @@ class Dataset(Generic[T]):
     def load(cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: Any) -> Self:
         """Read, check and tokenize ``source`` by the columns and limits of the section ``data``.
 
-        Raises:
-            DataError: there are no rows, a row is invalid (with file, line and columns), or all
-                items are too long.
+        Raises `DataError` if there are no rows, a row is invalid (with file, line and columns), or
+        all items are too long.
         """
         check_section(data, tokenizer)
+        make = partial(cls.make, tokenizer=tokenizer)
+        return cls.read_rows(source, make, data, cls.keys, longest=data.max_length)
 
-        def make(row: DataRow, index: int, columns: Any) -> T:
-            return cls.make(row, index, tokenizer, columns)
+    @classmethod
+    def read_rows(
+        cls,
+        source: PromptSourceConfig,
+        make: Callable[..., T],
+        data: Any,
+        keys: Sequence[str],
+        *,
+        longest: int | None,
+        key: str = "max_length",
+    ) -> Self:
+        """Convert every row to an item. Items that are too long are dropped, never cut.
 
-        longest = data.max_length
-        items, notes = read_items(source, make, data, cls.keys, longest=longest, noun=cls.noun)
-        return cls(items, **notes)
+        Args:
+            source: files or a generator function, see `aligner.data.readers.read_rows`. At most
+                ``limit`` rows are read.
+            make: function ``(row, index, data=section)`` from a row, its index in the source and
+                the section with the names of its columns to an item.
+            data: section of the configuration.
+            keys: keys of the columns that a row needs (see `aligner.data.columns`).
+            longest: maximum number of tokens of an item, or None without a limit.
+            key: name of the setting of ``longest``, for messages.
+
+        Raises:
+            DataError: there are no rows, a row is invalid, or all items are too long.
+        """
+        name = source.source
+        parts = [name] if isinstance(name, str) else list(name)
+        # Read one source after the other. The first row of each determines the columns.
+        items: list[T] = []
+        taken: list[str] = []
+        ends, read = [], 0
+        for part in parts:
+            limit = None if source.limit is None else source.limit - read
+            form = None
+            for row in islice(read_rows(part, source.arguments), limit):
+                section, rows, names = form = form or recognised(row, data, keys)
+                items += [
+                    make(new, len(items) + n, data=section) for n, new in enumerate(rows(row))
+                ]
+                read += 1
+            if form is not None and names:
+                taken.append(f"{part}: {', '.join(names)}")
+            ends.append(len(items))
+        fits = [longest is None or item.length <= longest for item in items]
+        fitting = [item for item, does_fit in zip(items, fits, strict=True) if does_fit]
+        dropped, problem = len(items) - len(fitting), f"{name} contains no rows"
+        if items:
+            problem = (
+                f"{dropped} of {len(items)} {cls.noun} of {name} are longer than {key}={longest} "
+                f"tokens (the longest has {max(item.length for item in items)})"
+            )
+        if not fitting:
+            remedy = f". None is left: raise {key}" if items else ""
+            raise DataError(f"data: {problem}{remedy}")
+        if dropped:
+            logger.warning("%s and were dropped", problem)
+        sizes = [sum(fits[start:end]) for start, end in pairwise([0, *ends])]
+        is_train = source is getattr(data, "train", None)
+        weights = getattr(data, "weights", None) if is_train else None
+        shares = None if weights is None else Shares(parts, sizes, weights)
+        return cls(fitting, dropped_too_long=dropped, taken=taken, shares=shares)
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: Any) -> T:
@@ -137,85 +188,16 @@ class Split(Generic[D]):
         return max(items.max_length for items in self.named.values())
 
 
-def read_items(
-    source: PromptSourceConfig,
-    make: Callable[[DataRow, int, Any], T],
-    data: Any,
-    keys: Sequence[str],
-    *,
-    longest: int | None,
-    noun: str,
-    key: str = "max_length",
-) -> tuple[list[T], dict[str, Any]]:
-    """Read every row and convert it to an item. Items that are too long are dropped, never cut.
-
-    Returns the items and the other arguments of a `Dataset`.
-
-    Args:
-        source: files or a generator function, see `aligner.data.readers.read_rows`. At most
-            ``limit`` rows are read.
-        make: function from a row, its index in the source and the section with the names of its
-            columns to an item.
-        data: section of the configuration.
-        keys: keys of the columns that a row needs (see `aligner.data.columns`).
-        longest: maximum number of tokens of an item, or None without a limit.
-        noun: name of the items in messages.
-        key: name of the setting of ``longest``, for messages.
-
-    Raises:
-        DataError: there are no rows, a row is invalid, or all items are too long.
-    """
-    name = source.source
-    parts = [name] if isinstance(name, str) else list(name)
-    # Read one source after the other. The first row of each determines the columns.
-    items: list[T] = []
-    taken: list[str] = []
-    ends, read = [], 0
-    for part in parts:
-        limit = None if source.limit is None else source.limit - read
-        form = None
-        for row in islice(read_rows(part, source.arguments), limit):
-            section, rows, names = form = form or recognised(row, data, keys)
-            items += [make(new, len(items) + n, section) for n, new in enumerate(rows(row))]
-            read += 1
-        if form is not None and names:
-            taken.append(f"{part}: {', '.join(names)}")
-        ends.append(len(items))
-    if not items:
-        raise DataError(f"data: {name} contains no rows")
-    fits = [longest is None or item.length <= longest for item in items]
-    fitting = [item for item, does_fit in zip(items, fits, strict=True) if does_fit]
-    dropped = len(items) - len(fitting)
-    if dropped:
-        summary = (
-            f"{dropped} of {len(items)} {noun} of {name} are longer than {key}={longest} tokens "
-            f"(the longest has {max(item.length for item in items)})"
+def check_section(data: Any, tokenizer: Tokenizer) -> None:
+    """Raise `ConfigError` or `TokenizerError` if no row can become an item of this section."""
+    longest = getattr(data, "max_length", None)
+    if longest is not None and longest < 2:
+        raise ConfigError(
+            f"data: max_length={longest} must be at least 2: a token of the prompt and one of the "
+            "response"
         )
-        if not fitting:
-            raise DataError(f"data: {summary}. None is left: raise {key}")
-        logger.warning("%s and were dropped", summary)
-    sizes = [sum(fits[start:end]) for start, end in pairwise([0, *ends])]
-    weights = getattr(data, "weights", None) if source is getattr(data, "train", None) else None
-    shares = None if weights is None else Shares(parts, sizes, weights)
-    return fitting, {"dropped_too_long": dropped, "taken": taken, "shares": shares}
-
-
-def check_bos(
-    data: DataConfig | AskedDataConfig | ExampleDataConfig | PairDataConfig, tokenizer: Tokenizer
-) -> None:
-    """Raise `TokenizerError` if ``add_bos`` is set and the tokenizer has no BOS token."""
     if data.add_bos and tokenizer.bos_id is None:
         raise TokenizerError("data: add_bos=true but the tokenizer has no BOS token")
-
-
-def check_section(data: ExampleDataConfig | PairDataConfig, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` or `TokenizerError` if no row can become an example of this section."""
-    if data.max_length is not None and data.max_length < 2:
-        raise ConfigError(
-            f"data: max_length={data.max_length} must be at least 2: a token of the prompt and one "
-            "of the response"
-        )
-    check_bos(data, tokenizer)
 
 
 def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool = True) -> np.ndarray:
@@ -303,11 +285,6 @@ class PromptSampler:
             self.position += len(indices)
         return batch
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield batches endlessly."""
-        while True:
-            yield self.next_batch()
-
     def left_in(self, epochs: int) -> int:
         """Return the number of unused indices of the first ``epochs`` epochs."""
         return max(0, (epochs - self.epoch) * self.size - self.position)
@@ -331,10 +308,8 @@ class PromptSampler:
         """Continue after the last batch of ``state``. The batch size may differ.
 
         The position is counted in prompts. With ``may_change`` and other data or another seed, the
-        new order continues from the same position, or from the next epoch if it is shorter.
-
-        Raises:
-            DataError: data, seed or shuffling differ, and ``may_change`` is false.
+        new order continues from the same position, or from the next epoch if it is shorter. Raises
+        `DataError` if data, seed or shuffling differ, and ``may_change`` is false.
         """
         for name in ("size", "seed", "shuffle"):
             if state[name] != getattr(self, name) and not self.may_change:

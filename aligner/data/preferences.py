@@ -7,7 +7,7 @@ reference's log-probs are computed once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,7 +19,7 @@ from aligner.config import (
     PromptSourceConfig,
     RewardDataConfig,
 )
-from aligner.data.dataset import Dataset, check_section, read_items
+from aligner.data.dataset import Dataset
 from aligner.data.readers import DataRow, converted, finite_number
 from aligner.data.supervised import Example, Examples, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -52,16 +52,16 @@ class PairDataset(Dataset[Pair]):
         # Both responses must continue the same prompt.
         chosen = make_example(row, index, tokenizer, data, "chosen_column")
         rejected = make_example(row, index, tokenizer, data, "rejected_column")
+        problem = ""
         if chosen.prompt_ids != rejected.prompt_ids:
-            raise DataError(
-                f"{row.location}: the chats of columns {data.chosen_column!r} and "
-                f"{data.rejected_column!r} differ before their last message. A preference "
-                "compares two answers to the same messages"
+            problem = (
+                f"the chats of columns {data.chosen_column!r} and {data.rejected_column!r} differ "
+                "before their last message. A preference compares two answers to the same messages"
             )
-        if chosen.ids == rejected.ids:
-            raise DataError(
-                f"{row.location}: the chosen and the rejected response are equal. Remove the row"
-            )
+        elif chosen.ids == rejected.ids:
+            problem = "the chosen and the rejected response are equal. Remove the row"
+        if problem:
+            raise DataError(f"{row.location}: {problem}")
         # Without reward columns, the rewards are 1 and 0.
         columns = (data.chosen_reward_column, 1.0), (data.rejected_reward_column, 0.0)
         chosen_reward, rejected_reward = (
@@ -117,21 +117,22 @@ class LabelledDataset(Dataset[Labelled]):
         cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: PreferenceDataConfig
     ) -> Self:
         """Read, check and tokenize, see `aligner.data.dataset.Dataset.load`."""
-        check_section(data, tokenizer)
-        labels: dict[int, bool] = {}
-
-        def make(row: DataRow, index: int, data: PreferenceDataConfig) -> Example:
-            expected = "true or false (or 1 or 0)"
-            labels[index] = converted(row, data.label_column, _label, expected)
-            return make_example(row, index, tokenizer, data)
-
-        longest = data.max_length
-        examples, notes = read_items(source, make, data, cls.keys, longest=longest, noun=cls.noun)
-        rows = [
-            Labelled(example, labels[example.id], _mismatched(examples, index, longest, source))
-            for index, example in enumerate(examples)
+        responses = super().load(source, tokenizer, data)
+        examples = [row.example for row in responses._items]
+        responses._items = [
+            replace(row, mismatched=_mismatched(examples, index, data.max_length, source))
+            for index, row in enumerate(responses._items)
         ]
-        return cls(rows, **notes)
+        return responses
+
+    @classmethod
+    def make(
+        cls, row: DataRow, index: int, tokenizer: Tokenizer, data: PreferenceDataConfig
+    ) -> Labelled:
+        """See `Dataset.make`. The mismatched response is known when all rows are read."""
+        label = converted(row, data.label_column, _label, "true or false (or 1 or 0)")
+        example = make_example(row, index, tokenizer, data)
+        return Labelled(example, label, mismatched=example)
 
 
 def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:

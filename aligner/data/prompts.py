@@ -5,6 +5,7 @@ Batches are right-padded. Lengths, not ids, define the padding.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -21,7 +22,7 @@ from aligner.data.chat import (
     render,
     with_system,
 )
-from aligner.data.dataset import Dataset, check_bos, read_items
+from aligner.data.dataset import Dataset, check_section
 from aligner.data.readers import DataRow, take
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
@@ -57,6 +58,8 @@ PromptSection = DataConfig | AskedDataConfig | ExampleDataConfig
 class PromptDataset(Dataset[Prompt]):
     """All prompts, in the order of their source."""
 
+    noun = "prompts"
+
     @classmethod
     def load(
         cls,
@@ -79,17 +82,10 @@ class PromptDataset(Dataset[Prompt]):
         if data.prompt_column == truth_column:
             raise ConfigError(f"data: prompt and ground truth are both column {truth_column!r}")
         # Rows become prompts. Prompts that are too long are dropped.
-        check_bos(data, tokenizer)
-        prompts, notes = read_items(
-            source,
-            lambda row, index, data: make_prompt(row, index, tokenizer, data, truth_column),
-            data,
-            ("prompt_column", *([] if truth_column is None else ["ground_truth_column"])),
-            longest=longest,
-            noun="prompts",
-            key=key,
-        )
-        return cls(prompts, **notes)
+        check_section(data, tokenizer)
+        make = partial(make_prompt, tokenizer=tokenizer, ground_truth_column=truth_column)
+        keys = ["prompt_column", *([] if truth_column is None else ["ground_truth_column"])]
+        return cls.read_rows(source, make, data, keys, longest=longest, key=key)
 
     @property
     def column_names(self) -> frozenset[str]:
@@ -100,10 +96,8 @@ class PromptDataset(Dataset[Prompt]):
 class EpisodeDataset(PromptDataset):
     """Rows for environments. The environments build the prompts, so items have no tokens."""
 
-    def __init__(self, items: list[Prompt], *, longest_prompt: int = 0, **arguments: Any) -> None:
-        """Create a data set. ``longest_prompt``: maximum tokens of an environment's prompt."""
-        super().__init__(items, **arguments)
-        self._longest_prompt = longest_prompt
+    noun = "rows"
+    _longest_prompt = 0
 
     @classmethod
     def read(
@@ -115,15 +109,17 @@ class EpisodeDataset(PromptDataset):
     ) -> Self:
         """Read all rows of ``source``. The environment receives every column.
 
-        ``ground_truth_column``: optional column that is shown with samples.
+        ``longest_prompt``: maximum tokens of an environment's prompt. ``ground_truth_column``:
+        optional column that is shown with samples.
         """
 
         def episode(row: DataRow, index: int, data: Any) -> Prompt:
             truth = None if ground_truth_column is None else row.get(ground_truth_column)
             return Prompt(index, "", [], truth, dict(row.columns))
 
-        rows, notes = read_items(source, episode, data, (), longest=None, noun="rows")
-        return cls(rows, longest_prompt=longest_prompt, **notes)
+        episodes = cls.read_rows(source, episode, data, (), longest=None)
+        episodes._longest_prompt = longest_prompt
+        return episodes
 
     @property
     def max_length(self) -> int:

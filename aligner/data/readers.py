@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from aligner.errors import ConfigError, DataError, raised_as
+from aligner.hub import hub_remedy
 from aligner.importing import load_function
 from aligner.packages import require_extra
 
@@ -89,39 +90,39 @@ def own_tasks(count: int = 1024) -> Iterator[dict[str, Any]]:
 def source_files(source: str | Path) -> list[Path] | None:
     """Return the files of one source, or None for a generator function.
 
-    Raises:
-        DataError: the files are missing or have an unsupported format.
+    Raises `DataError` if the files are missing or have an unsupported format.
     """
     path, name = Path(source).expanduser(), str(source)
     if not path.exists() and ":" in name and not name.endswith(tuple(_READERS)):
         return None
     # The files of a pattern, or of a directory.
+    files: list[Path] = []
     if not path.exists() and any(character in name for character in "*?["):
         matches = sorted(glob(str(path), recursive=True))
-        if not matches:
-            raise DataError(f"data: no file matches {name}. Correct the pattern")
-        return [file for match in matches for file in source_files(match) or ()]
-    if path.is_dir() and (path / "dataset_dict.json").is_file():
+        files = [file for match in matches for file in source_files(match) or ()]
+        problem = f"no file matches {name}. Correct the pattern{hub_remedy(name, 'dataset')}"
+    elif path.is_dir() and (path / "dataset_dict.json").is_file():
         splits = sorted(str(file.parent) for file in path.glob("*/state.json"))
-        raise DataError(f"data: {path} contains several splits. Name one: {', '.join(splits)}")
-    if (path / "state.json").is_file():  # of datasets.save_to_disk
+        problem = f"{path} contains several splits. Name one: {', '.join(splits)}"
+    elif (path / "state.json").is_file():  # of datasets.save_to_disk
         damage = (ValueError, KeyError, TypeError)
         with raised_as(DataError, f"data: {path / 'state.json'} names no files", *damage):
             parts = json.loads((path / "state.json").read_text())["_data_files"]
             return [path / part["filename"] for part in parts]
-    if path.is_dir():
+    elif path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
-        if not files:
-            raise DataError(f"data: directory {path} contains no .jsonl and no .parquet file")
-        return files
-    if not path.is_file():
-        raise DataError(f"data: file {path} does not exist")
-    if path.suffix not in _READERS:
-        raise DataError(
-            f"data: {path} has none of the suffixes {', '.join(_READERS)}. Give a generator "
-            "function as package.module:function or path/to/file.py:function"
+        problem = f"directory {path} contains no .jsonl and no .parquet file"
+    elif not path.is_file():
+        problem = f"file {path} does not exist{hub_remedy(name, 'dataset')}"
+    else:
+        files = [path] if path.suffix in _READERS else []
+        problem = (
+            f"{path} has none of the suffixes {', '.join(_READERS)}. Give a generator function as "
+            "package.module:function or path/to/file.py:function"
         )
-    return [path]
+    if not files:
+        raise DataError(f"data: {problem}")
+    return files
 
 
 def _from_jsonl(path: Path) -> Iterator[DataRow]:
@@ -148,10 +149,13 @@ def _from_json(path: Path) -> Iterator[DataRow]:
 
 
 def _parsed(text: bytes, location: str) -> Any:
-    try:
+    with (
+        raised_as(DataError, location, DataError),
+        raised_as(DataError, "not JSON", ValueError),
+        raised_as(DataError, "lists or objects are nested too deeply", RecursionError),
+        raised_as(DataError, "not UTF-8", UnicodeDecodeError, remedy="save the file as UTF-8"),
+    ):
         return json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{location}: {_reason(error)}") from error
 
 
 def _row(value: Any, location: str) -> DataRow:
@@ -190,16 +194,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return columns
 
 
-def _reason(error: ValueError | RecursionError) -> str:
-    if isinstance(error, DataError):
-        return str(error)
-    if isinstance(error, RecursionError):
-        return "lists or objects are nested too deeply"
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8: {error}. Save the file as UTF-8"
-    return f"not JSON: {error}"
-
-
 def _check_text(row: DataRow) -> DataRow:
     """Raise `DataError` for text that is not encodable: a lone surrogate such as ``\\ud800``."""
     for name, column in row.columns.items():
@@ -226,17 +220,16 @@ def _check_text(row: DataRow) -> DataRow:
 def take(row: DataRow, name: str, kind: type | tuple[type, ...], key: str) -> Any:
     """Return a required column of type ``kind``. ``key``: setting with its name, for errors."""
     value = row.get(name)
-    if value is None:
-        raise DataError(
-            f"column {name!r} is {'null' if name in row.columns else 'missing'}. Name another "
-            f"column with {key}"
-        )
-    if not isinstance(value, kind):
+    if isinstance(value, kind):
+        return value
+    state = "null" if name in row.columns else "missing"
+    problem = f"is {state}. Name another column with {key}"
+    if value is not None:
         names: dict[Any, str] = {str: "text", list: "a list of chat messages"}
         kinds = kind if isinstance(kind, tuple) else (kind,)
         expected = " or ".join(names[kind] for kind in kinds)
-        raise DataError(f"column {name!r} must be {expected}, got {type(value).__name__}")
-    return value
+        problem = f"must be {expected}, got {type(value).__name__}"
+    raise DataError(f"column {name!r} {problem}")
 
 
 def converted(row: DataRow, name: str, convert: Callable[[Any], V | None], expected: str) -> V:
@@ -285,11 +278,7 @@ def _from_parquet(path: Path) -> Iterator[DataRow]:
 
 
 def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove null keys at every depth of chat messages and tools.
-
-    The structs of an Arrow list share one set of keys. A tool call therefore has the arguments of
-    all other tool calls as nulls.
-    """
+    """Remove null keys of messages and tools: structs of an Arrow list share one set of keys."""
     return {name: _without_nulls(value, in_chat=False) for name, value in columns.items()}
 
 

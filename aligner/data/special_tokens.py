@@ -23,10 +23,8 @@ def treat_special_tokens(
 
     ``value``: a text, or lists and mappings of texts. ``location``: column or field, for errors.
     Answers (``is_answer``, and the assistant's messages) may contain added tokens that are not
-    special, for example ``<think>``, and may end with an end token.
-
-    Raises:
-        DataError: a text contains a refused token, or escaping does not hide the token.
+    special, for example ``<think>``, and may end with an end token. Raises `DataError` if a text
+    contains a refused token, or escaping does not hide the token.
     """
     if policy == "keep":
         return value

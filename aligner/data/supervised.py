@@ -337,7 +337,10 @@ def _conversation(
         return parse_conversation(chat), learn, 0
     column = getattr(data, response_key)
     # The response is a list of messages, or text after a prompt.
-    response = take(row, column, (str, list), f"data.{response_key}")
+    key = f"data.{response_key}"
+    if isinstance(data, ExampleDataConfig):
+        key += ", or a column of chats with data.messages_column"
+    response = take(row, column, (str, list), key)
     prompt = row.get(data.prompt_column)
     if isinstance(response, list):
         chat, context = _answered(prompt, response, data.prompt_column, column)

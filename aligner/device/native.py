@@ -28,6 +28,7 @@ def compiled(source: Path) -> Path:
 
     ``XDG_CACHE_HOME`` overrides ``~/.cache``. Raises `NativeCodeError` if compiling fails.
     """
+    # A library of the same source and version of torch is used again.
     home = torch_home()
     version = importlib.metadata.version("torch")
     digest = hashlib.sha256(source.read_bytes() + version.encode()).hexdigest()[:16]
@@ -35,6 +36,7 @@ def compiled(source: Path) -> Path:
     target = cache / f"{source.stem}_{digest}.so"
     if target.exists():
         return target
+    # Compile into a separate folder, because other processes may compile at the same time.
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         raise NativeCodeError("no C++ compiler was found. Install g++, or set CXX")
@@ -43,25 +45,16 @@ def compiled(source: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             library = Path(folder) / target.name
-            _compile(compiler, source, home, library)
-            os.replace(library, target)  # another process may have compiled it meanwhile
+            command = [
+                *(compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-I", str(home / "include")),
+                *(str(source), "-L", str(home / "lib"), "-lc10", "-ltorch_cpu", "-o", str(library)),
+            ]
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=300, check=False
+            )
+            if result.returncode:
+                raise NativeCodeError(
+                    f"{compiler} could not compile {source.name}:\n{result.stderr[-2000:]}"
+                )
+            os.replace(library, target)
     return target
-
-
-def _compile(compiler: str, source: Path, home: Path, target: Path) -> None:
-    result = subprocess.run(
-        [
-            compiler,
-            *("-std=c++20", "-O1", "-fPIC", "-shared"),
-            *("-I", str(home / "include"), str(source)),
-            *("-L", str(home / "lib"), "-lc10", "-ltorch_cpu", "-o", str(target)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if result.returncode:
-        raise NativeCodeError(
-            f"{compiler} could not compile {source.name}:\n{result.stderr[-2000:]}"
-        )

@@ -29,14 +29,11 @@ ColumnsT = TypeVar("ColumnsT")
 class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     """Mapping from column names to columns, tensors ``[B, ...]`` or lists of B objects.
 
-    `shard_by_batch_size` also sets these attributes of a shard (None in other batches):
-
-    ``elem_counts_per_gb``: number of the shard's rows in each global batch, in order.
-    ``largest_counts_per_gb``: number of rows of the largest shard in each global batch.
-    ``micro_batch_indices``: [global batch][micro-batch] = [start, end), relative to the first row
-    of the global batch.
-    ``micro_batch_lengths``: [global batch][micro-batch], in tokens: the padded width of a dynamic
-    micro-batch, the sum of padded lengths of a packed micro-batch, or 0 without rows.
+    `shard_by_batch_size` also sets these attributes of a shard (None in other batches), by global
+    batch: ``elem_counts_per_gb``, its rows, ``largest_counts_per_gb``, the rows of the largest
+    shard, ``micro_batch_indices``, [start, end) of each micro-batch relative to the first row, and
+    ``micro_batch_lengths``, the padded width of a dynamic micro-batch or the padded tokens of a
+    packed one.
     """
 
     elem_counts_per_gb: list[int] | None = None
@@ -85,15 +82,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     ) -> "list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]":
         """Split each global batch, ``batch_size`` adjacent rows, over the shards.
 
-        Shard i contains its part of global batch 0, then its part of global batch 1, and so on. A
-        ``batch_size`` of None means one batch of all rows. By default a part is a contiguous run of
-        rows, and all parts have the same size. With ``allow_uneven_shards`` the first shards get
-        one more row if the rows do not divide.
+        Shard i contains its part of global batch 0, then its part of global batch 1, and so on.
+        Default of ``batch_size``: all rows. A part is a contiguous run of rows, and all parts have
+        the same size, or with ``allow_uneven_shards`` the first shards get one more row.
 
         With ``dynamic_batching_args`` or ``sequence_packing_args`` all shards get about the same
         number of tokens in any number of rows, and the same number of micro-batches. The method
-        then returns the shards and ``sorted_indices``: the original index of each row of the joined
-        shards. ``results.reorder_data(sorted_indices)`` restores the order of joined results.
+        then returns the shards and ``sorted_indices``, for which
+        ``results.reorder_data(sorted_indices)`` restores the order of joined results.
         ``allow_uneven_shards`` allows a shorter last global batch.
 
         Raises:
@@ -146,8 +142,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
         """Return batch ``batch_idx`` of ``batch_size`` rows. The last batch may be shorter.
 
-        Without ``batch_size``, or for a shard with micro-batches, the result is the shard's part of
-        global batch ``batch_idx``, including its micro-batches.
+        Without ``batch_size``, or for a shard with micro-batches, it is the shard's part of that
+        global batch.
         """
         counts = self.elem_counts_per_gb
         if counts is not None and (batch_size is None or self.micro_batch_indices is not None):
@@ -247,9 +243,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def all_gather(self, group: dist.ProcessGroup) -> Self:
         """Return the rows of all ranks of ``group`` in rank order, the same on every rank.
 
-        Ranks may contribute different numbers of rows, including 0, and tensors of different widths
-        (right-padded as in `from_batches`). Result tensors are on the device of this rank's column.
-        Raises `DataError` on every rank if column names or types differ between ranks.
+        Ranks may contribute different numbers of rows, and tensors of different widths (see
+        `from_batches`). Raises `DataError` if column names or types differ between ranks.
         """
         rank_columns: list[Any] = [None] * dist.get_world_size(group)
         # Copies, because pickling a view would send the memory of the whole tensor.
@@ -323,11 +318,10 @@ def _check_even(batch_size: int, shards: int) -> None:
 
 
 def columns_of(data: BatchedDataDict, names: Sequence[str]) -> BatchedDataDict:
-    """Select the columns ``names``, so that workers receive only the columns they read.
+    """Select the columns ``names``, and ``position_ids`` with ``input_ids`` if present.
 
     A missing ``token_mask`` is 1 except at the first token of a row. Missing ``sample_ids`` are 0,
-    1, 2, ... With ``input_ids``, ``position_ids`` are selected too, if ``data`` has them. Raises
-    `DataError` as `check_columns` does.
+    1, 2, ... Raises `DataError` as `check_columns` does.
     """
     check_columns(data, [name for name in names if name not in _DERIVED])
     if "input_ids" in names and "position_ids" in data:

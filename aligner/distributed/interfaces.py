@@ -53,10 +53,6 @@ class Cluster(Protocol):
     def use_gpus(self) -> bool:
         """True if workers compute on GPUs."""
 
-    @property
-    def sharding_annotations(self) -> NamedSharding:
-        """Layout of a training group's workers."""
-
     def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> WorkerGroup:
         """Construct ``worker_class`` on every worker, see `RayVirtualCluster.start_workers`."""
 

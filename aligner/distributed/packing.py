@@ -1,13 +1,11 @@
 """Sequence packing: assignment of sequences to rows of at most ``bin_capacity`` tokens.
 
-    lengths [5, 3, 4, 2], capacity 8 ──► bins [[0, 1], [2, 3]]
-
 A packer reads only lengths, so every process that packs the same lengths gets the same bins.
 """
 
 import heapq
 from abc import ABC, abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from enum import Enum
 from math import ceil
@@ -73,10 +71,8 @@ def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], li
 class SequencePacker(ABC):
     """Base of packers. If an algorithm returns too few bins, the fullest bins are split.
 
-    Args:
-        bin_capacity: largest number of tokens in a bin, at least 1.
-        min_bin_count: minimum number of bins.
-        bin_count_multiple: the number of bins is a multiple of this value.
+    ``bin_capacity``: largest number of tokens in a bin. The number of bins is at least
+    ``min_bin_count`` and a multiple of ``bin_count_multiple``.
     """
 
     def __init__(
@@ -184,74 +180,42 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
         order = decreasing(range(len(lengths)), lengths)
-        # One bin per large sequence.
+        third, sixth = self.bin_capacity // 3, self.bin_capacity // 6
+        # One bin per large sequence. The others wait, longest first.
         large = [i for i in order if 2 * lengths[i] > self.bin_capacity]
-        pool = _Pool(order[len(large) :], lengths)
+        waiting = order[len(large) :]
         bins = [[index] for index in large]
         room = [self.bin_capacity - lengths[index] for index in large]
-        # Fill these bins with one medium or two small sequences, then with any that fit.
-        third = self.bin_capacity // 3
-        for index, items in enumerate(bins):
-            item = pool.take_largest(room[index], longer_than=third)
-            if item is not None:
-                items.append(item)
-                room[index] -= lengths[item]
-        self._add_small_pairs(bins, room, pool)
-        for index, items in enumerate(bins):
-            while (item := pool.take_largest(room[index])) is not None:
-                items.append(item)
-                room[index] -= lengths[item]
-        # Pack the remaining sequences into new bins.
-        return bins + first_fit(pool.decreasing(), lengths, self.bin_capacity)
 
-    def _add_small_pairs(self, bins: Bins, room: list[int], pool: "_Pool") -> None:
-        """Add the smallest small sequence and the largest that fits to bins without medium."""
-        third, sixth = self.bin_capacity // 3, self.bin_capacity // 6
+        def longest(at_most: int, longer_than: int = -1) -> int | None:
+            """Return the longest waiting sequence in the range, or None."""
+            position = bisect_left(waiting, -at_most, key=lambda item: -lengths[item])
+            found = waiting[position] if position < len(waiting) else None
+            return None if found is None or lengths[found] <= longer_than else found
+
+        def add(bin_index: int, item: int) -> None:
+            waiting.remove(item)
+            bins[bin_index].append(item)
+            room[bin_index] -= lengths[item]
+
+        # One medium sequence per bin.
+        for index in range(len(bins)):
+            if (item := longest(room[index], longer_than=third)) is not None:
+                add(index, item)
+        # Into other bins, last bin first, the smallest small sequence and the longest that fits.
         for index in reversed(range(len(bins))):
-            if len(bins[index]) > 1:
-                continue
-            pair = pool.smallest_two(sixth, third)
-            if pair is None or sum(pair) > room[index]:
-                continue
-            first = pool.take(bisect_right(pool.sizes, sixth))
-            free = room[index] - pool.lengths[first]
-            # The second smallest sequence is still in the pool and fits.
-            second = pool.take_largest(min(free, third), longer_than=sixth)
-            assert second is not None
-            bins[index] += [first, second]
-            room[index] = free - pool.lengths[second]
-
-
-class _Pool:
-    """Unpacked sequences, searchable by length."""
-
-    def __init__(self, decreasing: Sequence[int], lengths: Sequence[int]) -> None:
-        self.lengths = lengths
-        self._items = list(reversed(decreasing))
-        self.sizes = [lengths[index] for index in self._items]
-
-    def take_largest(self, at_most: int, longer_than: int = -1) -> int | None:
-        """Remove and return the longest with ``longer_than < length <= at_most``, or None."""
-        position = bisect_right(self.sizes, at_most) - 1
-        if position < 0 or self.sizes[position] <= longer_than:
-            return None
-        return self.take(position)
-
-    def smallest_two(self, longer_than: int, at_most: int) -> list[int] | None:
-        """Return the two smallest lengths with ``longer_than < length <= at_most``, or None."""
-        start = bisect_right(self.sizes, longer_than)
-        if start + 2 > bisect_right(self.sizes, at_most):
-            return None
-        return self.sizes[start : start + 2]
-
-    def decreasing(self) -> list[int]:
-        """Return the remaining sequences, longest first."""
-        return self._items[::-1]
-
-    def take(self, position: int) -> int:
-        """Remove and return the sequence at a position in ``sizes``."""
-        del self.sizes[position]
-        return self._items.pop(position)
+            small = [item for item in waiting if sixth < lengths[item] <= third][-2:]
+            fits = len(small) == 2 and sum(lengths[item] for item in small) <= room[index]
+            if len(bins[index]) == 1 and fits:
+                add(index, small[-1])
+                second = longest(min(room[index], third), longer_than=sixth)
+                assert second is not None
+                add(index, second)
+        # Any sequences that fit, and new bins for the rest.
+        for index in range(len(bins)):
+            while (item := longest(room[index])) is not None:
+                add(index, item)
+        return bins + first_fit(waiting, lengths, self.bin_capacity)
 
 
 class PackingAlgorithm(Enum):
@@ -261,6 +225,14 @@ class PackingAlgorithm(Enum):
     FIRST_FIT_DECREASING = "first_fit_decreasing"
     FIRST_FIT_SHUFFLE = "first_fit_shuffle"
     MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
+
+
+_PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
+    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
+    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
+    PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
+    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
+}
 
 
 def get_packer(
@@ -277,10 +249,4 @@ def get_packer(
                 f"packing algorithm={algorithm!r} is unknown. Choose one of {', '.join(names)}"
             )
         algorithm = names[algorithm.lower()]
-    packers: dict[PackingAlgorithm, type[SequencePacker]] = {
-        PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
-        PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
-        PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
-        PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
-    }
-    return packers[algorithm](bin_capacity, min_bin_count, bin_count_multiple)
+    return _PACKERS[algorithm](bin_capacity, min_bin_count, bin_count_multiple)

@@ -2,19 +2,12 @@
 
 A row contains one sequence or several consecutive sequences: a conversation with rewritten history
 is one sample of several sequences. The column ``position_ids`` is then 0 at the first token of each
-sequence, as in packed batches of transformers.
-
-    input_ids      a b c d e a b x y
-    position_ids   0 1 2 3 4 0 1 2 3      no token attends to another sequence
-
-Sequences with a common prefix form a tree:
+sequence, and no token attends to another sequence. Sequences with a common prefix form a tree:
 
     a b c d e            ┌─ [d e]
     a b c f      [a b c] ┼─ [f]
     a b c                │
     g h          [g h]
-
-The tree is a trie over token ids with chains merged into runs, built from the tokens alone.
 """
 
 from collections.abc import Sequence
@@ -193,14 +186,10 @@ def prefix_groups(
     A group ends before it exceeds the tokens of a micro-batch, and before its rows, each with its
     prefix, exceed a shard's part of the batch.
 
-    Args:
-        input_ids: token ids ``[B, S]``, right-padded. None: no common prefixes.
-        lengths: ``[B]``.
-        batches: rows of each global batch, whose bounds are multiples of ``rows_per_group``.
-        rows_per_group: number of adjacent rows that always stay together.
-        multiple: runs and unshared sequences are padded to a multiple of this value.
-        max_tokens: largest number of tokens of a micro-batch.
-        shards: number of data-parallel ranks.
+    ``input_ids``: token ids ``[B, S]``, right-padded, or None for no common prefixes. ``lengths``:
+    ``[B]``. ``batches``: rows of each global batch. ``rows_per_group``: adjacent rows that always
+    stay together. Runs and unshared sequences are padded to a ``multiple``. ``max_tokens``: of a
+    micro-batch.
     """
     common = np.zeros_like(lengths)
     if input_ids is not None:

@@ -1,12 +1,8 @@
 """Assignment of the rows of a global batch to shards and micro-batches.
 
-All processes of a group compute the same plan from the same lengths.
-
-    lengths ─► rows of each shard (balanced tokens) ─► micro-batches of each shard (same number)
-
-Shards may contain different numbers of rows, because balanced tokens matter more. A shard with
-fewer rows than micro-batches gets micro-batches without rows at the end. The unit of assignment is
-an item: a row, or adjacent rows that stay together because they are compared or share prefixes.
+All processes of a group compute the same plan from the same lengths. Shards have balanced tokens,
+in any number of rows, and the same number of micro-batches, some of them without rows. The unit of
+assignment is an item: a row, or adjacent rows that are compared or share prefixes.
 """
 
 import heapq
@@ -47,10 +43,10 @@ def split_evenly(rows: range, parts: int) -> list[range]:
 
 
 def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> list[list[int]]:
-    """Assign ``rows`` to shards with about equal sums of ``weights[row]``.
+    """Assign ``rows`` to shards with about equal sums of ``weights[row]``, in order of rows.
 
     Longest processing time first (Graham 1969): each row, heaviest first, goes to the lightest
-    shard. Rows of a shard keep their order.
+    shard.
     """
     parts: list[list[int]] = [[] for _ in range(shards)]
     # Weight, number of rows, shard. The number of rows breaks ties, so that empty rows spread too.
@@ -70,12 +66,7 @@ def _plan(
     form: Callable[[list[list[int]]], list[list[list[int]]]],
     length: Callable[[list[int]], int],
 ) -> list[ShardPlan]:
-    """Balance the weights of items over shards, and split each shard into micro-batches.
-
-    Empty micro-batches make their number equal on all shards. In order of decreasing length, a rank
-    without enough memory fails at the first micro-batch, and ranks with collectives inside the
-    model process similar sizes at the same time.
-    """
+    """Balance the weights of items over shards, and split each shard into micro-batches."""
     plans: list[ShardPlan] = [[] for _ in range(shards)]
     for batch in batches:
         formed = form(balance_rows(batch, weights, shards))
@@ -106,12 +97,9 @@ class LengthGroups:
     """Partition of rows into groups of at most ``max_tokens`` tokens with the least padding.
 
     For a given number of groups, an optimal solution consists of neighbours in length order.
-    Dynamic programming over the suffixes of that order finds the optimum.
-
-    Args:
-        rows: row indices, in any order.
-        padded: padded length of every row, at most ``max_tokens``.
-        max_tokens: limit of (rows of a group) times (padded length of its longest row).
+    Dynamic programming over the suffixes of that order finds the optimum. ``padded``: padded length
+    of every row. ``max_tokens``: limit of (rows of a group) times (padded length of its longest
+    row).
     """
 
     def __init__(self, rows: Sequence[int], padded: Sequence[int], max_tokens: int) -> None:
@@ -144,10 +132,7 @@ class LengthGroups:
         return groups
 
     def _solve(self, spare: int) -> IntArray:
-        """Return at ``[j, t]`` the end of the first group of the rows from ``j`` on.
-
-        These rows are cut into ``min_groups[j] + t`` groups, with ``t`` from 0 to ``spare``.
-        """
+        """Return at ``[j, t]`` the first group's end in rows ``j`` on, cut with t spare groups."""
         rows = len(self._rows)
         # tokens[j, t + 1]: minimum for rows j.. in min_groups[j] + t groups (t = -1 is impossible).
         tokens = np.full((rows + 1, spare + 2), np.inf)
@@ -204,17 +189,15 @@ def dynamic_plan(
 ) -> list[ShardPlan]:
     """Plan padded micro-batches of at most ``max_tokens_per_microbatch`` tokens with padding.
 
-    Items with shared prefixes form one row without padding and are packed into separate
-    micro-batches. ``batches``: rows of each global batch. Raises `DataError` if an item exceeds the
-    token budget.
+    Items with shared prefixes are packed into separate micro-batches. ``batches``: rows of each
+    global batch. Raises `DataError` if an item exceeds the token budget.
     """
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
     tokens = args["max_tokens_per_microbatch"]
-    size = at_least("rows_per_group", args.get("rows_per_group", 1), 1)
+    size = args.get("rows_per_group", 1)
+    items, item_batches, row_lengths = _items(columns, args, batches, multiple, shards)
     budget = at_least("max_tokens_per_microbatch", tokens // size, 1)
     # Items and their weights, in tokens.
-    row_lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
-    items, item_batches = _items(columns, args, row_lengths, batches, multiple, shards)
     lengths = [max(row_lengths[row] for row in item.rows) for item in items]
     packer = get_packer("first_fit_decreasing", tokens)
     padded = _padded(lengths, multiple, budget)
@@ -251,10 +234,8 @@ def packed_plan(
     """Plan micro-batches of one packed row each. Arguments and errors as in `dynamic_plan`."""
     capacity = at_least("max_tokens_per_microbatch", args["max_tokens_per_microbatch"], 1)
     multiple = at_least("sequence_length_pad_multiple", args["sequence_length_pad_multiple"], 1)
-    at_least("rows_per_group", args.get("rows_per_group", 1), 1)
     # Items, packer, and padded lengths.
-    row_lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
-    items, item_batches = _items(columns, args, row_lengths, batches, multiple, shards)
+    items, item_batches, _ = _items(columns, args, batches, multiple, shards)
     lengths = [item.tokens for item in items]
     packer = get_packer(args["algorithm"], capacity)
     minimum = args.get("min_bin_count", 0)
@@ -282,13 +263,13 @@ def packed_plan(
 def _items(
     columns: Mapping[str, Any],
     args: _TokenBudget,
-    lengths: Sequence[int],
     batches: Sequence[range],
     multiple: int,
     shards: int,
-) -> tuple[list[RowGroup], list[range]]:
-    """Return all items, and the range of item indices of each global batch."""
-    size, rows = args.get("rows_per_group", 1), len(lengths)
+) -> tuple[list[RowGroup], list[range], list[int]]:
+    """Return all items, the item indices of each global batch, and the lengths of the rows."""
+    lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
+    size, rows = at_least("rows_per_group", args.get("rows_per_group", 1), 1), len(lengths)
     if rows % size:
         raise DataError(f"{rows} rows are not a multiple of rows_per_group={size}")
     for batch in batches:
@@ -310,7 +291,7 @@ def _items(
     )
     bounds = accumulate((len(batch) for batch in groups), initial=0)
     items = [item for batch in groups for item in batch]
-    return items, [range(start, stop) for start, stop in pairwise(bounds)]
+    return items, [range(start, stop) for start, stop in pairwise(bounds)], lengths
 
 
 def _row_lengths(columns: Mapping[str, Any], input_key: str, lengths_key: str) -> list[int]:

@@ -41,7 +41,7 @@ class RayVirtualCluster:
         log_dir: Path | None = None,
         env_vars: Mapping[str, Any] | None = None,
     ) -> None:
-        """Reserve the bundles.
+        """Reserve the bundles. Raises `WorkerError` without free resources after one minute.
 
         Args:
             bundle_ct_per_node_list: number of bundles per node.
@@ -50,13 +50,10 @@ class RayVirtualCluster:
             name: name of the cluster in messages.
             cpus_per_bundle: number of CPUs of a bundle.
             parallel: model-parallel sizes of training workers, unless `start_workers` sets others.
-                None means no model parallelism.
             seed: seed of the random generators of training workers.
             timeout_s: longest wait in seconds, of the driver for a worker and between workers.
             log_dir: directory of logs, which all nodes must see. Default: a temporary directory.
             env_vars: environment variables, set before the workers import anything.
-
-        Raises `WorkerError` if the resources are not available after one minute.
         """
         import ray
 
@@ -82,11 +79,6 @@ class RayVirtualCluster:
         self.log_dir = (log_dir or Path(tempfile.mkdtemp(prefix="aligner-logs-"))).absolute()
         self.bundles: list[Bundle] = self._reserve()
 
-    @property
-    def sharding_annotations(self) -> NamedSharding:
-        """Layout of a training group's workers."""
-        return self._layout(self._parallel, self.world_size())
-
     def start_workers(
         self,
         worker_class: str,
@@ -99,9 +91,7 @@ class RayVirtualCluster:
         env_vars: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> RayWorkerGroup:
-        """Construct ``worker_class(parallel=..., **kwargs)`` in a process on every bundle.
-
-        Training groups are constructed concurrently, while the driver continues.
+        """Construct ``worker_class(parallel=..., **kwargs)`` on every bundle, concurrently.
 
         Args:
             worker_class: dotted path of the class.
@@ -115,9 +105,17 @@ class RayVirtualCluster:
             env_vars: environment variables of this group, which override the cluster's.
             kwargs: arguments of the class.
         """
-        parallel = parallel or self._parallel
+        sizes = parallel or self._parallel
         if layout is None:
-            layout = self._layout(parallel, len(self.bundles_for(workers_per_node)))
+            workers = len(self.bundles_for(workers_per_node))
+            if not workers or workers % sizes.model_parallel_size:
+                raise LayoutError(
+                    f"{workers} workers of the cluster {self.name} cannot be split into tensor "
+                    f"{sizes.tensor} x pipeline {sizes.pipeline} x context {sizes.context} = "
+                    f"{sizes.model_parallel_size}. Change the sizes or the number of bundles"
+                )
+            data_size = sizes.data_size(workers)
+            layout = layout_of(sizes.pipeline, data_size, sizes.context, sizes.tensor)
         self._groups = [group for group in self._groups if group.is_alive]
         if len(self._groups) == self._max_groups:
             raise WorkerError(
@@ -136,7 +134,7 @@ class RayVirtualCluster:
             workers_per_node,
             sharding_annotations=layout,
             env_vars={key: str(value) for key, value in environment.items()},
-            parallel=parallel if python_executable is None else None,
+            parallel=sizes if python_executable is None else None,
             seed=self._seed,
             python_executable=python_executable,
         )
@@ -164,21 +162,9 @@ class RayVirtualCluster:
                 f"workers_per_node={workers_per_node}: the nodes of the cluster {self.name} have "
                 f"{self._counts} bundles. Give at most these numbers"
             )
-        selected: list[Bundle] = []
-        start = 0
-        for count, available in zip(counts, self._counts, strict=True):
-            selected += self.bundles[start : start + count]
-            start += available
-        return selected
-
-    def _layout(self, sizes: ParallelConfig, workers: int) -> NamedSharding:
-        if not workers or workers % sizes.model_parallel_size:
-            raise LayoutError(
-                f"{workers} workers of the cluster {self.name} cannot be split into tensor "
-                f"{sizes.tensor} x pipeline {sizes.pipeline} x context {sizes.context} = "
-                f"{sizes.model_parallel_size}. Change the sizes or the number of bundles"
-            )
-        return layout_of(sizes.pipeline, sizes.data_size(workers), sizes.context, sizes.tensor)
+        limits = [count for count, n in zip(counts, self._counts, strict=True) for _ in range(n)]
+        pairs = zip(self.bundles, limits, strict=True)
+        return [bundle for bundle, limit in pairs if bundle.index < limit]
 
     def node_count(self) -> int:
         """Return the number of nodes."""

@@ -1,13 +1,8 @@
 """Groups of workers that are actors of a Ray cluster.
 
-The driver sends one shard of data per coordinate of the sharded axes to a group and receives one
-result per coordinate. Each shard goes through Ray's object store once, for any number of workers.
-The workers of a training group form a separate torch.distributed world.
-
-::
-
-    driver   shard 0 ──► worker 0, worker 1 (its tensor-parallel peer)  ──► result of worker 0
-             shard 1 ──► worker 2, worker 3                             ──► result of worker 2
+The driver sends one shard of data per coordinate of the sharded axes to a group, through Ray's
+object store, and receives one result per coordinate. The workers of a training group form a
+separate torch.distributed world.
 """
 
 import contextlib
@@ -103,12 +98,8 @@ class MultiWorkerFuture(list["ObjectRef"]):
     """References to the results of a method call on many workers, one per worker.
 
     ``ray.get`` of the list returns the results of all workers, or raises `WorkerFailure`.
-
-    Args:
-        method_name: the called method, for messages.
-        calls: result reference and seat of every called worker.
-        returned: positions in ``calls`` of the results that `get_results` returns, in order.
-        timeout_s: longest time in seconds to wait for results.
+    ``calls``: result reference and seat of every called worker. ``returned``: positions in
+    ``calls`` of the results of `get_results`.
     """
 
     def __init__(
@@ -126,9 +117,8 @@ class MultiWorkerFuture(list["ObjectRef"]):
         """Wait for all workers and return one result per group of workers with the same output.
 
         Raises:
-            WorkerDiedError: a worker's process ended.
-            WorkerError: a worker raised another exception than an `AlignerError`, or timed out.
             AlignerError: a worker raised this error (the type is preserved).
+            WorkerError: a worker raised another exception, timed out, or (`WorkerDiedError`) ended.
         """
         results = wait_for(self.calls, self.method_name, self.timeout_s)
         return [results[position] for position in self.returned]
@@ -164,8 +154,7 @@ class RayWorkerGroup:
             parallel: model-parallel sizes of a torch.distributed world that the workers form. They
                 are then constructed with ``parallel=ParallelState``. Default: the builder's layout.
             seed: seed of this world.
-            python_executable: interpreter of the workers, with the same version of Ray. Default:
-                the interpreter of the Ray node. aligner's source is added to its path.
+            python_executable: interpreter of the workers, with the same version of Ray.
         """
         bundles = cluster.bundles_for(workers_per_node)
         # Layout and bundles of the workers.
@@ -218,16 +207,14 @@ class RayWorkerGroup:
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> MultiWorkerFuture:
         """Call a method with the same arguments on every worker and return all results."""
-        common = self._arguments(kwargs)
-        calls = [self._call(rank, method_name, common) for rank in range(len(self._actors))]
-        return self._future(method_name, calls, range(len(calls)))
+        ranks = range(len(self._actors))
+        return self._start_call(method_name, kwargs, dict.fromkeys(ranks, ()), ranks)
 
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int = 0, **kwargs: Any
     ) -> MultiWorkerFuture:
         """Call a method on one worker."""
-        call = self._call(worker_idx, method_name, self._arguments(kwargs))
-        return self._future(method_name, [call], [0])
+        return self._start_call(method_name, kwargs, {worker_idx: ()}, [0])
 
     def run_all_workers_sharded_data(
         self,
@@ -242,16 +229,12 @@ class RayWorkerGroup:
 
         Args:
             method_name: name of the method.
-            data: list of the shards by coordinate of the sharded axis. For several axes, nested
-                lists in the order of the axes.
+            data: shards by coordinate of the sharded axis, for several axes nested lists.
             in_sharded_axes: axes along which workers get different data.
             replicate_on_axes: axes along which workers get the same data. Along all other axes only
                 the workers at coordinate 0 are called.
-            output_is_replicated: axes along which results are equal. Only the result at coordinate
-                0 is returned.
+            output_is_replicated: axes along which only the result at coordinate 0 is returned.
             common_kwargs: arguments that are the same for every worker.
-
-        Returns one result per coordinate of the other axes, outermost axis first.
         """
         # Check the axes and the number of shards.
         sizes = self.sharding_annotations.shape
@@ -259,22 +242,22 @@ class RayWorkerGroup:
             if name not in sizes:
                 raise WorkerError(f"{method_name}: no axis {name!r}. The axes are {list(sizes)}")
         _check_shards(method_name, data, [sizes[name] for name in in_sharded_axes])
-        common, shards = self._arguments(common_kwargs or {}), {}
         # Call every worker, except along unused axes only the worker at coordinate 0.
         unused_axes = set(sizes) - set(in_sharded_axes) - set(replicate_on_axes)
-        calls: list[Any] = []
+        stored: dict[tuple[int, ...], Any] = {}
+        shards: dict[int, tuple[Any, ...]] = {}
         returned: list[int] = []
         for rank in np.ravel(self.sharding_annotations.layout).tolist():
             coordinates = self.sharding_annotations.get_worker_coords(rank)
             if any(coordinates[axis] for axis in unused_axes):
                 continue
             index = tuple(coordinates[axis] for axis in in_sharded_axes)
-            if index not in shards:
-                shards[index] = _put(functools.reduce(operator.getitem, index, data))
+            if index not in stored:
+                stored[index] = _put(functools.reduce(operator.getitem, index, data))
             if not any(coordinates[axis] for axis in output_is_replicated):
-                returned.append(len(calls))
-            calls.append(self._call(rank, method_name, common, shards[index]))
-        return self._future(method_name, calls, returned)
+                returned.append(len(shards))
+            shards[rank] = (stored[index],)
+        return self._start_call(method_name, common_kwargs or {}, shards, returned)
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Wait for a call and return its results, see `MultiWorkerFuture.get_results`."""
@@ -332,21 +315,24 @@ class RayWorkerGroup:
             self.is_healthy = False
             raise
 
-    def _arguments(self, kwargs: Mapping[str, Any]) -> Any:
-        """Store the arguments of all workers once and return a reference."""
-        return _put(dict(kwargs)) if kwargs else {}
-
-    def _call(self, rank: int, method_name: str, *arguments: Any) -> Any:
-        self.wait_until_started()
-        reference = self._actors[rank].call.remote(method_name, current_step(), (), *arguments)
-        return reference, self._seats[rank]
-
-    def _future(
-        self, method_name: str, calls: list[Any], returned: Sequence[int]
+    def _start_call(
+        self,
+        method_name: str,
+        kwargs: Mapping[str, Any],
+        shards: Mapping[int, tuple[Any, ...]],
+        returned: Sequence[int],
     ) -> MultiWorkerFuture:
-        return MultiWorkerFuture(
-            f"{self.name_prefix}.{method_name}", calls, returned, self._timeout_s
-        )
+        """Call a method on the ranks in ``shards``, with the rank's shard if any."""
+        self.wait_until_started()
+        common, name = _put(dict(kwargs)) if kwargs else {}, f"{self.name_prefix}.{method_name}"
+        calls = [
+            (
+                self._actors[rank].call.remote(method_name, current_step(), (), common, *shard),
+                self._seats[rank],
+            )
+            for rank, shard in shards.items()
+        ]
+        return MultiWorkerFuture(name, calls, returned, self._timeout_s)
 
     def _start_processes(
         self,

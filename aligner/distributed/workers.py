@@ -1,10 +1,7 @@
-"""Calls from a role's handle to its workers, and the worker group of local processes.
+"""Calls of worker groups by handles, and `LocalCluster`, whose worker is this process.
 
-A handle (``Policy``, ``Value``) sends one shard of data per data-parallel coordinate to a group and
-receives one result per data-parallel coordinate. In ``LocalWorkerGroup`` this process is one of the
-workers, the same handle code runs in every process, and an all-gather over data parallel returns
-the results of all ranks to every rank. The gather waits at most for the timeout of the process
-group. An exception on one rank is raised on all ranks of its data-parallel group.
+In a ``LocalWorkerGroup`` the same handle code runs in every process. An all-gather over data
+parallel returns the results of all ranks, or the exception of one rank, to every rank.
 
 A handle declares methods that only forward a call to all workers or score the rows of a batch::
 
@@ -28,7 +25,7 @@ from aligner.config.layout import ParallelConfig
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict, columns_of
 from aligner.distributed.interfaces import WorkerFuture, WorkerGroup
-from aligner.distributed.named_sharding import MODEL_AXES, NamedSharding, layout_of
+from aligner.distributed.named_sharding import MODEL_AXES, layout_of
 from aligner.distributed.sharding import MicroBatching
 from aligner.errors import AlignerError, ConfigError, LayoutError, WorkerError
 from aligner.parallel.groups import ParallelState
@@ -48,10 +45,7 @@ def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 
 def phase(method: Callable[[Any], R]) -> Callable[..., R]:
-    """Make a handle method like `on_all_workers`, which ignores its arguments.
-
-    NeMo-RL publishes the phases of its handles with ``*args, **kwargs``.
-    """
+    """Make a handle method like `on_all_workers`, which ignores its arguments, as published."""
 
     @functools.wraps(method)
     def call(handle: Any, /, *args: Any, **kwargs: Any) -> R:
@@ -68,9 +62,8 @@ def scored_rows(
 ) -> Callable[Concatenate[Any, P], BatchedDataDict]:
     """Make a handle method that scores the rows of a global batch and keeps their order.
 
-    ``method`` has the parameters ``data``, a shard of the columns, and ``micro_batch_size``,
-    sequences per forward pass. ``columns``: required columns, see `columns_of`. ``optional``:
-    columns that are sent only if the batch contains them.
+    ``method`` has the parameters ``data``, a shard of the columns, and ``micro_batch_size``.
+    ``columns``: see `columns_of`. ``optional``: columns that are sent if the batch contains them.
     """
 
     @functools.wraps(method)
@@ -127,14 +120,9 @@ def run_sharded(
     Returns one result per rank, in order, and for each row of the joined results its index in
     ``data``.
 
-    Args:
-        group: the workers.
-        method: worker method whose first parameter is ``data``.
-        data: global batches.
-        batch_size: number of rows of a global mini-batch, split evenly over the ranks. None if
-            rows are independent. Shards may then be uneven or empty.
-        batching: arguments to form micro-batches in the shards. Default: no micro-batches.
-        kwargs: arguments of the method.
+    ``batch_size``: rows of a global mini-batch, split evenly over the ranks. None if rows are
+    independent. Shards may then be uneven or empty. ``batching``: arguments to form micro-batches
+    in the shards. ``kwargs``: other arguments of the method.
     """
     shards: Any = data.shard_by_batch_size(
         group.sharding_annotations.get_axis_size("data_parallel"),
@@ -166,8 +154,8 @@ def micro_batching(
 ) -> MicroBatching:
     """Return the configured arguments for micro-batches by tokens, or none.
 
-    ``model``: section of the configuration, or None for workers that form micro-batches themselves.
-    A given ``micro_batch_size`` turns micro-batches by tokens off.
+    ``model``: None for workers that form micro-batches themselves. A given ``micro_batch_size``
+    turns micro-batches by tokens off.
     """
     if model is None or model.token_budgets is None or micro_batch_size is not None:
         return {}
@@ -212,19 +200,16 @@ class _Failure:
     error: AlignerError | None  # other exceptions may not be picklable, which would block the peers
 
 
-def _layout(parallel: ParallelState) -> NamedSharding:
-    config = parallel.config
-    return layout_of(config.pipeline, parallel.dp_size, config.context, config.tensor)
-
-
 class LocalWorkerGroup:
     """Group in which each process of the world is one worker. This process calls its own worker."""
 
     is_healthy = True  # calls run in this process, so no worker can be left waiting
 
     def __init__(self, worker: Any, parallel: ParallelState) -> None:
-        self.worker, self.parallel = worker, parallel
-        self.sharding_annotations = _layout(parallel)
+        self.worker, self.parallel, sizes = worker, parallel, parallel.config
+        self.sharding_annotations = layout_of(
+            sizes.pipeline, parallel.dp_size, sizes.context, sizes.tensor
+        )
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> LocalFuture:
         """Call ``method_name(**kwargs)`` on this process's worker. Collective."""
@@ -239,19 +224,15 @@ class LocalWorkerGroup:
         output_is_replicated: Sequence[str],
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> LocalFuture:
-        """Call ``method_name(data=shard, **common_kwargs)`` and gather results over data parallel.
-
-        Data is sharded over data parallel alone. The call returns one result per data-parallel
-        rank.
-        """
+        """Call a method with this rank's shard, and gather results over data parallel."""
         size, axes = self.parallel.dp_size, [*replicate_on_axes, *output_is_replicated]
-        if list(in_sharded_axes) != ["data_parallel"] or set(axes) - set(MODEL_AXES):
+        is_data_parallel = list(in_sharded_axes) == ["data_parallel"] and len(data) == size
+        if not is_data_parallel or set(axes) - set(MODEL_AXES):
             raise WorkerError(
                 f"{method_name}: data is sharded over data_parallel alone and replicated over "
-                f"{MODEL_AXES}, got {list(in_sharded_axes)} and {axes}"
+                f"{MODEL_AXES}, got {list(in_sharded_axes)} and {axes}, {len(data)} shards for "
+                f"{size} data-parallel ranks"
             )
-        if len(data) != size:
-            raise WorkerError(f"{method_name}: {len(data)} shards for {size} data-parallel ranks")
         # Call this process's worker, and exchange results or failures over data parallel.
         arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}
         if size == 1:
@@ -304,11 +285,6 @@ class LocalCluster:
         """True if the processes compute on GPUs."""
         return accelerator.has_gpu()
 
-    @property
-    def sharding_annotations(self) -> NamedSharding:
-        """Layout of the processes."""
-        return _layout(self.parallel)
-
     def start_workers(
         self,
         worker_class: str,
@@ -321,13 +297,9 @@ class LocalCluster:
     ) -> LocalWorkerGroup:
         """Construct ``worker_class(parallel=..., **kwargs)`` in this process.
 
-        Arguments as in `RayVirtualCluster.start_workers`. ``parallel`` must be the layout of the
-        processes, ``workers_per_node`` the number of processes of this machine. ``env_vars`` are
-        set permanently in this process.
-
-        Raises:
-            LayoutError: ``parallel`` is another layout.
-            ConfigError: ``workers_per_node`` is another number.
+        ``parallel`` must be the layout of the processes, else `LayoutError`, and
+        ``workers_per_node`` the number of processes of this machine, else `ConfigError`.
+        ``env_vars`` are set permanently.
         """
         # The launcher decided the layout, so the arguments must agree with it.
         if parallel is not None and parallel != self.parallel.config:

@@ -62,31 +62,26 @@ class Agent:
     ) -> None:
         """Load the function ``source``, or find the program of the command ``source``.
 
-        Raises:
-            ConfigError: the function or program does not exist, it cannot be called with the data's
-                ``columns``, or its ``check_kwargs`` refuses ``kwargs``.
+        Raises `ConfigError` if the function or program does not exist, cannot be called with the
+        data's ``columns``, or has a ``check_kwargs`` that refuses ``kwargs``.
         """
         self._kwargs = dict(kwargs)
         self._loop = asyncio.new_event_loop()
         is_command = not isinstance(source, str)
         key = f"{COMMAND_KEY if is_command else KEY}={source!r}"
         check_names(_RUN_ARGUMENTS, kwargs, columns, key, "the run")
-        # A command: find its program.
-        self._function: Callable[..., Any] | None = None
-        self._words = list(source)
-        if is_command:
-            if shutil.which(self._words[0]) is None:
-                raise ConfigError(
-                    f"{key}: the program {self._words[0]!r} was not found. Set its path, or "
-                    "a program on PATH"
-                )
-            return
-        # A function: check its signature.
-        self._function = load_function(str(source), key=KEY)
-        message = f"{key} is called with base_url, api_key, seed, the columns of the data and"
-        message += " environment.kwargs"
-        check_columns(self._function, [*_RUN_ARGUMENTS, *kwargs], columns, message)
-        check_kwargs(self._function, kwargs, key)
+        self._words, self._function = list(source), None
+        if not is_command:
+            self._function = load_function(str(source), key=KEY)
+            message = f"{key} is called with base_url, api_key, seed, the columns of the data and"
+            message += " environment.kwargs"
+            check_columns(self._function, [*_RUN_ARGUMENTS, *kwargs], columns, message)
+            check_kwargs(self._function, kwargs, key)
+        elif shutil.which(self._words[0]) is None:
+            raise ConfigError(
+                f"{key}: the program {self._words[0]!r} was not found. Set its path, or a program "
+                "on PATH"
+            )
 
     def call(self, name: str, argument: Any) -> Turn:
         """Run the agent. ``argument``: base URL, API key, seed and columns."""

@@ -51,18 +51,13 @@ class ToolCall(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """Format of tool calls.
+    """Format of tool calls."""
 
-    ``sign``: pattern of a call as the template renders it. None if templates show neither functions
-    nor results, so that text must. ``begins``: pattern of the start of the calls in a message.
-    ``read``: function that parses the calls of a message. ``results``: function that makes the
-    messages with the results.
-    """
-
+    # Pattern of a call in a template's text. None if templates show neither functions nor results.
     sign: re.Pattern[str] | None
-    begins: re.Pattern[str]
-    read: Callable[[str], list[ToolCall]]
-    results: Callable[[Sequence[ToolCall], Sequence[str]], list[Message]]
+    begins: re.Pattern[str]  # pattern of the start of the calls in a message
+    read: Callable[[str], list[ToolCall]]  # parses the calls of a message
+    results: Callable[[Sequence[ToolCall], Sequence[str]], list[Message]]  # messages with results
 
     @property
     def is_shown(self) -> bool:
@@ -125,14 +120,11 @@ def structured(messages: Sequence[Message], form: Form) -> list[Message]:
         # An entry for each result, also if the calls cannot be parsed.
         calls = numbered(parse_calls(message["content"], form))
         calls += [ToolCall("unknown", {})] * (len(results) - len(calls))
-        tool_calls = [
-            {
-                "type": "function",
-                "id": result.get("tool_call_id", call.id),
-                "function": {"name": call.name or "unknown", "arguments": call.arguments},
-            }
-            for result, call in zip(results, calls, strict=False)
-        ]
+        tool_calls = []
+        for result, call in zip(results, calls, strict=False):
+            function = {"name": call.name or "unknown", "arguments": call.arguments}
+            call_id = result.get("tool_call_id", call.id)
+            tool_calls.append({"type": "function", "id": call_id, "function": function})
         chat.append({"role": "assistant", "content": "", "tool_calls": tool_calls})
     return chat
 
@@ -144,9 +136,8 @@ def _rendered_call(tokenizer: Tokenizer, tools: Tools | None) -> str:
     call = {"type": "function", "id": "abc123DEF", "function": function}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     question_text = render(tokenizer, [question], tools, open_answer=False)
-    return render(tokenizer, [question, answer], tools, open_answer=False).removeprefix(
-        question_text
-    )
+    text = render(tokenizer, [question, answer], tools, open_answer=False)
+    return text.removeprefix(question_text)
 
 
 def _read_hermes(text: str) -> list[ToolCall]:
@@ -218,13 +209,9 @@ def _from_object(value: Any, key: str, problem: str) -> ToolCall:
     """Return a call from JSON. Models confuse the keys ``arguments`` and ``parameters``."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return ToolCall("", {}, problem)
-    other_key = "parameters" if key == "arguments" else "arguments"
-    call_id = value.get("id")
-    return _parsed(
-        value["name"],
-        value.get(key, value.get(other_key, {})),
-        call_id if isinstance(call_id, str) else None,
-    )
+    other_key, call_id = "parameters" if key == "arguments" else "arguments", value.get("id")
+    arguments = value.get(key, value.get(other_key, {}))
+    return _parsed(value["name"], arguments, call_id if isinstance(call_id, str) else None)
 
 
 def _parsed(name: str, arguments: Any, call_id: str | None = None) -> ToolCall:
@@ -252,23 +239,17 @@ def _result_lines(calls: Sequence[ToolCall], results: Sequence[str]) -> list[Mes
     return [{"role": "user", "content": "\n".join(lines)}]
 
 
+def _read_plain(text: str) -> list[ToolCall]:
+    return [_parsed(name, arguments) for name, arguments in _PLAIN.findall(text)]
+
+
+_TAG = re.compile(r"\[TOOL_CALLS\]")
+_LLAMA = re.compile(r'\{"name": "weigh_it", "parameters":'), re.compile(r"<\|python_tag\|>|\A\s*\{")
 FORMS: Mapping[Form, CallForm] = {
     "hermes": CallForm(
         re.compile(r"<tool_call>\s*\{"), re.compile("<tool_call>"), _read_hermes, _tool_messages
     ),
-    "mistral": CallForm(
-        re.compile(r"\[TOOL_CALLS\]"), re.compile(r"\[TOOL_CALLS\]"), _read_mistral, _tool_messages
-    ),
-    "llama3": CallForm(
-        re.compile(r'\{"name": "weigh_it", "parameters":'),
-        re.compile(r"<\|python_tag\|>|\A\s*\{"),
-        _read_llama,
-        _tool_messages,
-    ),
-    "plain": CallForm(
-        None,
-        _PLAIN,
-        lambda text: [_parsed(name, arguments) for name, arguments in _PLAIN.findall(text)],
-        _result_lines,
-    ),
+    "mistral": CallForm(_TAG, _TAG, _read_mistral, _tool_messages),
+    "llama3": CallForm(*_LLAMA, _read_llama, _tool_messages),
+    "plain": CallForm(None, _PLAIN, _read_plain, _result_lines),
 }

@@ -9,6 +9,7 @@ conversation is one trajectory with the rewards of all turns.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Literal
@@ -50,10 +51,8 @@ class ChatRenderer:
     ) -> None:
         """Inspect the tokenizer's template.
 
-        ``add_bos``: whether to add BOS to a text that does not begin with it.
-        ``rewritten_history``: what to do if the template renders earlier turns differently from the
-        tokens so far: fork, refuse, or keep the tokens. ``special_tokens_in_text``: treatment of
-        special tokens that environments' messages contain as text.
+        ``add_bos``: whether to add BOS to a text that does not begin with it. The other options are
+        those of `EnvironmentConfig` and `DataConfig`.
         """
         self.treated = partial(treat_special_tokens, tokenizer, policy=special_tokens_in_text)
         self.tokenizer, self._add_bos = tokenizer, add_bos
@@ -74,8 +73,7 @@ class ChatRenderer:
     def opening(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[int]]:
         """Return text and tokens of the first messages with the generation prompt.
 
-        Raises:
-            DataError: the template refuses the messages, or ignores a part of them.
+        Raises `DataError` if the template refuses the messages, or ignores a part of them.
         """
         if self._has_template:
             check_all_used(self.tokenizer, messages, tools)
@@ -104,13 +102,10 @@ class ChatRenderer:
     ) -> tuple[str, list[int]]:
         """Return text and tokens between an answer and the next answer.
 
-        Args:
-            history: the messages before the answer.
-            answer: text of the answer, without the end token.
-            new: the messages after the answer.
-            tools: tools of the conversation.
-            end_id: the sampled end token, or None if the answer was cut. An end token of messages
-                replaces the template's. Another end token (of texts) is kept before the template's.
+        ``history`` and ``new``: the messages before and after the answer, whose text ``answer`` has
+        no end token. ``end_id``: the sampled end token, or None if the answer was cut. An end token
+        of messages replaces the template's. Another end token (of texts) is kept before the
+        template's.
         """
         if self._has_template:
             check_all_used(self.tokenizer, [_QUESTION, _answer("b"), *new])
@@ -129,16 +124,10 @@ class ChatRenderer:
     ) -> tuple[str, list[int]] | None:
         """Return text and tokens of a new sequence if the conversation forks, else None.
 
-        Args:
-            history: the messages before the last answer.
-            now: ``history``, the answer and the messages after it.
-            tools: tools of the conversation.
-            text: text of the sequence so far. White space is not compared, because templates trim
-                messages.
-
-        Raises:
-            RewrittenHistoryError: the conversation would fork, but ``rewritten_history`` is
-                ``refuse``.
+        ``history``: the messages before the last answer. ``now``: ``history``, the answer and the
+        messages after it. ``text``: text of the sequence so far. White space is not compared,
+        because templates trim messages. Raises `RewrittenHistoryError` if the conversation would
+        fork, but ``rewritten_history`` is ``refuse``.
         """
         if not self._has_template or self._rewritten_history == "keep":
             return None
@@ -149,11 +138,9 @@ class ChatRenderer:
         except DataError:
             chat_text = render(self.tokenizer, structured(now, self._form), tools)
             has_structured_calls = True
-        shown, expected = _without_spaces(chat_text), _without_spaces(text)
         if has_structured_calls:
-            expected = _without_spaces(
-                render(self.tokenizer, structured(history, self._form), tools)
-            )
+            text = render(self.tokenizer, structured(history, self._form), tools)
+        shown, expected = _without_spaces(chat_text), _without_spaces(text)
         if shown == expected or (has_structured_calls and shown.startswith(expected)):
             return None
         if self._rewritten_history == "fork":
@@ -194,7 +181,6 @@ class Conversation(Trajectory):
     """Conversation with an environment, as messages and as tokens."""
 
     def __init__(self, renderer: ChatRenderer, start: Start) -> None:
-        """Render the environment's first messages."""
         self._renderer = renderer
         messages = [dict(message) for message in start.messages]
         # Tools that the template does not show are described in the first message.
@@ -228,8 +214,8 @@ class Conversation(Trajectory):
     def follow(self, turn: Turn, *, goes_on: bool) -> None:
         """Record the environment's answer. If the conversation ``goes_on``, append its messages.
 
-        Raises:
-            DataError: the sum of the rewards exceeds float32, or the template refuses the messages.
+        Raises `DataError` if the sum of the rewards exceeds float32, or the template refuses the
+        messages.
         """
         record = self.turns[-1]
         record.reward, record.parts = turn.score, turn.parts
@@ -258,9 +244,8 @@ class Conversation(Trajectory):
 
 def _has_template(tokenizer: Tokenizer) -> bool:
     try:
-        tokenizer.apply_chat_template([_QUESTION])
-    except DataError:  # a template for other chats
-        return True
+        with suppress(DataError):  # a template for other chats
+            tokenizer.apply_chat_template([_QUESTION])
     except TokenizerError:
         return False
     return True

@@ -1,5 +1,6 @@
 """Functions as tools (``environment.tools``), and bases of other environments with tools."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -68,18 +69,23 @@ class ScoredTools(PromptedTools):
         prompt: str | Sequence[Message],
         tools: Sequence[Callable[..., Any]],
         form: Form,
-        scorer: LoadedFunction | None,
-        ground_truth: Any,
-        columns: Mapping[str, Any],
+        *,
+        seed: int,
+        reward: str | None = None,
+        reward_kwargs: Mapping[str, Any] | None = None,
+        ground_truth: Any = None,
+        **columns: Any,
     ) -> None:
         """Offer ``tools`` after ``prompt``. ``columns``: other columns, for the reward function."""
-        self._scorer, self._truth, self._columns = scorer, ground_truth, columns
+        del seed
+        self._scorer = _scorer_of(reward, reward_kwargs)
+        self._truth, self._columns = ground_truth, columns
         super().__init__(prompt_messages(prompt), tools, form)
 
     @classmethod
     def check_reward(cls, kwargs: Mapping[str, Any]) -> None:
         """Raise `ConfigError` if ``environment.kwargs`` has no usable reward function."""
-        if scorer_of(kwargs.get("reward"), kwargs.get("reward_kwargs")) is not None:
+        if _scorer_of(kwargs.get("reward"), kwargs.get("reward_kwargs")) is not None:
             return
         if cls.answered is ScoredTools.answered:
             raise ConfigError(
@@ -93,19 +99,14 @@ class ScoredTools(PromptedTools):
             return Turn(done=True)
         # An environment does not know whether its message was cut.
         columns = {"is_end": True, MESSAGES: self.messages, **self._columns}
-        rewards, parts = self._scorer.score(
-            Samples(
-                [self.question()],
-                [text],
-                [self._truth],
-                {name: [value] for name, value in columns.items()},
-            )
-        )
+        lists = {name: [value] for name, value in columns.items()}
+        samples = Samples([self.question()], [text], [self._truth], lists)
+        rewards, parts = self._scorer.score(samples)
         metrics = {name: values[0] for name, values in parts.items()}
         return Turn(reward={"reward": rewards[0], **metrics}, done=True)
 
 
-def scorer_of(reward: str | None, kwargs: Mapping[str, Any] | None) -> LoadedFunction | None:
+def _scorer_of(reward: str | None, kwargs: Mapping[str, Any] | None) -> LoadedFunction | None:
     """Load a reward function. Its arguments and forms are those of ``reward.function``."""
     if reward is None:
         return None
@@ -118,30 +119,21 @@ class FunctionTools(ScoredTools):
     def __init__(
         self,
         *,
-        seed: int,
         prompt: str | Sequence[Message],
         tools: Sequence[str],
-        reward: str | None = None,
-        reward_kwargs: Mapping[str, Any] | None = None,
-        ground_truth: Any = None,
         form: Form = "hermes",
-        **columns: Any,
+        **others: Any,
     ) -> None:
-        """Load the functions ``tools`` and the reward function, as `MCPEnv` does."""
-        del seed
+        """Load the functions ``tools``. ``others``: reward and columns of `ScoredTools`."""
         functions = [load_function(tool, key="environment.tools") for tool in tools]
-        scorer = scorer_of(reward, reward_kwargs)
-        super().__init__(prompt, functions, form, scorer, ground_truth, columns)
+        super().__init__(prompt, functions, form, **others)
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
         """Raise `ConfigError` before the run if a tool or the reward function is unusable."""
-        names: set[str] = set()
-        for tool in kwargs["tools"]:
-            name = json_schema(load_function(tool, key="environment.tools"))["function"]["name"]
-            if name in names:
-                raise ConfigError(
-                    f"environment.tools: two functions are named {name!r}. Rename one"
-                )
-            names.add(name)
+        tools = [load_function(tool, key="environment.tools") for tool in kwargs["tools"]]
+        names = Counter(json_schema(tool)["function"]["name"] for tool in tools)
+        if repeated := [name for name, count in names.items() if count > 1]:
+            name = repeated[0]
+            raise ConfigError(f"environment.tools: two functions are named {name!r}. Rename one")
         cls.check_reward(kwargs)

@@ -72,17 +72,17 @@ class EnvironmentPool(ProcessPool):
         """Start the first process, so that an unusable class is refused now.
 
         Args:
-            factory: path of the class. With ``runs_agents``, path of a function or the words of a
-                command.
+            factory: path of the class. With ``runs_agents``, path of an agent's function or the
+                words of its command.
             kwargs: ``environment.kwargs``.
             columns: the columns of the data, which the class must accept.
             form: format of tool calls in the chat template, for classes with this parameter.
             memory_mb: memory limit of each process in MiB. None means no limit.
             runs_agents: whether the processes run agents instead of environments.
         """
-        is_command = not isinstance(factory, str)
-        self.factory = factory if isinstance(factory, str) else shlex.join(factory)
-        self._key = f"{COMMAND_KEY if is_command else KEY}={self.factory!r}"
+        is_path = isinstance(factory, str)
+        self.factory = factory if is_path else shlex.join(factory)
+        self._key = f"{KEY if is_path else COMMAND_KEY}={self.factory!r}"
         self.name = f"{'agent' if runs_agents else 'environment'} {self.factory!r}"
         column_names = dict(columns) if isinstance(columns, Mapping) else sorted(columns)
         super().__init__(
@@ -100,9 +100,10 @@ class EnvironmentPool(ProcessPool):
 
     def call(self, calls: Sequence[Call]) -> list[CallAnswer | Failure]:
         """Make calls of different slots at the same time, each with its own time limit."""
+        pairs = zip(calls, self.begin(calls), strict=True)
         return [
             began if isinstance(began, Failure) else self.receive(call, began)
-            for call, began in zip(calls, self.begin(calls), strict=True)
+            for call, began in pairs
         ]
 
     def begin(self, calls: Sequence[Call]) -> list[float | Failure]:
@@ -129,13 +130,10 @@ class EnvironmentPool(ProcessPool):
 
         A message on ``wake`` ends the wait.
         """
-        slot_of = {self._processes[slot].fileno(): slot for slot in slots}
-        ready = wait([*slot_of, *([] if wake is None else [wake])], timeout_s)
-        return {
-            slot
-            for descriptor, slot in slot_of.items()
-            if descriptor in ready and self._processes[slot].has_answer()
-        }
+        processes = {self._processes[slot].fileno(): slot for slot in slots}
+        ready = wait([*processes, *([] if wake is None else [wake])], timeout_s)
+        slots = [slot for descriptor, slot in processes.items() if descriptor in ready]
+        return {slot for slot in slots if self._processes[slot].has_answer()}
 
     def receive(self, call: Call, began: float) -> CallAnswer | Failure:
         """Wait for the answer to a call that was sent at the time ``began``."""

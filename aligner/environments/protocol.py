@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from aligner.data.chat import Message, parse_messages
-from aligner.errors import DataError
+from aligner.errors import ConfigError, DataError
 from aligner.plain import as_float32, plain, shown
 
 Reward = float | None | Mapping[str, float | None]
@@ -60,12 +60,9 @@ class Turn:
     @property
     def parts(self) -> dict[str, float]:
         """The metrics of a reward that is a mapping."""
-        if not isinstance(self.reward, Mapping):
-            return {}
+        items = self.reward.items() if isinstance(self.reward, Mapping) else ()
         return {
-            name: float(value)
-            for name, value in self.reward.items()
-            if name != "reward" and value is not None
+            name: float(value) for name, value in items if name != "reward" and value is not None
         }
 
 
@@ -99,21 +96,20 @@ def check_start(value: Any) -> Start:
     """Return a `Start` with values of plain classes. Raises `DataError` if ``value`` is invalid."""
     if not isinstance(value, Start):
         raise DataError(f"init returned {shown(value)}; it must return a Start")
-    tools = None
-    if value.tools is not None:
-        if not all(isinstance(tool, Mapping) for tool in value.tools):
-            raise DataError(f"tools must be JSON schemas, got {shown(value.tools)}")
-        tools = plain(list(value.tools)) or None
-    return Start(plain(parse_messages(list(value.messages))), tools)
+    tools = list(value.tools or ())
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"tools must be JSON schemas, got {shown(value.tools)}")
+    return Start(plain(parse_messages(list(value.messages))), plain(tools) or None)
 
 
 def check_turn(value: Any, characters: int = 0) -> Turn:
-    """Return a `Turn` with values of plain classes. Raises `DataError` if ``value`` is invalid.
+    """Return a `Turn` with values of plain classes.
 
+    Raises `ConfigError` if ``value`` is no `Turn`, and `DataError` if it is invalid.
     ``characters``: length of the policy's message, the upper bound of the steps' ends.
     """
     if not isinstance(value, Turn):
-        raise DataError(f"step returned {shown(value)}; it must return a Turn")
+        raise ConfigError(f"step returned {shown(value)}; it must return a Turn")
     if not value.messages and not value.done:
         raise DataError(
             "step returned neither a message nor done=True. The policy needs a message to answer"
@@ -144,7 +140,7 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
 
 def check_total(rewards: Iterable[float | None]) -> None:
     """Raise `DataError` if sums of a conversation's rewards may not be finite in float32."""
-    total = math.fsum(abs(reward) for reward in rewards if reward is not None)
+    total = math.fsum(abs(reward or 0.0) for reward in rewards)
     if total > _MAX_FLOAT32:
         raise DataError(f"the rewards of the conversation add up to {total:g}, beyond float32")
 
@@ -174,9 +170,5 @@ def _number(value: Any, name: str, *, is_metric: bool = False) -> float | None:
     """Return ``value`` as a float. Returns None for a metric that is not finite in float32."""
     if value is None:
         return None
-    number = as_float32(value, name, DataError)
-    if math.isfinite(number):
-        return number
-    if is_metric:
-        return None
-    raise DataError(f"{name} is {shown(value)}; it must be finite in float32")
+    number = as_float32(value, name, DataError, may_be_infinite=is_metric)
+    return number if math.isfinite(number) else None

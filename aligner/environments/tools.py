@@ -26,13 +26,10 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
     The docstring is in Google style: a description, and every parameter below ``Args:``. The result
     equals ``transformers.utils.get_json_schema`` for types that exist in JSON. If the function has
-    an attribute ``json_schema``, that schema is returned.
-
-    Raises:
-        ConfigError: the docstring is missing, or a parameter has no description or no JSON type.
+    an attribute ``json_schema``, that schema is returned. Raises `ConfigError` if the docstring is
+    missing, or a parameter has no description or no JSON type.
     """
-    schema = getattr(function, "json_schema", None)
-    if schema is not None:
+    if (schema := getattr(function, "json_schema", None)) is not None:
         return dict(schema)
     name = getattr(function, "__name__", repr(function))
     description, parameter_texts = _docstring(function, name)
@@ -73,7 +70,6 @@ class ToolEnv:
     explains_calls = False  # whether the plain form also describes how a call is written
 
     def __init__(self, tools: Sequence[Callable[..., Any]], form: Form = "hermes") -> None:
-        """Offer these functions."""
         if form not in get_args(Form):
             raise ConfigError(f"tools: form={form!r} is not one of {', '.join(get_args(Form))}")
         self._form = form
@@ -95,9 +91,9 @@ class ToolEnv:
 
     def init(self) -> Start:
         """Ask the question and show the tools."""
-        if FORMS[self._form].is_shown:
-            return Start([{"role": "user", "content": self.question()}], self._schemas)
         messages = [{"role": "user", "content": self.question()}]
+        if FORMS[self._form].is_shown:
+            return Start(messages, self._schemas)
         return Start(tools_in_text(messages, self._schemas, explained=self.explains_calls))
 
     def step(self, message: Mapping[str, Any]) -> Turn:
@@ -172,18 +168,16 @@ def _schema_of_type(hint: Any, name: str) -> dict[str, Any]:
     if hint in _TYPES:
         return {"type": _TYPES[hint]}
     # Lists, mappings, literals of texts, and optional types.
-    origin, arms = get_origin(hint), get_args(hint)
-    if hint is list or origin is list:
-        items = {"items": _schema_of_type(arms[0], name)} if arms else {}
-        return {"type": "array", **items}
-    if hint is dict or origin is dict:
+    origin, arms = get_origin(hint) or hint, get_args(hint)
+    if origin is list:
+        return {"type": "array", **({"items": _schema_of_type(arms[0], name)} if arms else {})}
+    if origin is dict:
         return {"type": "object"}
     if origin is Literal and all(isinstance(arm, str) for arm in arms):
         return {"type": "string", "enum": list(arms)}
-    if origin in (Union, types.UnionType):
-        types_without_none = [arm for arm in arms if arm is not type(None)]
-        if len(types_without_none) == 1 and len(arms) == 2:
-            return {**_schema_of_type(types_without_none[0], name), "nullable": True}
+    if origin in (Union, types.UnionType) and len(arms) == 2 and type(None) in arms:
+        (arm,) = (arm for arm in arms if arm is not type(None))
+        return {**_schema_of_type(arm, name), "nullable": True}
     raise ConfigError(
         f"{name}: a schema cannot have the type {hint}. Use str, int, float, bool, list, dict, a "
         "Literal of texts, or a union of one of these with None"

@@ -4,6 +4,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -156,10 +157,7 @@ class Trajectory:
         # Decode in the context of the turn's sequence.
         start = max(start for start in self.starts if start <= indices[0])
         decoder = IncrementalDecoder(self.tokenizer, self.ids[start : indices[0]])
-        characters: list[int] = []  # decoded up to each token of the turn
-        count = 0
-        for index in indices:
-            count += len(decoder.push(self.ids[index]))
-            characters.append(count)
+        pieces = (len(decoder.push(self.ids[index])) for index in indices)
+        characters = list(accumulate(pieces))  # decoded up to each token of the turn
         # The end of a step may lie in a character that is not complete.
         return [indices[min(bisect_left(characters, end), len(indices) - 1)] for end, _ in steps]

@@ -40,8 +40,9 @@ def answers_of(
     except SystemExit:
         raise
     except BaseException as error:
-        # The library refused the start of a conversation, and would refuse a repetition.
-        kind = "final" if name == "begin" and isinstance(error, AlignerError) else "raised"
+        # The library refused the start or the type of an answer, or a name does not exist.
+        faults = (AlignerError if name == "begin" else ConfigError, NameError, ImportError)
+        kind = "final" if isinstance(error, faults) else "raised"
         value = describe_exception(error)
     yield kind, value
 
@@ -52,21 +53,18 @@ def load_factory(
     """Return the class that ``environment.factory`` names, with its ``form`` bound if it needs one.
 
     ``form``: format of tool calls in the chat template, for a class with the attribute
-    ``reads_calls`` and the parameter ``form``. A column ``form`` or ``kwargs`` override it.
-
-    Raises:
-        ConfigError: the class cannot be imported, is not an environment, does not accept the data's
-            ``columns`` and ``kwargs``, or its ``check_kwargs`` refuses ``kwargs``.
+    ``reads_calls`` and the parameter ``form``. A column ``form`` or ``kwargs`` override it. Raises
+    `ConfigError` if the class cannot be imported, is not an environment, does not accept the data's
+    ``columns`` and ``kwargs``, or has a ``check_kwargs`` that refuses ``kwargs``.
     """
     factory_class = load_function(factory, key=KEY, kind="class")
     key = f"{KEY}={factory!r}"
-    if isinstance(factory_class, type):
-        methods = ("init", "step")
-        missing = [name for name in methods if not callable(getattr(factory_class, name, None))]
-        if missing:
-            raise ConfigError(
-                f"{key} has no method {' and no method '.join(missing)}. See docs/environments.md"
-            )
+    methods = ("init", "step") if isinstance(factory_class, type) else ()
+    missing = [name for name in methods if not callable(getattr(factory_class, name, None))]
+    if missing:
+        raise ConfigError(
+            f"{key} has no method {' and no method '.join(missing)}. See docs/environments.md"
+        )
     # The arguments: no name twice, the form if the class needs it, and the class's own check.
     check_names(["seed", "self"], kwargs, columns, key, "the call")
     needs_form = form is not None and "form" not in {*columns, *kwargs}
@@ -86,10 +84,7 @@ def check_names(
     key: str,
     origin: str,
 ) -> None:
-    """Raise `ConfigError` if two of ``names``, ``kwargs`` and ``columns`` share a name.
-
-    The message contains ``key`` and ``origin``, which describes what passes ``names``.
-    """
+    """Raise `ConfigError` if ``kwargs``, ``columns`` or the ``names`` of ``origin`` overlap."""
     repeated = sorted({*names, *columns} & kwargs.keys()) + sorted({*names} & {*columns})
     if repeated:
         raise ConfigError(
@@ -123,7 +118,6 @@ class Host:
     """Host of one conversation at a time, with an event loop for coroutines."""
 
     def __init__(self, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-        """Create no environment yet."""
         self._factory, self._kwargs = factory, kwargs
         self._loop = asyncio.new_event_loop()
         self._environment: Any = None

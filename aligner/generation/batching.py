@@ -5,7 +5,7 @@
 Rank 0 owns the queue. The other ranks wait for rank 0's batches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,39 +36,19 @@ class _Batch(NamedTuple):
     sample_ids: list[int]
     options: SamplingOptions | None  # None: options of the engine
 
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> "_Batch":
-        """Return the batch of ``rows``."""
-        prompts, sample_ids = [row.prompt for row in rows], [row.sample_id for row in rows]
-        return cls(prompts, sample_ids, batch_options(rows))
-
 
 class _AbandonedError(Exception):
     """No job waits for the batch any more, or the server is stopping."""
 
 
 @dataclass(frozen=True)
-class EngineSettings:
-    """Settings of an engine.
+class ServingEngine:
+    """Loop that answers queued rows with an engine that is ready to generate.
 
     ``rows``: maximum batch size. ``positions``: number of positions of the model. ``seed``: seed of
     the random numbers, which depend only on it, the prompt and the sample id. ``end_ids``: tokens
     that end an answer. ``listens``: whether the engine reports every token when it is sampled.
     ``has_peers``: whether other ranks take part, so that a started batch must be completed.
-    """
-
-    rows: int
-    positions: int
-    pad_id: int
-    end_ids: frozenset[int]
-    seed: int
-    listens: bool
-    has_peers: bool
-
-
-@dataclass(frozen=True)
-class ServingEngine:
-    """Loop that answers queued rows with an engine that is ready to generate.
 
     ``survives`` decides on all ranks whether the engine can be used after an exception. By default
     it can, unless there are other ranks, whose state is then unknown, or a worker failed.
@@ -77,7 +57,13 @@ class ServingEngine:
 
     generation: GenerationInterface
     queue: JobQueue[Row]
-    settings: EngineSettings
+    rows: int
+    positions: int
+    pad_id: int
+    end_ids: frozenset[int]
+    seed: int
+    listens: bool
+    has_peers: bool
     survives: Callable[[Exception], bool] | None = None
     is_complete: Callable[[int], bool] = lambda rows: False
 
@@ -87,15 +73,16 @@ class ServingEngine:
         If a batch fails, its jobs get the exception. Exceptions that the engine does not survive
         are raised.
         """
-        fit = partial(fit_together, positions=self.settings.positions)
+        fit = partial(fit_together, positions=self.positions)
         while True:
             # Rank 0 chooses the batch. None ends the loop on all ranks.
             slots: list[_RowSlot] = []
             stops = is_stopping()
             if is_rank_zero() and not stops:
-                rows = self.settings.rows
-                slots = self.queue.take(rows, _HEARTBEAT_S, fit, self.is_complete)
-            batch = from_rank_zero(None if stops else _Batch.of([slot.item for slot in slots]))
+                slots = self.queue.take(self.rows, _HEARTBEAT_S, fit, self.is_complete)
+            rows = [slot.item for slot in slots]
+            ids = [row.prompt for row in rows], [row.sample_id for row in rows]
+            batch = from_rank_zero(None if stops else _Batch(*ids, batch_options(rows)))
             if batch is None:
                 return
             if batch.prompts:
@@ -113,7 +100,7 @@ class ServingEngine:
             if self.survives is not None:
                 survives = self.survives(error)
             else:
-                survives = not (self.settings.has_peers or isinstance(error, WorkerError))
+                survives = not (self.has_peers or isinstance(error, WorkerError))
             failure = engine_failure(error)
             for slot in slots:
                 if survives and slot.is_wanted and isinstance(slot.job, RowJob):
@@ -128,21 +115,19 @@ class ServingEngine:
     def _generate(
         self, batch: _Batch, slots: list[_RowSlot], is_stopping: Callable[[], bool]
     ) -> BatchedDataDict:
-        ids, lengths = pad_right(batch.prompts, self.settings.pad_id)
+        ids, lengths = pad_right(batch.prompts, self.pad_id)
         columns = {"input_ids": ids, "input_lengths": lengths}
         columns["sample_ids"] = torch.tensor(batch.sample_ids)
         options: dict[str, Any] = {}
         if batch.options is not None:
             options["sampling_options"] = batch.options
-        if self.settings.listens:
+        if self.listens:
             options["listener"] = self._listener(slots, is_stopping)
-        output = self.generation.generate(
-            BatchedDataDict(columns), seed=self.settings.seed, **options
-        )
+        output = self.generation.generate(BatchedDataDict(columns), seed=self.seed, **options)
         return output.to("cpu")
 
     def _listener(self, slots: list[_RowSlot], is_stopping: Callable[[], bool]) -> _Listener:
-        ends, may_leave = self.settings.end_ids, not self.settings.has_peers
+        ends, may_leave = self.end_ids, not self.has_peers
         # With different limits, the engine may sample for the longest after all rows have ended.
         longest = max((slot.item.longest for slot in slots), default=0)
         is_cut = any(slot.item.longest < longest for slot in slots)

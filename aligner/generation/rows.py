@@ -4,7 +4,6 @@ A request becomes one row per answer. Rows with the same sampling options are ge
 also rows of different requests.
 """
 
-import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,10 +81,3 @@ def batch_options(rows: Sequence[Row]) -> SamplingOptions | None:
         return None
     longest = max(row.longest for row in rows)
     return SamplingOptions(LengthParams(longest, first.length.min_length), first.sampling)
-
-
-def sample_id(*parts: object) -> int:
-    """Return a sample id, 0 <= id < 2**63, that depends only on the text of ``parts``."""
-    text = " ".join(map(str, parts))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

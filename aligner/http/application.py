@@ -48,25 +48,21 @@ class Bodies:
             with self._parsing:
                 return blame_sender(parse, body)
 
-        body = bytearray()
-        try:
-            await self._append(request, body)
-            yield await run_in_threadpool(parsed)
-        finally:
-            self._bytes -= len(body)
-
-    async def _append(self, request: Request, body: bytearray) -> None:
-        length = request.headers.get("Content-Length")
+        length, body = request.headers.get("Content-Length"), bytearray()
         if length is None or "Transfer-Encoding" in request.headers:
             raise HTTPException(411, "Content-Length is missing")
         if int(length) > MAX_BYTES:
             raise HTTPException(413, f"the body has {length} bytes, at most {MAX_BYTES} are taken")
         # Count bytes as they arrive, for the limit of all requests together.
-        async for piece in request.stream():
-            if self._bytes + len(piece) > MAX_BYTES_IN_FLIGHT:
-                raise HTTPException(503, "too many bytes are being processed, try again later")
-            self._bytes += len(piece)
-            body += piece
+        try:
+            async for piece in request.stream():
+                if self._bytes + len(piece) > MAX_BYTES_IN_FLIGHT:
+                    raise HTTPException(503, "too many bytes are being processed, try again later")
+                self._bytes += len(piece)
+                body += piece
+            yield await run_in_threadpool(parsed)
+        finally:
+            self._bytes -= len(body)
 
 
 def blame_sender(function: Callable[..., Parsed], *arguments: Any) -> Parsed:

@@ -59,18 +59,16 @@ class Results(Generic[Result]):
                 async with asyncio.timeout_at(deadline):
                     event = await self._events.get()
                 # Errors: of the client, of a server that ends, or of the model.
-                if isinstance(event, HTTPException):
-                    raise event
-                if isinstance(event, ConnectionAbortedError):
-                    raise HTTPException(503, str(event))
                 if isinstance(event, Exception):
-                    cause = f"{type(event).__name__}: {event}"
-                    raise HTTPException(500, f"the model failed: {cause}")
+                    status, cause = 500, f"the model failed: {type(event).__name__}: {event}"
+                    if isinstance(event, ConnectionAbortedError):
+                        status, cause = 503, str(event)
+                    is_final = isinstance(event, HTTPException)
+                    raise event if is_final else HTTPException(status, cause)
                 missing -= is_last(event)
                 yield event
-        except TimeoutError as error:
-            raise HTTPException(503, timeout_message) from error
-        except asyncio.CancelledError as error:
-            raise HTTPException(503, ENDING) from error
+        except (TimeoutError, asyncio.CancelledError) as error:
+            is_late = isinstance(error, TimeoutError)
+            raise HTTPException(503, timeout_message if is_late else ENDING) from error
         finally:
             job.is_abandoned = True

@@ -4,6 +4,8 @@ A random number derived from the hash depends on the hashed integers only, not o
 earlier calls and not on the device.
 """
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,12 @@ def counter_hash(seed: int, *counters: Tensor) -> Tensor:
     for counter in counters:
         state = combine(state, counter)
     return state
+
+
+def text_hash(*parts: object) -> int:
+    """Return a hash of the text of ``parts``, 0 <= hash < 2**63."""
+    text = " ".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class CallSeeds:

@@ -43,14 +43,13 @@ deviation (verl, TRL 1e-4, OpenRLHF 1e-9). A group of one gets 0 (NeMo-RL, TRL).
 """
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from aligner.errors import ConfigError
 from aligner.losses.groups import TOLERANCE, compare_turns, sum_of_group
-from aligner.losses.masked import check_choice, masked_whiten
+from aligner.losses.masked import masked_whiten
 
 
 def token_rewards(
@@ -208,10 +207,7 @@ def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cach
     [B], the response ended by itself. ``max_length``: limit of a response in tokens. Returns
     float32 [B].
     """
-    if not 0 <= cache <= max_length:
-        raise ConfigError(
-            f"overlong cache={cache} must be between 0 and max_length={max_length}, both in tokens"
-        )
+    assert 0 <= cache <= max_length, (cache, max_length)
     assert lengths.shape == is_end.shape, (lengths.shape, is_end.shape)
     # Tokens over the start of the punished range.
     over = (lengths - (max_length - cache)).clamp(min=0).float()
@@ -240,7 +236,6 @@ def group_advantages(
     A group of equal rewards gets exactly 0 from every estimator with a group baseline. ``penalty``:
     float [B], subtracted from each reward. Only ``reinforce`` reads ``batch_baseline``.
     """
-    check_critic_free(estimator, batch_baseline=batch_baseline)
     assert rewards.ndim == 1, rewards.shape
     shapes = rewards.shape, groups.shape, sample_mask.shape
     assert len(set(shapes)) == 1, shapes
@@ -289,7 +284,6 @@ def token_advantages(
     tokens in conversations. If ``rewards`` are float [B, S], turns are compared
     (`turn_advantages`).
     """
-    check_critic_free(estimator, batch_baseline=batch_baseline, discount=discount)
     assert token_mask.ndim == 2, token_mask.shape
     generated = token_mask.bool() & sample_mask.bool().unsqueeze(1)
     if estimator == "reinforce_plus_plus":
@@ -328,7 +322,6 @@ def turn_advantages(
     float [B, S], subtracted from the reward at each token. Positions outside turns may be any
     value. Turns of equal worth in a group, and a group of one, get exactly 0 from a group baseline.
     """
-    check_critic_free(estimator)
     assert turn_rewards.shape == turn_ids.shape, (turn_rewards.shape, turn_ids.shape)
     counts = sample_mask.bool()
     generated = (turn_ids > 0) & counts.unsqueeze(1)
@@ -388,21 +381,3 @@ def has_reward_variance(
     )
     varies = high - low > TOLERANCE * torch.maximum(low.abs(), high.abs())
     return counts & varies[index]
-
-
-def check_critic_free(
-    estimator: str, *, batch_baseline: bool = False, discount: float = 1.0
-) -> None:
-    """Raise if the estimator is unknown, or if options of another estimator are given."""
-    estimators = [*get_args(SampleEstimator), *get_args(TokenEstimator)]
-    check_choice("advantage estimator", estimator, estimators)
-    if batch_baseline and estimator != "reinforce":
-        raise ConfigError(
-            f"batch_baseline=true is an option of reinforce, and {estimator} already subtracts a "
-            "baseline or whitens. Leave batch_baseline out"
-        )
-    if discount != 1 and estimator != "reinforce_plus_plus":
-        raise ConfigError(
-            f"discount={discount} needs one reward per token, as in reinforce_plus_plus. "
-            f"Use discount=1 with {estimator}"
-        )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aligner import types
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.errors import AlignerError, ConfigError, DataError
+from aligner.errors import AlignerError, ConfigError, DataError, raised_as
 from aligner.types import Denominators, TokenOutputs
 
 LossFunction = Callable[..., tuple[Tensor, Mapping[str, Any]]]
@@ -68,14 +68,11 @@ class PublishedLoss:
         if declared is None:
             is_logprob = self._input_name() == "next_token_logprobs"
             return LossInputType.LOGPROB if is_logprob else LossInputType.LOGIT
-        try:  # the enumeration of another library uses the same values
+        names = ", ".join(kind.name for kind in LossInputType)
+        remedy = f"use one of {names}, or aligner.losses.distillation for distillation"
+        with raised_as(ConfigError, f"loss_fn.input_type={declared}", ValueError, remedy=remedy):
+            # The enumeration of another library uses the same values.
             return LossInputType(getattr(declared, "value", declared))
-        except ValueError:
-            names = ", ".join(kind.name for kind in LossInputType)
-            raise ConfigError(
-                f"loss_fn.input_type={declared} is not supported. Use one of {names}, or "
-                "aligner.losses.distillation for distillation"
-            ) from None
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
@@ -148,15 +145,12 @@ def loss_and_metrics(
     if not isinstance(loss, Tensor) or loss.ndim:
         shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise error(f"{who} returned {shape} as the loss. Return a scalar tensor")
-    return loss, {str(key): metric_tensor(key, value, loss) for key, value in metrics.items()}
-
-
-def metric_tensor(name: str, value: Any, loss: Tensor) -> Tensor:
-    """Return ``value`` as a detached float32 scalar on the device of ``loss``, else `DataError`."""
-    try:
-        scalar = torch.as_tensor(value, dtype=torch.float32, device=loss.device).detach()
-    except (TypeError, ValueError, RuntimeError):
-        scalar = None
-    if scalar is None or scalar.ndim:
-        raise DataError(f"loss_fn: metric {name}={value!r} is not a number. Return only scalars")
-    return scalar
+    scalars: dict[str, Tensor] = {}
+    for name, value in metrics.items():
+        text = f"{who}: metric {name}={value!r} is not a number"
+        with raised_as(error, text, TypeError, ValueError, RuntimeError, remedy="return scalars"):
+            scalar = torch.as_tensor(value, dtype=torch.float32, device=loss.device).detach()
+            if scalar.ndim:
+                raise ValueError(f"its shape is {list(scalar.shape)}")
+        scalars[str(name)] = scalar
+    return loss, scalars

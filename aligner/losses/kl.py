@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.losses.masked import check_choice
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
@@ -50,7 +49,6 @@ def kl_estimate(
     caller must drop masked positions.
     """
     assert logprobs.shape == ref_logprobs.shape, (logprobs.shape, ref_logprobs.shape)
-    check_choice("kl estimator", estimator, _ESTIMATORS)
     estimate_of = _ESTIMATORS[estimator]
     k1 = logprobs - ref_logprobs
     if input_clamp is not None:
@@ -64,65 +62,34 @@ def kl_estimate(
     return torch.where(inside, estimate_of(torch.where(inside, k1, 0)), bounded)
 
 
-class FixedKLController:
-    """Controller that keeps the KL coefficient β of the reward at the configured value."""
+class KLController:
+    """Controller of the KL coefficient β of the reward, which is fixed without a ``target``.
 
-    def __init__(self, coefficient: float) -> None:
-        self._coefficient = coefficient
+    For a target KL, ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)`` (Ziegler et
+    al., 2019, "Fine-Tuning Language Models...", §2.2). KL is summed over a sample's tokens and
+    averaged over samples. ``value`` is the coefficient for the next rollout.
+    """
 
-    @property
-    def value(self) -> float:
-        """The coefficient β for the next rollout."""
-        return self._coefficient
+    def __init__(self, coefficient: float, target: float | None = None, horizon: int = 1) -> None:
+        self.value, self._target, self._horizon = coefficient, target, horizon
 
     def update(self, current_kl: float, n_samples: int) -> None:
         """Update β from the mean KL per sample of a rollout and the sample count."""
+        if self._target is not None:
+            error = min(max(current_kl / self._target - 1, -0.2), 0.2)
+            self.value *= 1 + error * n_samples / self._horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty dict, because β comes from the configuration."""
-        return {}
+        """Return the coefficient, unless it is fixed. The rest comes from the configuration."""
+        return {} if self._target is None else {"coefficient": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, which must be from a controller of the same class."""
-        if state:
+        """Continue from ``state``. A fixed and an adaptive coefficient cannot be exchanged."""
+        if bool(state) != (self._target is not None):
+            kinds = ("an adaptive", "fixed") if state else ("a fixed", "adaptive")
             raise ConfigError(
-                f"the run state contains an adaptive KL coefficient ({dict(state)}), but the "
-                "configured coefficient is fixed. Configure the adaptive controller, or start a "
-                "new run"
+                f"the run state was saved with {kinds[0]} KL coefficient ({dict(state)}), but the "
+                f"configured coefficient is {kinds[1]}. Change trainer.ppo.kl_controller.mode, or "
+                "start a new run"
             )
-
-
-class AdaptiveKLController(FixedKLController):
-    """Controller of β for a target KL (Ziegler et al., 2019, "Fine-Tuning Language Models...").
-
-    ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)``. KL is summed over a
-    sample's tokens and averaged over samples (§2.2 of the paper).
-    """
-
-    def __init__(self, coefficient: float, target: float, horizon: int) -> None:
-        if target <= 0 or horizon <= 0:
-            raise ConfigError(
-                f"adaptive KL control needs target > 0 and horizon > 0, got target={target}, "
-                f"horizon={horizon}. Give both, or use the fixed controller"
-            )
-        super().__init__(coefficient)
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, current_kl: float, n_samples: int) -> None:
-        """Move β so that ``current_kl`` approaches the target."""
-        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
-        self._coefficient *= 1 + error * n_samples / self.horizon
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the coefficient. Target and horizon come from the configuration."""
-        return {"coefficient": self._coefficient}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, see `FixedKLController.load_state_dict`."""
-        if "coefficient" not in state:
-            raise ConfigError(
-                "the run state contains no KL coefficient, because it was saved with a fixed "
-                "coefficient. Configure the fixed controller, or start a new run"
-            )
-        self._coefficient = float(state["coefficient"])
+        self.value = float(state.get("coefficient", self.value))

@@ -2,25 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from aligner.losses.masked import BatchAverage, counted_tokens
+from aligner.losses.masked import BatchAverage, CheckedLoss, counted_tokens
 from aligner.types import Denominators, TokenOutputs
 
 
 @dataclass(frozen=True)
-class NegativeLogLikelihoodLoss:
+class NegativeLogLikelihoodLoss(CheckedLoss):
     """Loss of supervised fine-tuning and rejection sampling, ``-Σ mask·logprob / valid tokens``.
 
     ``token_mask`` is 1 at the response's tokens, end-of-sequence token included. Every token of the
     global batch weighs the same (NeMo-RL, verl). Metrics are means over all tokens: ``loss`` in
     nats per token and ``token_probability`` (``exp(logprob)``).
     """
-
-    needs_entropy: ClassVar[bool] = False
-    rows_per_group: ClassVar[int] = 1
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

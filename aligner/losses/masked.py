@@ -20,14 +20,14 @@ A sequence counts if its ``sample_mask`` is 1 (NeMo-RL, while verl and OpenRLHF 
 a token, TRL counts all). A sequence without a generated token must have ``sample_mask`` 0.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from aligner.errors import ConfigError
+from aligner.config.parse import check_fields
 from aligner.types import Denominators
 
 
@@ -65,6 +65,17 @@ def _less(values: Tensor, mean: Tensor) -> Tensor:
 
 def _sum64(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), values, 0).sum(dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class CheckedLoss:
+    """Base of losses of single rows without entropy, whose options have the types of the fields."""
+
+    needs_entropy: ClassVar[bool] = False
+    rows_per_group: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
@@ -111,25 +122,3 @@ def counted_tokens(batch: Mapping[str, Tensor], *per_token: Tensor) -> Tensor:
     assert shapes.count(token_mask.shape) == len(shapes), shapes
     assert sample_mask.shape == token_mask.shape[:1], (sample_mask.shape, token_mask.shape)
     return token_mask.bool() & sample_mask.bool().unsqueeze(1)
-
-
-def check_choice(key: str, value: str, choices: Collection[str]) -> None:
-    """Refuse a ``value`` of ``key`` that is not in ``choices``."""
-    if value not in choices:
-        raise ConfigError(f"{key}={value!r} is unknown. Use one of {', '.join(choices)}")
-
-
-def check_aggregation(aggregation: str, max_response_length: int | None) -> None:
-    """Refuse an unknown aggregation, and a length that is missing or without effect."""
-    check_choice("aggregation", aggregation, get_args(Aggregation))
-    if aggregation == "fixed_length":
-        if max_response_length is None or max_response_length < 1:
-            raise ConfigError(
-                f"aggregation=fixed_length needs max_response_length of at least 1, got "
-                f"{max_response_length}. Give the limit of a response in tokens"
-            )
-    elif max_response_length is not None:
-        raise ConfigError(
-            f"max_response_length={max_response_length} has no effect with aggregation="
-            f"{aggregation}. Leave it out, or use aggregation=fixed_length"
-        )

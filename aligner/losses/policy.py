@@ -1,6 +1,6 @@
 """The PPO policy loss (Schulman et al., 2017) with the options of its descendants."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -10,18 +10,11 @@ from torch import Tensor
 from aligner.catalog import SURROGATES, imported
 from aligner.config import CorrectionConfig
 from aligner.config.fields import AboveOne, NonNegative, Positive
-from aligner.config.parse import check_fields
+from aligner.config.parse import check_fields, refuse
 from aligner.config.roles.sampling import Surrogate
-from aligner.errors import ConfigError
 from aligner.losses.corrections import correct, gap_metrics
 from aligner.losses.kl import KLEstimator, kl_estimate
-from aligner.losses.masked import (
-    Aggregation,
-    BatchAverage,
-    check_aggregation,
-    counted_tokens,
-    row_means,
-)
+from aligner.losses.masked import Aggregation, BatchAverage, counted_tokens, row_means
 from aligner.types import Denominators, TokenOutputs
 
 RatioLevel = Literal["token", "sequence"]
@@ -82,26 +75,19 @@ class PPOPolicyLoss:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.importance_cap is not None and self.correction.weights != "none":
-            raise ConfigError(
-                f"importance_cap={self.importance_cap} and correction.weights="
-                f"{self.correction.weights} both set importance weights. Give one of the two"
-            )
-        no_lower_bound = self.ratio_eps_low == 1 and self.surrogate == "cispo"
-        if not (0 <= self.ratio_eps_low < 1 or no_lower_bound):
-            raise ConfigError(
-                f"ratio_eps_low={self.ratio_eps_low} must be in [0, 1), or 1 with surrogate=cispo"
-            )
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        is_cispo = self.surrogate == "cispo"
+        if not (0 <= self.ratio_eps_low < 1 or (self.ratio_eps_low == 1 and is_cispo)):
+            yield f"ratio_eps_low={self.ratio_eps_low} must be in [0, 1), or 1 with surrogate=cispo"
         if self.entropy_bonus != 0 and not self.needs_entropy:
-            raise ConfigError(
-                f"entropy_bonus={self.entropy_bonus} needs the entropy. Set needs_entropy=true"
-            )
-        if self.surrogate == "cispo" and self.dual_clip is not None:
-            raise ConfigError(
+            yield f"entropy_bonus={self.entropy_bonus} needs the entropy. Set needs_entropy=true"
+        if is_cispo and self.dual_clip is not None:
+            yield (
                 f"dual_clip={self.dual_clip} bounds the clipped surrogate, which surrogate=cispo "
                 "does not use. Use null to turn it off"
             )
-        check_aggregation(self.aggregation, self.max_response_length)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

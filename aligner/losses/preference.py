@@ -2,18 +2,8 @@
 
 ``log π`` and ``log π_ref`` are the log-probabilities of a response under the policy and the frozen
 reference, summed over its tokens. The implicit reward of the response is
-``r = β·(log π - log π_ref)`` and the margin of a pair is ``m = r_chosen - r_rejected``:
-
-==============  ===================================================================================
-`DPOLoss`       ``-(1-ε)·log σ(m) - ε·log σ(-m)``, cDPO if ε > 0
-`IPOLoss`       ``(m/β - 1/(2β))²``
-`RPOLoss`       distance of ``m`` from the gap between rewards of a reward model or verifier
-`SimPOLoss`     ``-log σ(m - γ)`` with ``r = β·log π`` per token, without a reference
-==============  ===================================================================================
-
-All are means over the pairs of the global batch (`losses.pairs` describes the layout of a batch).
-
-`KTOLoss` (Kahneman–Tversky optimisation) reads single responses labelled good or bad.
+``r = β·(log π - log π_ref)`` and the margin of a pair is ``m = r_chosen - r_rejected``. Losses are
+means over the pairs of the global batch (`losses.pairs` describes the layout of a batch).
 """
 
 from abc import ABC, abstractmethod
@@ -26,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.config.fields import MinorShare, NonNegative, Positive
-from aligner.config.parse import check_fields
-from aligner.losses.masked import counted_tokens, masked_sum, row_means
+from aligner.losses.masked import CheckedLoss, counted_tokens, masked_sum, row_means
 from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
@@ -37,7 +26,7 @@ TIE = 1e-4
 
 
 @dataclass(frozen=True)
-class PairwiseLoss(ABC):
+class PairwiseLoss(CheckedLoss, ABC):
     """Base of pairwise losses. A loss is a mean over pairs, plus an optional SFT term.
 
     ``sft_weight`` adds ``-mean log π`` of the chosen response: the mean over its tokens, then over
@@ -50,11 +39,7 @@ class PairwiseLoss(ABC):
 
     beta: Positive = 0.1
     sft_weight: NonNegative = 0.0
-    needs_entropy: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = 2
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
@@ -191,8 +176,10 @@ def _bernoulli_kl(p_logit: Tensor, q_logit: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class KTOLoss:
-    """Loss of a response's log-ratio against the policy's mean drift (Ethayarajh et al., 2024).
+class KTOLoss(CheckedLoss):
+    """Loss of a labelled response against the policy's mean drift (Ethayarajh et al., 2024).
+
+    Kahneman–Tversky optimisation reads single responses labelled good or bad.
 
     With ``r = log π - log π_ref`` of a row, summed over its response, and the baseline ``z``::
 
@@ -211,11 +198,6 @@ class KTOLoss:
     beta: Positive = 0.1
     desirable_weight: NonNegative = 1.0
     undesirable_weight: NonNegative = 1.0
-    needs_entropy: ClassVar[bool] = False
-    rows_per_group: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

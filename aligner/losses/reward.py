@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.config.parse import check_fields
-from aligner.losses.masked import row_means
+from aligner.losses.masked import CheckedLoss, row_means
 from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
@@ -17,7 +16,7 @@ BradleyTerryVariant = Literal["plain", "margin", "scaled"]
 
 
 @dataclass(frozen=True)
-class BradleyTerryLoss:
+class BradleyTerryLoss(CheckedLoss):
     """Bradley–Terry loss ``-log σ(d)`` of the score difference ``d = R_chosen - R_rejected``.
 
     With the strength ``s`` of the preference, in the units of the labels::
@@ -35,11 +34,7 @@ class BradleyTerryLoss:
     """
 
     variant: BradleyTerryVariant = "plain"
-    needs_entropy: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = 2
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
@@ -68,16 +63,13 @@ class BradleyTerryLoss:
 
 
 @dataclass(frozen=True)
-class AttributeRegressionLoss:
+class AttributeRegressionLoss(CheckedLoss):
     """Squared error to ratings of ``K`` attributes. Ratings may be missing (SteerLM).
 
     ``mean over sequences of (mean over the rated attributes of (score - rating)²)``: every sequence
     of the global batch weighs the same. A sequence without any rating must have ``sample_mask`` 0.
     Metrics are means over sequences: ``loss`` and ``absolute_error``.
     """
-
-    needs_entropy: ClassVar[bool] = False
-    rows_per_group: ClassVar[int] = 1
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

@@ -157,20 +157,23 @@ def _test_loss(loss: UserPolicyLoss, has_reference: bool) -> None:
     expected = evaluate(0.0, slice(None))
     split = evaluate(0.0, slice(0, 2), slice(2, _ROWS))
     shifted = evaluate(2.0, slice(None))
+    problem = ""
     if not agree(shifted):
-        raise ConfigError(
-            f"{KEY}={loss.name} reads tokens that do not count: other values at these tokens "
+        problem = (
+            f"reads tokens that do not count: other values at these tokens "
             f"change the loss from {expected[0].item():g} to {shifted[0].item():g} (or change the "
             "gradients). A token counts if batch['token_mask'] and batch['sample_mask'] are both "
             "1. Set all other positions to 0 with torch.where before exp or a sum"
         )
-    if not agree(split):
-        raise ConfigError(
-            f"{KEY}={loss.name} depends on how rows are split into micro-batches: the loss of 4 "
+    elif not agree(split):
+        problem = (
+            f"depends on how rows are split into micro-batches: the loss of 4 "
             f"synthetic rows is {expected[0].item():g}, the sum over two micro-batches of 2 rows "
             f"is {split[0].item():g} (or the gradients differ). Divide sums by "
             "denominators.valid_tokens or denominators.valid_seqs, not by a count of a micro-batch"
         )
+    if problem:
+        raise ConfigError(f"{KEY}={loss.name} {problem}")
 
 
 def _evaluate(
@@ -196,17 +199,14 @@ def _evaluate(
             share, _ = loss(TokenOutputs(logprobs[part, :width], part_entropy), rows, denominators)
         total = total + share
     # Check loss and gradient.
-    if not total.requires_grad:
-        raise ConfigError(
-            f"{KEY}={loss.name}: the loss has no gradient. Compute it from "
-            "outputs.values_or_logprobs, without detach or item"
-        )
-    (gradient,) = torch.autograd.grad(total, [logprobs], allow_unused=True)
+    gradient: Tensor | None = None
+    if total.requires_grad:
+        (gradient,) = torch.autograd.grad(total, [logprobs], allow_unused=True)
     if gradient is None or not (total.isfinite() & gradient.isfinite().all()):
         raise ConfigError(
-            f"{KEY}={loss.name}: on a synthetic batch the loss is {total.item():g} and its "
-            f"gradient is {'absent' if gradient is None else 'not finite'}. Compute it from "
-            "outputs.values_or_logprobs"
+            f"{KEY}={loss.name}: on a synthetic batch the loss is {total.item():g} and has "
+            f"{'no gradient' if gradient is None else 'a gradient that is not finite'}. Compute "
+            "the loss from outputs.values_or_logprobs, without detach or item"
         )
     return total.detach(), gradient
 

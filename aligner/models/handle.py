@@ -1,7 +1,4 @@
-"""`RoleHandle`, the base class of the handles of policy, critic and reward model.
-
-A handle accepts and returns global batches. Its workers get data-parallel shares.
-"""
+"""`RoleHandle`, the base class of the handles of policy, critic and reward model."""
 
 import contextlib
 import logging
@@ -10,12 +7,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.device.accelerator import DeviceInfo, MemoryUse
 from aligner.distributed.batched_data_dict import BatchedDataDict, check_columns
-from aligner.distributed.interfaces import WorkerGroup
+from aligner.distributed.interfaces import Cluster, WorkerGroup
 from aligner.distributed.workers import (
     micro_batching,
     on_all_workers,
@@ -34,22 +31,38 @@ TRAINED_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
 
 class RoleHandle:
-    """Handle of a group of workers of one role: training, phases, state and shutdown.
+    """Handle of a group of workers of one role, which accepts and returns global batches.
 
-    Args:
-        worker_group: the workers.
-        config: the role's section, with the default batch sizes of `train`.
-        model: the policy's section, with layout and token budgets that all roles share.
+    The workers get data-parallel shares.
     """
+
+    workers: ClassVar[Mapping[str, str]]  # dotted path of the worker class for each backend
 
     def __init__(
         self,
-        worker_group: WorkerGroup,
+        cluster: Cluster,
         config: TrainedModelConfig | CriticConfig,
         model: TrainedModelConfig,
+        name_prefix: str,
+        backend: str,
+        weights_path: str | os.PathLike[str] | None,
+        optimizer_path: str | os.PathLike[str] | None,
+        /,
+        **arguments: Any,
     ) -> None:
-        self.worker_group = worker_group
-        self.sharding_annotations = worker_group.sharding_annotations
+        """Start the workers on ``cluster``.
+
+        ``config``: the role's section, with the default batch sizes of `train`. ``model``: the
+        policy's section, with layout and token budgets that all roles share. ``arguments``: other
+        arguments of `Cluster.start_workers` and of the worker class. For the others see `Policy`.
+        """
+        if backend not in self.workers:
+            raise ConfigError(f"policy.backend={backend} must be one of {', '.join(self.workers)}")
+        paths = checkpoint_paths(weights_path, optimizer_path)
+        self.worker_group = cluster.start_workers(
+            self.workers[backend], name_prefix, config=config, **paths, **arguments
+        )
+        self.sharding_annotations = self.worker_group.sharding_annotations
         self.config = config
         self.model = model
 
@@ -64,10 +77,9 @@ class RoleHandle:
         """Run one pass over ``data``, with one optimizer step for every ``gbs`` rows.
 
         Args:
-            data: columns that ``loss_fn`` and the role read.
-            loss_fn: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes, a
-                function of (logits, data, global_valid_seqs, global_valid_toks) (see
-                `aligner.losses.interfaces`).
+            data: columns that ``loss_fn`` and the role read. A missing one raises `DataError`.
+            loss_fn: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes
+                (see `aligner.losses.interfaces`).
             eval_mode: whether to run forward passes only, without updates.
             gbs: number of rows of a global mini-batch, over all ranks. Default: as configured.
             mbs: number of rows per forward-backward pass, which must not separate rows that
@@ -77,9 +89,6 @@ class RoleHandle:
             ``loss`` and ``grad_norm`` (means over the pass's steps), ``lr`` of the last step,
             ``skipped`` (whether a step was skipped because it was not finite) and
             ``all_mb_metrics`` (dict of lists with one value per step, over the global mini-batch).
-
-        Raises:
-            DataError: one of `TRAINED_COLUMNS` is missing.
         """
         # Micro-batches: by token budget or by rows, without separating compared rows.
         check_columns(data, TRAINED_COLUMNS)
@@ -142,18 +151,14 @@ class RoleHandle:
     def begin_saving(self, folder: Path, in_background: bool) -> None:
         """Write the present state of every worker's share (see `ShareWriter`).
 
-        With ``in_background`` the call returns after copying. The caller seals the folder
-        (`worker_state.seal`).
+        With ``in_background`` the call returns after copying. The caller seals the folder.
         """
         run_on_all(
             self.worker_group, RoleWorker.begin_saving, str(folder.absolute()), in_background
         )
 
     def check_saving(self, wait: bool) -> None:
-        """Raise the error of writing in the background, if any. ``wait``: wait for its end.
-
-        If a call has failed, workers may be waiting for one another and are not called.
-        """
+        """Raise the error of writing in the background, if any. ``wait``: wait for its end."""
         if not self.worker_group.is_healthy:
             return
         for failure in run_on_all(self.worker_group, RoleWorker.saving_failure, wait):
@@ -172,12 +177,10 @@ class RoleHandle:
     ) -> None:
         """Write the role from the workers, so that every machine needs access to these paths.
 
-        Args:
-            weights_path: a ``.nemo`` file, including configuration and tokenizer. A path without
-                that suffix becomes a Hugging Face directory.
-            optimizer_path: directory for the float32 weights, moments and step, a file per worker.
-                A handle started with both paths continues from that state, on any layout.
-            tokenizer_path: directory for the tokenizer's files.
+        ``weights_path``: a ``.nemo`` file, or without that suffix a Hugging Face directory.
+        ``optimizer_path``: directory for the float32 weights, moments and step, a file per worker.
+        A handle started with both paths continues from that state, on any layout.
+        ``tokenizer_path``: directory for the tokenizer's files.
         """
         paths = checkpoint_paths(weights_path, optimizer_path, tokenizer_path)
         run_on_all(self.worker_group, RoleWorker.save_checkpoint, **paths)
@@ -226,10 +229,3 @@ def checkpoint_paths(
         "tokenizer_path": tokenizer_path,
     }
     return {key: os.path.abspath(path) for key, path in paths.items() if path is not None}
-
-
-def worker_class(workers: Mapping[str, str], backend: str) -> str:
-    """Return the dotted path of the worker class for ``backend``."""
-    if backend not in workers:
-        raise ConfigError(f"policy.backend={backend} must be one of {', '.join(workers)}")
-    return workers[backend]

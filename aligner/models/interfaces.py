@@ -1,7 +1,7 @@
 """Interfaces of the roles, on any backend.
 
-Lightning-style roles (``SupervisedInterface`` and below) use batches of one process, the handles
-(``PolicyInterface`` and below) global batches. `aligner.types` defines keys, shapes and masks.
+Lightning-style roles use batches of one process, handles global batches. `aligner.types` defines
+keys, shapes and masks.
 """
 
 from abc import ABC, abstractmethod
@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 from torch import Tensor
 
-from aligner.errors import DataError
-
 if TYPE_CHECKING:
     from aligner.config import SamplingOptions
     from aligner.distributed.batched_data_dict import BatchedDataDict
     from aligner.distributed.interfaces import WorkerFuture
-    from aligner.losses.interfaces import LossFunction as PublishedLossFunction
-    from aligner.types import LossFunction
 
 
 class TrainingPhases(ABC):
@@ -32,35 +28,14 @@ class TrainingPhases(ABC):
         """Leave training."""
 
 
-class InferencePhases(ABC):
-    """A role that enters and leaves inference."""
-
-    @abstractmethod
-    def prepare_for_inference(self) -> None:
-        """Enter inference: evaluation mode, optimizer state off the device."""
-
-    @abstractmethod
-    def finish_inference(self) -> None:
-        """Leave inference."""
-
-
 class SupervisedInterface(ABC):
-    """A role that trains on a loss over a batch.
-
-    The names are NeMo-Aligner's. Its trainers call the four hooks around a step. The trainers of
-    this library do not call the hooks, and its roles do not override them.
-    """
+    """A role that trains on a loss. The hooks are NeMo-Aligner's and are never called."""
 
     @abstractmethod
     def get_loss_and_metrics(
         self, batch: Mapping[str, Tensor], forward_only: bool
     ) -> tuple[float, dict[str, float]]:
-        """Compute loss and metrics of this process's share of a global batch, over all ranks.
-
-        ``batch`` contains the columns that the loss reads (see `aligner.types`), including float32
-        ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``. Gradients are accumulated unless
-        ``forward_only``.
-        """
+        """See `RoleModel.get_loss_and_metrics`."""
 
     def prepare_for_training_step(self) -> None:  # noqa: B027 - optional for a role
         """Run before each training batch of a caller's training loop."""
@@ -75,12 +50,20 @@ class SupervisedInterface(ABC):
         """Run after each validation batch of a caller's training loop."""
 
 
-class Inferrable(InferencePhases):
+class Inferrable(ABC):
     """A role with inference."""
+
+    @abstractmethod
+    def prepare_for_inference(self) -> None:
+        """Enter inference: evaluation mode, optimizer state off the device."""
 
     @abstractmethod
     def infer(self, *args: Any, **kwargs: Any) -> Any:
         """Run inference on a batch."""
+
+    @abstractmethod
+    def finish_inference(self) -> None:
+        """Leave inference."""
 
 
 class AlignableGenerativeInterface(SupervisedInterface, TrainingPhases, Inferrable):
@@ -149,16 +132,6 @@ class GenerationOutputSpec(TypedDict):
     is_end: Tensor
 
 
-def check_generation_output(output: Mapping[str, Any]) -> None:
-    """Raise `DataError`, a ``ValueError``, if a column of `GenerationOutputSpec` is missing."""
-    missing = [name for name in GenerationOutputSpec.__annotations__ if name not in output]
-    if missing:
-        raise DataError(
-            f"generated batch: columns {', '.join(missing)} are missing. It contains "
-            f"{', '.join(sorted(output))}"
-        )
-
-
 class GenerationInterface(ABC):
     """A sampling engine over global batches."""
 
@@ -178,17 +151,14 @@ class GenerationInterface(ABC):
         """Sample responses to prompts (see `GenerationOutputSpec`).
 
         Without a seed, every call of a run samples anew, and a repeated run samples the same
-        tokens. ``sampling_options``: overrides the configured lengths and sampling in this call.
+        tokens. ``sampling_options`` override the configured lengths and sampling.
         """
 
     def weights_changed(self) -> None:  # noqa: B027 - no effect if the policy samples
         """Mark the policy's weights as changed. The next `prepare_for_generation` fetches them."""
 
     def recover(self) -> bool:
-        """Clean up after an error in `generate`, and return whether it can be called again.
-
-        Call it on every rank. All ranks return the same value, by default False.
-        """
+        """Clean up on every rank after an error in `generate`. Return whether it may be called."""
         return False
 
     @abstractmethod
@@ -226,35 +196,7 @@ class BackgroundGeneration(GenerationInterface):
         """Start generating a batch. No other call is allowed until the batch has ended."""
 
 
-class RoleHandleInterface(TrainingPhases):
-    """A trainable role over global batches."""
-
-    @abstractmethod
-    def train(
-        self,
-        data: "BatchedDataDict",
-        loss_fn: "LossFunction | PublishedLossFunction",
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, Any]:
-        """Run one pass over ``data``, with one optimizer step for every ``gbs`` samples."""
-
-    @abstractmethod
-    def save_checkpoint(
-        self,
-        weights_path: str,
-        optimizer_path: str | None = None,
-        tokenizer_path: str | None = None,
-    ) -> None:
-        """Write weights and, if paths are given, optimizer state and tokenizer."""
-
-    @abstractmethod
-    def shutdown(self) -> bool:
-        """Stop the workers."""
-
-
-class PolicyInterface(RoleHandleInterface):
+class PolicyInterface(TrainingPhases):
     """A policy over global batches."""
 
     @abstractmethod
@@ -293,10 +235,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Return handles with which an engine on the same machine or device opens weights.
-
-        ``readers``: the machines and devices that will open the weights. Default: all.
-        """
+        """Return handles with which the engines ``readers`` on this machine open weights."""
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> "WorkerFuture":
@@ -311,7 +250,7 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Invalidate the handles."""
 
 
-class ValueInterface(RoleHandleInterface, InferencePhases):
+class ValueInterface(TrainingPhases):
     """Critic whose methods take and return global batches."""
 
     @abstractmethod

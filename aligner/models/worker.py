@@ -1,9 +1,6 @@
-"""`RoleWorker`, one process's share of a role on any backend, with batch-level methods.
+"""`RoleWorker`, one process's share of a role on any backend, with batch-level methods."""
 
-The handles call these methods with a data-parallel rank's share of a global batch. Results are the
-same on every process of a model-parallel group.
-"""
-
+import pkgutil
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,10 +54,7 @@ def tensors_on_device(data: Mapping[str, Any]) -> dict[str, Tensor]:
 def passes_over(
     data: Mapping[str, Any], size: int | None
 ) -> tuple[dict[str, Tensor], MicroBatches | None]:
-    """Return the arguments of a role's passes: tensors on the device, and micro-batches.
-
-    If the share of a global batch defines no micro-batches, they are ``size`` rows each.
-    """
+    """Return the tensors of a batch on the device, and its micro-batches or else their size."""
     indices = data.micro_batch_indices if isinstance(data, BatchedDataDict) else None
     return tensors_on_device(data), size if indices is None else indices[0]
 
@@ -73,8 +67,7 @@ def place_of(
 ) -> ParallelState:
     """Return this process's place in ``layout``: ``parallel`` if it matches, or else a new one.
 
-    Raises:
-        LayoutError: ``annotations``, of (pipeline, data, context, tensor), differ from ``layout``.
+    Raises `LayoutError` if ``annotations`` differ from ``layout``.
     """
     if annotations is not None:
         sizes = {
@@ -112,9 +105,13 @@ def note_unused(caller: str, arguments: Mapping[str, Any]) -> None:
 
 
 class RoleWorker(Generic[RoleT]):
-    """Base class of the workers of all roles: training, phases, and run state."""
+    """Base class of the workers of all roles: training, phases, and run state.
 
-    model_class: ClassVar[type[Any]]  # the backend's model of the role
+    Handles call the methods with a data-parallel rank's share of a global batch. Results are the
+    same on every process of a model-parallel group.
+    """
+
+    model_path: ClassVar[str]  # of the backend's model of the role, ``module:class``
 
     def __init__(
         self,
@@ -126,15 +123,11 @@ class RoleWorker(Generic[RoleT]):
         weights_path: str | None = None,
         optimizer_path: str | None = None,
     ) -> None:
-        """Set up the role, and load its state if paths are given.
+        """Set up ``model`` on the groups ``parallel``, and load its state if paths are given.
 
-        Args:
-            model: the role's share of a model on this process.
-            parallel: parallel layout and groups of this process.
-            offloads: whether to move all memory off the device between phases.
-            init_optimizer: whether to create an optimizer. False for a frozen role.
-            weights_path: weights from `save_checkpoint` to continue from.
-            optimizer_path: optimizer state, a directory from `save_checkpoint`, to continue from.
+        ``offloads``: move all memory off the device between phases. ``init_optimizer``: False for a
+        frozen role. ``weights_path``, ``optimizer_path``: files of `save_checkpoint` to continue
+        from.
         """
         self.model = model
         self.parallel = parallel
@@ -149,11 +142,17 @@ class RoleWorker(Generic[RoleT]):
             load_optimizer_state(self, optimizer_path)
 
     @classmethod
+    def model_class(cls) -> type[Any]:
+        """Import the backend's model of the role."""
+        return pkgutil.resolve_name(cls.model_path)
+
+    @classmethod
     def load_model(cls, settings: RoleSettings, path: str, tokenizer: Tokenizer) -> RoleT:
         """Load the backend's model from a `.nemo` file or a Hugging Face directory."""
-        backend, trusted = cls.model_class.backend, settings.trust_remote_code
-        with open_model(path, backend, settings.lora is not None, trusted=trusted) as source:
-            return cls.model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
+        model_class, trusted = cls.model_class(), settings.trust_remote_code
+        has_lora = settings.lora is not None
+        with open_model(path, model_class.backend, has_lora, trusted=trusted) as source:
+            return model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
 
     def __repr__(self) -> str:
         parallel = self.parallel
@@ -167,11 +166,10 @@ class RoleWorker(Generic[RoleT]):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Run one pass over this rank's rows (see `aligner.models.handle.RoleHandle.train`).
+        """Run one pass over this rank's rows (see `RoleHandle.train`).
 
-        ``data``: a shard from `BatchedDataDict.shard_by_batch_size`, with the columns that
-        ``loss_fn`` and the role read. ``mbs`` applies if the shard defines no micro-batches. The
-        result equals the handle's, with the key ``global_loss`` in place of ``loss``.
+        ``data``: a shard from `BatchedDataDict.shard_by_batch_size`. ``mbs`` applies if the shard
+        defines no micro-batches. The result has the key ``global_loss`` in place of ``loss``.
         """
         # Metrics of every step, reduced over the ranks by the model.
         loss = as_loss(loss_fn)
@@ -215,20 +213,14 @@ class RoleWorker(Generic[RoleT]):
         self.model.prepare_for_training()
 
     def finish_training(self) -> None:
-        """Leave training, and release activation memory to other processes on the device.
-
-        With ``offload_weights`` all memory of the role moves to the host.
-        """
+        """Leave training. With ``offload_weights`` all memory of the role moves to the host."""
         self._gather_weights()
         self.model.finish_training()
         self._park()
         accelerator.release_shared_memory()
 
     def prepare_for_inference(self) -> None:
-        """Move weights to the device and, if configured, optimizer state off the device.
-
-        The role is in evaluation mode afterwards.
-        """
+        """Enter evaluation mode: weights on the device, optimizer state off if configured."""
         self._restore_weights()
         self.model.prepare_for_inference()
 
@@ -304,8 +296,7 @@ class RoleWorker(Generic[RoleT]):
     ) -> None:
         """Write the role, each part atomically (see `RoleHandle.save_checkpoint`).
 
-        Adapters are merged into the weights, and also written to the same folder. ``kwargs``:
-        ignored published arguments, listed in a warning.
+        Adapters are merged into the weights, and also written next to them. ``kwargs``: ignored.
         """
         note_unused("save_checkpoint", kwargs)
         self._restore_weights()
@@ -324,7 +315,8 @@ class RoleWorker(Generic[RoleT]):
             self.model.save_to(weights_path)
         else:
             weights, files = self.model.whole_weights(), self._tokenizer().files()
-            on_rank_zero(lambda: save_hf(weights_path, weights, architecture, files))
+            keys = self.model.nemo_keys()
+            on_rank_zero(lambda: save_hf(weights_path, weights, architecture, files, keys))
         if self.model.settings.lora is not None:
             self.model.save_adapters(adapters_beside(weights_path))
         if optimizer_path is not None:
@@ -333,10 +325,10 @@ class RoleWorker(Generic[RoleT]):
             save_tokenizer(self._tokenizer(), tokenizer_path)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Load files of `save_checkpoint`, on any layout.
+        """Load files of `save_checkpoint`, on any layout. Unless given, moments do not change.
 
-        Without ``optimizer_path`` moments and schedule do not change. A role with adapters keeps
-        its frozen weights and loads the adapters next to ``weights_path``.
+        A role with adapters keeps its frozen weights and loads the adapters next to
+        ``weights_path``.
         """
         self._restore_weights()
         if self.model.settings.lora is not None:
@@ -363,12 +355,9 @@ class RoleWorker(Generic[RoleT]):
     ) -> nn.Module:
         """Move ``model``'s weights and gradient buffers to host memory, or back to the device.
 
-        Args:
-            model: this worker's model, or another model on its device.
-            device: ``"cpu"`` offloads the model to host memory, where it cannot be used (on a
-                machine without a GPU it has no effect). Any other device restores all memory.
-            move_params: whether to move the weights.
-            move_grads: whether to free the gradient buffers, which are restored as zeros.
+        ``device``: ``"cpu"`` offloads the model to host memory (without a GPU it has no effect),
+        any other device restores all memory. ``move_params``, ``move_grads``: what to move.
+        Gradients are restored as zeros.
         """
         offload = self.offload_of(model)
         if torch.device(device).type == "cpu":

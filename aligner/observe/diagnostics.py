@@ -32,28 +32,21 @@ class RoundingGap(NamedTuple):
 ROUNDING_GAPS = {"32": RoundingGap("float32", 1e-4), "bf16": RoundingGap("bf16", 0.05)}
 
 
-class GapVerdict(NamedTuple):
-    """Verdict on a gap. ``text`` completes a sentence that begins with "it is"."""
-
-    is_rounding: bool
-    text: str
-
-
-def gap_verdict(gap: float, precision: str) -> GapVerdict | None:
+def gap_verdict(gap: float, precision: str) -> tuple[bool, str] | None:
     """Compare the mean ``gap`` between sampler and trainer, in nats, with the limit of rounding.
 
-    The gap must belong to the weights that sampled. ``precision``: `trainer.precision`. Return None
-    if the precision is unknown or the gap is not finite.
+    The gap must belong to the weights that sampled. ``precision``: `trainer.precision`. Return
+    whether rounding explains the gap, and the end of a sentence that begins with "it is". Return
+    None if the precision is unknown or the gap is not finite.
     """
     rounding = ROUNDING_GAPS.get(precision)
     if rounding is None or not math.isfinite(gap):
         return None
     if gap <= rounding.limit:
-        return GapVerdict(True, f"what rounding in {rounding.name} gives.")
-    return GapVerdict(
-        False,
+        return True, f"what rounding in {rounding.name} gives."
+    return False, (
         f"more than rounding in {rounding.name} gives: the engines disagree. docs/logprobs.md "
-        "explains how to find the cause, docs/corrections.md how to correct it.",
+        "explains how to find the cause, docs/corrections.md how to correct it."
     )
 
 
@@ -63,10 +56,8 @@ def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...
     ``metrics``: metrics by full name. The rollout was sampled before the step's first update.
     """
     gap = metrics.get("sampler/logprob_gap_mean", _NAN)
-    verdict = gap_verdict(gap, precision)
-    if verdict is None or verdict.is_rounding:
-        return ()
-    return (f"sampler/logprob_gap_mean={gap:.2g}, {verdict.text}",)
+    is_rounding, text = gap_verdict(gap, precision) or (True, "")
+    return () if is_rounding else (f"sampler/logprob_gap_mean={gap:.2g}, {text}",)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

@@ -24,11 +24,9 @@ _log = logging.getLogger(__name__)
 class PhaseTimers:
     """Timers that add up the seconds of named phases, which may repeat and may be nested.
 
-    Args:
-        synchronize: function that is called before the clock is read at either end, so that the
-            time of queued device work is added to the phase that queued it.
-        on_enter: function that is called with the name of a phase when it begins.
-        clock: a monotonic clock in seconds.
+    ``synchronize``: called before the clock is read at either end, so that the time of queued
+    device work is added to the phase that queued it. ``on_enter``: called with the name of a phase
+    when it begins. ``clock``: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -70,11 +68,8 @@ class MetricsWriter:
     runs that computed the same metrics therefore wrote the same bytes, except for ``timers/*``.
     Write the line of a step before its run state is saved, so that a restored step has its line.
 
-    Args:
-        folder: directory of the run.
-        rank: rank of this process. Only rank 0 writes. On others every method returns at once.
-        loggers: function that creates the loggers at the first line, because importing them takes
-            seconds.
+    Only rank 0 writes. On other ranks every method returns at once. ``loggers``: creates the
+    loggers at the first line, because importing them takes seconds.
     """
 
     def __init__(
@@ -142,11 +137,8 @@ def make_loggers(
 ) -> "list[Logger]":
     """Import and create the configured loggers whose packages are installed.
 
-    Args:
-        folder: directory of the run. The loggers write to its ``tensorboard/`` and ``wandb/``.
-        exp: the section ``exp_manager``.
-        restored_step: TensorBoard hides what an interrupted run wrote after this step.
-        config: configuration that W&B shows next to the curves.
+    They write to ``tensorboard/`` and ``wandb/`` in ``folder``. ``restored_step``: TensorBoard
+    hides what an interrupted run wrote after this step. ``config``: W&B shows it with the curves.
     """
     loggers: list[Logger] = []
     # TensorBoard is optional even if it is configured, because it is on by default.
@@ -159,8 +151,7 @@ def make_loggers(
             from lightning.fabric.loggers import TensorBoardLogger
 
             purge = None if restored_step is None else restored_step + 1
-            board = TensorBoardLogger(folder, name="tensorboard", version="", purge_step=purge)
-            loggers.append(board)
+            loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=purge))
     # W&B was requested, so a missing package is an error of the check before the run.
     if exp.create_wandb_logger:
         from lightning.pytorch.loggers import WandbLogger

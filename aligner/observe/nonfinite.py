@@ -53,8 +53,8 @@ def write_nonfinite(
         folder: directory of the run.
         role: role that was updated: policy, critic.
         scalars: the non-finite scalars and others that help (loss, grad_norm, lr).
-        batch: rows of `aligner.types`. Needs ``input_ids``.
-        texts: decoded prompt and response of each row. None if not decoded.
+        batch: rows of `aligner.types`, such as ``input_ids`` int64 [B, S].
+        texts: decoded prompt and response of each row, if decoded.
         update: index of the mini-batch in the role's pass over the rollout, from 0.
         updates: number of optimizer updates that the role has made in its life.
     """
@@ -74,7 +74,7 @@ def write_nonfinite(
         "not_finite": nonfinite_names(scalars),
         "scalars": {name: repr(float(value)) for name, value in scalars.items()},
         "samples": [
-            _sample(row, index, tensors, texts)
+            {**_sample(index, tensors), "row": row, "text": None if texts is None else texts[row]}
             for index, row in enumerate(rows.nonzero()[:, 0].tolist())
         ],
     }
@@ -89,19 +89,12 @@ def write_nonfinite(
     return path
 
 
-def _sample(
-    row: int, index: int, tensors: Mapping[str, Tensor], texts: Sequence[str] | None
-) -> dict[str, Any]:
-    """Describe ``row`` of the batch, at ``index`` of ``tensors`` [offending rows, ...]."""
+def _sample(index: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Describe the row at ``index`` of ``tensors`` [offending rows, ...]."""
     values = {name: str(value[index].item()) for name, value in tensors.items() if value.ndim == 1}
     positions = {
         name: (~torch.isfinite(value[index])).nonzero()[:, 0].tolist()
         for name, value in tensors.items()
         if value.ndim == 2 and value.is_floating_point()
     }
-    return {
-        "row": row,
-        **values,
-        "not_finite_at": {name: indices for name, indices in positions.items() if indices},
-        "text": None if texts is None else texts[row],
-    }
+    return {**values, "not_finite_at": {name: row for name, row in positions.items() if row}}

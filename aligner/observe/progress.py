@@ -29,13 +29,9 @@ _HIDDEN_WITH_REWARDS = ("train_optim/loss", "train_optim/accuracy")
 class ConsoleProgress:
     """Phase, reward, KL and remaining time of a run.
 
-    Args:
-        total_steps: steps of the whole run.
-        done_steps: steps that a resumed run has already made.
-        console: a terminal shows a live bar, any other console one line per step. While the bar is
-            shown, print other output through the same console.
-        enabled: False on ranks that print nothing.
-        clock: a monotonic clock in seconds.
+    ``done_steps``: steps that a resumed run has already made. ``console``: a terminal shows a live
+    bar, any other console one line per step. While the bar is shown, print other output through the
+    same console. ``enabled``: False on ranks that print nothing. ``clock``: in seconds.
     """
 
     def __init__(
@@ -82,10 +78,7 @@ class ConsoleProgress:
             self._bar.update(self._task, description=name.replace("_", " "))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that ``step`` (counted from 1) is complete, with its metrics by full name.
-
-        Step 0, the validation before training, moves no bar and restarts the clock.
-        """
+        """Show that ``step`` is complete. Step 0, a validation, only restarts the clock."""
         now = self._clock()
         if step > self.done:
             self._seconds.append((now - self._start) / (step - self.done))
@@ -99,14 +92,13 @@ class ConsoleProgress:
             numbers = self.numbers(self.console.width - fixed)
             self._bar.update(self._task, completed=step, numbers=numbers, eta=eta)
         elif self._enabled:
-            parts = [f"step {step}/{self.total}", self.numbers(), self.remaining()]
-            self.console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
+            parts = filter(None, [f"step {step}/{self.total}", self.numbers(), self.remaining()])
+            self.console.print("  ".join(parts), highlight=False, soft_wrap=True)
 
     def numbers(self, width: float = math.inf) -> str:
         """Return ``reward 0.412  KL 0.0031 …``, without the last numbers that exceed ``width``.
 
-        A line shows the metrics of its step. The bar shows the newest value of each metric, with
-        the step of the value if it belongs to an earlier step (such as a validation).
+        A line shows metrics of its step, the bar the newest values, with the step of older values.
         """
         shown = []
         has_rewards = "train_rollouts/rewards" in self._latest

@@ -17,11 +17,8 @@ class RunLock:
     """Lock on ``<folder>/.lock`` until it is released or the process ends in any way.
 
     It is a record lock, which forked children do not inherit: a worker that outlives a killed run
-    does not block the next run. On a file system without locks it has no effect.
-
-    Args:
-        folder: directory of the run.
-        patience: seconds to wait for a process that is about to end.
+    does not block the next run. On a file system without locks it has no effect. ``patience``:
+    seconds to wait for a process that is about to end.
     """
 
     def __init__(self, folder: Path, *, patience: float = 5.0) -> None:

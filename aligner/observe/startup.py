@@ -120,11 +120,10 @@ def batch_arithmetic(
     prompts, per_rank = samples // per_prompt, samples // data_parallel_size
     in_flight = min(per_rank, rollout.rollout_micro_batch_size)
     sentences = [
-        f"A step draws {_count(prompts, 'prompt')} and samples "
-        f"{_count(per_prompt, 'response')} to each: "
-        f"{_count(samples, 'sample')}, {per_rank:,} on each of "
-        f"{_count(data_parallel_size, 'data-parallel rank')}, at most {in_flight:,} of them "
-        "in flight together."
+        f"A step draws {_count(prompts, 'prompt')} and samples {_count(per_prompt, 'response')} to "
+        f"each: {_count(samples, 'sample')}, {per_rank:,} on each of "
+        f"{_count(data_parallel_size, 'data-parallel rank')}, at most {in_flight:,} of them in "
+        "flight together."
     ]
     # How each role learns from the samples.
     times = {1: "once", 2: "twice"}.get(passes, f"{passes} times")
@@ -133,9 +132,8 @@ def batch_arithmetic(
         ranks = role.data_parallel_size or data_parallel_size
         micro_batches = role.global_batch_size // (role.micro_batch_size * ranks)
         sentences.append(
-            f"The {role.name} goes over them {times} in batches of "
-            f"{role.global_batch_size:,}: {_count(updates, 'update')} a step "
-            f"({steps * updates:,} in the run), each the sum of "
+            f"The {role.name} goes over them {times} in batches of {role.global_batch_size:,}: "
+            f"{_count(updates, 'update')} a step ({steps * updates:,} in the run), each the sum of "
             f"{_count(micro_batches, 'micro-batch', 'micro-batches')} of "
             f"{role.micro_batch_size:,} on every rank."
         )
@@ -143,9 +141,9 @@ def batch_arithmetic(
     total = f"{_count(steps, 'step')}: {_count(steps * samples, 'sample')}"
     if train_prompts is not None:
         epoch, remainder = divmod(train_prompts, prompts)
-        surplus = f" and {_count(remainder, 'prompt')} left over" if remainder else ""
         total += f"; {_count(train_prompts, 'training prompt')} make an epoch of "
-        total += f"{_count(epoch, 'step')}{surplus}"
+        total += _count(epoch, "step")
+        total += f" and {_count(remainder, 'prompt')} left over" if remainder else ""
     return [*sentences, total + "."]
 
 
@@ -184,27 +182,23 @@ def supervised_arithmetic(
 def startup_report(summary: StartupSummary) -> Group:
     """Build the report for ``console.print``."""
     processes = _count(summary.processes, "process", "processes")
-    batches = [Text(sentence) for sentence in summary.batches]
     memory = [_memory_line(summary), *([] if summary.is_dry else [Text(summary.run_states)])]
     packages = [_package_line(status, summary.device.has_gpu) for status in summary.packages]
+    indent = (0, 0, 0, 2)
     return Group(
         Text(f"{summary.algorithm} on {processes}: {summary.device.description}", "bold"),
         Text(f"model from {summary.model}\n{_beginning(summary)}"),
         *(Text(line) for line in (summary.way, summary.dropout, summary.repetition) if line),
         *(Text(note, "yellow") for note in summary.notes),
         Text("\nBatches", "bold"),
-        *map(_indented, batches),
+        *(Padding(Text(sentence), indent) for sentence in summary.batches),
         Text("\nModels, per process", "bold"),
         _role_table(summary.roles),
-        *map(_indented, memory),
+        *(Padding(line, indent) for line in memory),
         Text("\nOptional packages", "bold"),
-        *map(_indented, packages),
+        *(Padding(line, indent) for line in packages),
         Text(),
     )
-
-
-def _indented(text: Text) -> Padding:
-    return Padding(text, (0, 0, 0, 2))
 
 
 def _beginning(summary: StartupSummary) -> str:

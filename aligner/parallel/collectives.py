@@ -75,11 +75,6 @@ def from_rank_zero(value: T) -> T:
     return box[0]
 
 
-def any_rank(flag: bool) -> bool:
-    """Return whether ``flag`` is true on at least one rank."""
-    return any(gather_objects(flag))
-
-
 def on_rank_zero(action: Callable[[], T]) -> T:
     """Run ``action`` on rank 0. Return its picklable result, or raise its error, on every rank."""
     outcome: tuple[T | None, Exception | None] = (None, None)

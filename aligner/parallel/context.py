@@ -1,7 +1,7 @@
 """Communication of context parallelism, and the tokens of a sequence on each rank.
 
 A sequence is cut into ``2 * size`` chunks. Rank r gets chunks r and ``2 * size - 1 - r``, so that
-under a causal mask every rank computes the same amount of attention.
+every rank computes the same amount of causal attention.
 """
 
 from typing import Any, TypeVar

@@ -1,5 +1,6 @@
 """Process groups of every axis of the layout, as one value that is passed on explicitly."""
 
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +32,6 @@ class ParallelState:
     dp_group: dist.ProcessGroup
     dp_cp_group: dist.ProcessGroup
     ep_group: dist.ProcessGroup
-    model_parallel_group: dist.ProcessGroup
 
     @property
     def layout_in_words(self) -> str:
@@ -84,24 +84,20 @@ def initialize_parallel(
         )
     # Every axis must divide the processes.
     world_size = dist.get_world_size()
-    if world_size % config.model_parallel_size:
-        raise LayoutError(
-            f"world size {world_size} is not a multiple of tensor ({config.tensor}) x pipeline "
-            f"({config.pipeline}) x context ({config.context}) = {config.model_parallel_size}. "
-            f"Start a multiple of {config.model_parallel_size} processes or make an axis smaller"
-        )
-    if world_size % (config.pipeline * config.expert):
-        raise LayoutError(
-            f"world size {world_size} is not a multiple of pipeline ({config.pipeline}) x expert "
-            f"({config.expert}) = {config.pipeline * config.expert}. Start a multiple of it or "
-            "make an axis smaller"
-        )
+    for axes in (("tensor", "pipeline", "context"), ("pipeline", "expert")):
+        sizes = {axis: getattr(config, axis) for axis in axes}
+        if world_size % (product := math.prod(sizes.values())):
+            factors = " x ".join(f"{axis} ({size})" for axis, size in sizes.items())
+            raise LayoutError(
+                f"world size {world_size} is not a multiple of {factors} = {product}. Start a "
+                f"multiple of {product} processes or make an axis smaller"
+            )
 
     from megatron.core import parallel_state, tensor_parallel
 
     # megatron-core keeps one set of groups per process.
-    sizes = (config.tensor, config.pipeline, config.context, config.expert)
-    if parallel_state.model_parallel_is_initialized() and sizes != _current_sizes():
+    wanted = (config.tensor, config.pipeline, config.context, config.expert)
+    if parallel_state.model_parallel_is_initialized() and wanted != _current_sizes():
         parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -129,7 +125,6 @@ def initialize_parallel(
         dp_group=parallel_state.get_data_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep_group=parallel_state.get_expert_model_parallel_group(),
-        model_parallel_group=parallel_state.get_model_parallel_group(),
     )
 
 

@@ -1,17 +1,12 @@
 """Watch over the ranks of a run: if one dies, the others stop with an error that names it.
 
-A thread of each process sends heartbeats to a store that all processes can reach and checks its
-neighbour, the next rank that has not left. It records a neighbour whose process is gone (seen at
-once on the same machine) or whose heartbeat has stopped. A rank also records an error that it
-raises. A rank that reads a record prints it. Its main thread gets a moment to unwind. Then the
-process is killed, because a collective that waits for a dead rank may not return before
-``cluster.timeout_s``.
-
-    rank 1: beat, check rank 2 ──► store: "rank 2 (host b, pid 7) died: …" ──► all others stop
+A thread of each process sends heartbeats to a store and checks its neighbour, the next rank that
+has not left. It records a neighbour whose process is gone or whose heartbeat has stopped, and an
+error of its own rank. A rank that reads a record prints it, gives its main thread a moment to
+unwind, and kills its process, because a collective that waits for a dead rank may never return.
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -19,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -28,7 +23,7 @@ import psutil
 import torch.distributed as dist
 
 from aligner.errors import WorkerError
-from aligner.parallel.collectives import from_rank_zero
+from aligner.parallel.collectives import from_rank_zero, gather_objects
 from aligner.parallel.groups import ParallelState
 
 _INTERVAL_S = 0.5  # between heartbeats
@@ -84,9 +79,8 @@ class _Process:
 class RankWatch:
     """Heartbeats of one rank, and its checks of a neighbour.
 
-    Keys of the store: ``process/R`` (description of rank R), ``beat/R`` (its heartbeats),
-    ``left/R`` (it has left), ``left`` (ranks that have left), ``failure`` (first record of a
-    failure), ``received`` (ranks that have read it).
+    Keys of the store: ``beat/R`` (heartbeats of rank R), ``left/R`` (it has left), ``left`` (count
+    of ranks that have left), ``failure`` (first record), ``received`` (its readers).
     """
 
     def __init__(self, parallel: ParallelState, timeout_s: float) -> None:
@@ -95,11 +89,7 @@ class RankWatch:
         self._world_size = parallel.world_size
         self._process = _Process.current(parallel)
         self._store = _new_connection(self._silence_s)
-        self._store.set(f"process/{self._process.rank}", json.dumps(asdict(self._process)))
-        self._processes = [
-            _Process(**json.loads(self._store.get(f"process/{rank}")))
-            for rank in range(self._world_size)
-        ]
+        self._processes = gather_objects(self._process)
         self._failure: str | None = None  # of another rank
         self._has_failed = threading.Event()
         self._over = threading.Event()
@@ -225,10 +215,10 @@ class RankWatch:
 
 @contextlib.contextmanager
 def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
-    """End all ranks if one of them dies within the block. All ranks must enter the block.
+    """End all ranks if one of them dies within the block, with a `WorkerError` that names it.
 
-    ``timeout_s``: longest wait in a collective (``cluster.timeout_s``), see `silence_limit`. Raises
-    `WorkerError` with the name of the dead rank.
+    All ranks must enter the block. ``timeout_s``: longest wait in a collective, see
+    `silence_limit`.
     """
     if parallel.world_size == 1:
         yield

@@ -19,9 +19,7 @@ def started_processes(trainer: ProcessConfig, timeout_s: float) -> Iterator[None
     """Start ``trainer.devices`` processes on this node, unless torchrun or Slurm has started them.
 
     Lightning Fabric runs this very command again for every other process, with its rank in the
-    environment, and connects the processes. Each of them enters the block. If a signal ends the
-    first process before the others have met it, each of the others ends with status 1.
-
+    environment. Each of them enters the block, or ends if the first process ends before that.
     ``timeout_s``: longest wait for another rank in a collective.
     """
     if trainer.world_size == 1 or "TORCHELASTIC_RUN_ID" in os.environ:

@@ -7,8 +7,6 @@ Consumes: tensors of rank 0. Waits for: every member, at the start and in every 
 at most ``timeout_s``.
 """
 
-import os
-import socket
 from datetime import timedelta
 
 import torch
@@ -29,12 +27,6 @@ def open_rendezvous(ip: str, port: int, world_size: int, timeout_s: float) -> di
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
     )
-
-
-def own_address() -> str:
-    """Return an address of this machine that other nodes of the run can reach."""
-    # Rank 0 is the master of the run's rendezvous, so other nodes have reached this address.
-    return os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
 
 
 class WeightBroadcast:
@@ -73,8 +65,7 @@ class WeightBroadcast:
     def send(self, tensor: Tensor) -> None:
         """Broadcast rank 0's ``tensor``, of any shape and dtype, into all members' equal tensors.
 
-        Raises:
-            WorkerError: the connection failed, or a rank has died.
+        Raises `WorkerError` if the connection failed, or a rank has died.
         """
         text = f"weights did not reach or leave rank {self.rank}"
         with raised_as(WorkerError, text, RuntimeError):

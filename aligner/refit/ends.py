@@ -7,20 +7,11 @@ rejects or misreads, or NCCL, which requires the same version on all members.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from aligner.device import accelerator
 from aligner.errors import ConfigError
-
-
-class RefitKeys(NamedTuple):
-    """Configuration keys of an engine, for messages."""
-
-    python: str  # key of the interpreter
-    refit: str  # key with the values ``colocated`` and ``separate``
-    versions: str  # advice on installing a matching torch
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ class RefitEnd:
 
 
 def check_ends(
-    senders: Sequence[RefitEnd], receiver: RefitEnd, *, separate: bool, keys: RefitKeys
+    senders: Sequence[RefitEnd], receiver: RefitEnd, *, separate: bool, section: str, versions: str
 ) -> None:
     """Raise if an engine cannot receive the policy's weights.
 
@@ -58,7 +49,8 @@ def check_ends(
         senders: workers of the policy by rank. Rank 0 broadcasts.
         receiver: the engine.
         separate: whether weights are broadcast, not passed in shared memory.
-        keys: configuration keys of the engine, for messages.
+        section: section of the engine with the keys ``python`` and ``refit``, for messages.
+        versions: advice on installing a matching torch.
 
     Raises:
         ConfigError: the ends compute on different kinds of devices, share no device, or have
@@ -70,32 +62,31 @@ def check_ends(
     else:
         sharing = [end for end in senders if end.sharing_key == receiver.sharing_key]
         sender = (sharing or senders)[0]
-    # Both ends must be able to reach the same memory.
+    # Both ends must be able to reach the same memory. On GPUs their libraries must agree.
+    problem = ""
     if sender.has_gpu != receiver.has_gpu:
-        raise ConfigError(
-            f"{keys.python}: {receiver} cannot receive weights from {sender}, because only one of "
-            f"them computes on a GPU. Remedy: {keys.versions}"
+        problem = (
+            f"python: {receiver} cannot receive weights from {sender}, because only one of them "
+            f"computes on a GPU. Remedy: {versions}"
         )
-    if not separate and sender.sharing_key != receiver.sharing_key:
-        sender_keys = sorted({end.sharing_key for end in senders})
-        raise ConfigError(
-            f"{keys.refit}=colocated: {receiver} is on {receiver.sharing_key}, but the policy's "
-            f"workers are on {sender_keys}. Set {keys.refit}=separate"
+    elif not separate and sender.sharing_key != receiver.sharing_key:
+        problem = (
+            f"refit=colocated: {receiver} is on {receiver.sharing_key}, but the policy's workers "
+            f"are on {sorted({end.sharing_key for end in senders})}. Set {section}.refit=separate"
         )
-    if not receiver.has_gpu:
-        return
-    # On GPUs the libraries of the transfer must agree.
-    if separate and sender.nccl != receiver.nccl:
-        raise ConfigError(
-            f"{keys.refit}=separate: {sender} and {receiver} cannot join one NCCL group, which "
-            f"requires the same NCCL on both sides. Remedy: {keys.versions}"
+    elif separate and sender.nccl != receiver.nccl:
+        problem = (
+            f"refit=separate: {sender} and {receiver} cannot join one NCCL group, which requires "
+            f"the same NCCL on both sides. Remedy: {versions}"
         )
-    if not separate and _release(sender.torch) != _release(receiver.torch):
-        raise ConfigError(
-            f"{keys.refit}=colocated: {receiver} cannot open GPU memory of {sender}, because "
-            f"handles of CUDA IPC differ between releases of torch. Remedy: {keys.versions}, or, "
-            f"if both have the same NCCL, set {keys.refit}=separate"
+    elif receiver.has_gpu and not separate and _release(sender.torch) != _release(receiver.torch):
+        problem = (
+            f"refit=colocated: {receiver} cannot open GPU memory of {sender}, because handles of "
+            f"CUDA IPC differ between releases of torch. Remedy: {versions}, or, if both have the "
+            f"same NCCL, set {section}.refit=separate"
         )
+    if problem:
+        raise ConfigError(f"{section}.{problem}")
 
 
 def _release(version: str) -> list[str]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from aligner.device import accelerator
 from aligner.errors import WorkerError
 from aligner.refit.broadcast import WeightBroadcast
-from aligner.refit.ends import RefitKeys
 from aligner.refit.segments import accept
 
 
@@ -21,7 +20,7 @@ class RefitReceiver(ABC):
     them.
     """
 
-    refit_keys: ClassVar[RefitKeys]
+    section: ClassVar[str]  # of the engine, with the key ``refit``, for messages
     _broadcast: WeightBroadcast | None = None
 
     @abstractmethod
@@ -45,7 +44,7 @@ class RefitReceiver(ABC):
 
     def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
         """Load weights that a policy worker on this machine or device offers."""
-        self.load_weights(accept(handles, self.refit_keys.refit))
+        self.load_weights(accept(handles, f"{self.section}.refit"))
 
     def init_collective(self, ip: str, port: int, world_size: int, timeout_s: float) -> None:
         """Join the group in which the policy broadcasts its weights."""

@@ -8,8 +8,6 @@ Consumes: tensors of one process. Waits for: nothing. The sender owns a segment 
 closes it. A reader's mapping stays valid while one of its tensors is alive.
 """
 
-import math
-import mmap
 import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -23,30 +21,16 @@ from aligner.errors import WorkerError, raised_as
 _ALIGNMENT = 64  # bytes of a cache line
 
 
-class TensorEntry(NamedTuple):
-    """Name, type and location of a tensor in a segment."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int  # bytes
-
-    def view(self, memory: mmap.mmap) -> Tensor:
-        """Return the tensor as a view of the segment's memory."""
-        count = math.prod(self.shape)
-        if count == 0:
-            return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset)
-        return flat.view(self.shape)
-
-
 class SegmentHandle(NamedTuple):
-    """Picklable handle with which a reader maps a segment."""
+    """Picklable handle with which a reader maps a segment.
+
+    ``entries`` are the name, dtype, shape and first byte of each tensor.
+    """
 
     pid: int
     fd: int
     size: int  # bytes
-    entries: tuple[TensorEntry, ...]
+    entries: list[tuple[str, torch.dtype, tuple[int, ...], int]]
 
 
 class Offer:
@@ -81,20 +65,17 @@ class Offer:
 
     def _write(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> SegmentHandle:
         """Copy the tensors into the segment, and return its handle."""
-        size, end = max(1, max_bytes), 0
-        entries: list[TensorEntry] = []
-        os.ftruncate(self._fd, size)
-        with mmap.mmap(self._fd, size) as memory:
-            for name, tensor in tensors:
-                if end + tensor.nbytes > max_bytes:
-                    raise WorkerError(
-                        f"weights of {end + tensor.nbytes} bytes for a segment of {max_bytes}"
-                    )
-                entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape), end)
-                entry.view(memory).copy_(tensor)  # an existing view would keep the map open
-                entries.append(entry)
-                end += aligned_bytes(tensor.nbytes)
-        return SegmentHandle(os.getpid(), self._fd, size, tuple(entries))
+        handle, start = SegmentHandle(os.getpid(), self._fd, max(1, max_bytes), []), 0
+        os.ftruncate(self._fd, handle.size)
+        memory = _mapped(handle, is_shared=True)
+        for name, tensor in tensors:
+            end = start + tensor.nbytes
+            if end > max_bytes:
+                raise WorkerError(f"weights of {end} bytes for a segment of {max_bytes}")
+            memory[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            handle.entries.append((name, tensor.dtype, tuple(tensor.shape), start))
+            start += aligned_bytes(tensor.nbytes)
+        return handle
 
     def close(self) -> None:
         """Withdraw the offer. Mappings stay valid on CPU, but not on a GPU."""
@@ -109,14 +90,18 @@ def aligned_bytes(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+def _mapped(handle: SegmentHandle, *, is_shared: bool) -> Tensor:
+    """Map a segment as uint8 [size]. Writes are private unless ``is_shared``."""
+    path = f"/proc/{handle.pid}/fd/{handle.fd}"
+    return torch.from_file(path, is_shared, handle.size, dtype=torch.uint8)
+
+
 def accept(handles: dict[str, Any], refit_key: str = "refit") -> list[tuple[str, Tensor]]:
     """Return the tensors that are offered under this process's `accelerator.sharing_key`.
 
     Tensors of a segment share its memory, but writes to them are private. ``refit_key`` is the
-    engine's key of `refit`, for messages.
-
-    Raises:
-        WorkerError: no process offers tensors here, or the offering process died.
+    engine's key of `refit`, for messages. Raises `WorkerError` if no process offers tensors here,
+    or the offering process died.
     """
     key = accelerator.sharing_key()
     if key not in handles:
@@ -127,15 +112,12 @@ def accept(handles: dict[str, Any], refit_key: str = "refit") -> list[tuple[str,
     handle = handles[key]
     if not isinstance(handle, SegmentHandle):
         return [(name, accelerator.import_tensor(exported)) for name, exported in handle]
-    # The sender's descriptor gives access to the anonymous segment.
-    path = f"/proc/{handle.pid}/fd/{handle.fd}"
-    text = f"cannot map the weights that process {handle.pid} offers at {path}"
+    text = f"cannot map the weights that process {handle.pid} offers"
     remedy = f"the process died, or runs on another machine: set {refit_key}=separate"
-    with raised_as(WorkerError, text, OSError, remedy=remedy), open(path, "rb") as file:
-        memory = mmap.mmap(
-            file.fileno(),
-            handle.size,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,  # torch requires writable memory
-        )
-    return [(entry.name, entry.view(memory)) for entry in handle.entries]
+    with raised_as(WorkerError, text, RuntimeError, remedy=remedy):
+        memory = _mapped(handle, is_shared=False)
+    weights = []
+    for name, dtype, shape, start in handle.entries:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        weights.append((name, memory[start : start + size].view(dtype).view(shape)))
+    return weights

@@ -1,6 +1,7 @@
 """`RefitWorker`: a policy worker's part of a refit, for every backend."""
 
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from torch import Tensor
 from aligner.device import accelerator
 from aligner.errors import WorkerError
 from aligner.parallel.groups import ParallelState
-from aligner.refit.broadcast import WeightBroadcast, open_rendezvous, own_address
+from aligner.refit.broadcast import WeightBroadcast, open_rendezvous
 from aligner.refit.ends import RefitEnd
 from aligner.refit.segments import Offer, aligned_bytes
 
@@ -90,7 +91,9 @@ class RefitWorker(ABC):
             return None
         store = open_rendezvous("0.0.0.0", 0, 1, timeout_s)
         self._stores = {**self._stores, store.port: store}
-        return own_address(), store.port
+        # Rank 0 is the master of the run's rendezvous, so other nodes have reached this address.
+        address = os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
+        return address, store.port
 
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0

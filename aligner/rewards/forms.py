@@ -21,22 +21,26 @@ from aligner.data.chat import MESSAGES
 from aligner.errors import RewardError
 
 Function = Callable[..., Any]
+Lists = tuple[list[str], list[str], list[Any]]  # prompts, responses and ground truths
 
 
 class Form(NamedTuple):
-    """A form. ``arguments``: parameters that are no columns. ``adapted``: see `of_form`."""
+    """A form. ``arguments``: parameters that are no columns, of which ``required`` identify it.
+
+    ``call``: calls a function of the form with the arguments that it takes, given prompts,
+    responses, ground truths and columns, and returns what our protocol requires.
+    """
 
     name: str
     required: frozenset[str]
     arguments: frozenset[str]
-    adapted: Callable[[Function, Collection[str]], Function]
+    call: Callable[[Function, Collection[str], Lists, dict[str, Any]], Any]
 
 
 def of_form(function: Function, bound: Function) -> tuple[Form | None, Function]:
     """Return the form of ``function`` and a function of our protocol, or None and ``bound``.
 
-    ``bound``: the function with the values of ``reward.kwargs``. The signature of the result lists
-    the other parameters of ``function``, so that columns are selected and checked as usual.
+    ``bound``: the function with ``reward.kwargs``. Its other parameters are those of the result.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -47,9 +51,11 @@ def of_form(function: Function, bound: Function) -> tuple[Form | None, Function]
     if form is None or is_ours:
         return None, bound
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    adapted = form.adapted(
-        bound, form.arguments if takes_all else form.arguments & parameters.keys()
-    )
+    arguments = form.arguments if takes_all else form.arguments & parameters.keys()
+
+    def adapted(*lists: Any, **columns: Any) -> Any:
+        return form.call(bound, arguments, lists, columns)
+
     lists = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in "prt"]
     columns = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -62,99 +68,70 @@ def of_form(function: Function, bound: Function) -> tuple[Form | None, Function]
     return form, adapted
 
 
-def _trl(function: Function, arguments: Collection[str]) -> Function:
-    def reward(
-        prompts: list[str], responses: list[str], ground_truths: list[Any], **columns: Any
-    ) -> Any:
-        chats = columns.pop(MESSAGES, None) or [None] * len(prompts)
-        answers = [[{"role": "assistant", "content": response}] for response in responses]
-        values = {
-            "prompts": [
-                p if chat is None else chat for p, chat in zip(prompts, chats, strict=True)
-            ],
-            "completions": [
-                response if chat is None else answer
-                for response, answer, chat in zip(responses, answers, chats, strict=True)
-            ],
-            "ground_truth": ground_truths,
-        }
-        return function(**{**columns, **{name: values[name] for name in arguments}})
-
-    return reward
+def _trl(function: Function, arguments: Collection[str], lists: Lists, columns: Any) -> Any:
+    prompts, responses, truths = lists
+    chats = columns.pop(MESSAGES, None) or [None] * len(prompts)
+    # Samples with messages get lists of messages instead of texts.
+    rows = zip(prompts, responses, chats, strict=True)
+    pairs = [
+        (prompt, text) if chat is None else (chat, [{"role": "assistant", "content": text}])
+        for prompt, text, chat in rows
+    ]
+    values = {
+        "prompts": [prompt for prompt, _ in pairs],
+        "completions": [completion for _, completion in pairs],
+        "ground_truth": truths,
+    }
+    return function(**{**columns, **{name: values[name] for name in arguments}})
 
 
-def _verl(function: Function, _: Collection[str]) -> Function:
-    def calls(responses: list[str], ground_truths: list[Any], columns: Mapping[str, Any]) -> Any:
-        for index, (response, truth) in enumerate(zip(responses, ground_truths, strict=True)):
-            sample = {name: values[index] for name, values in columns.items()}
-            yield function(**{**sample, "solution_str": response, "ground_truth": truth})
+def _verl(function: Function, arguments: Collection[str], lists: Lists, columns: Any) -> Any:
+    columns.pop(MESSAGES, None)
+    results = []
+    for index, (response, truth) in enumerate(zip(*lists[1:], strict=True)):
+        sample = {name: values[index] for name, values in columns.items()}
+        results.append(function(**{**sample, "solution_str": response, "ground_truth": truth}))
+    if not any(map(inspect.isawaitable, results)):
+        return _verl_scores(results)
 
-    def scores(results: list[Any]) -> list[Any]:
-        if any(isinstance(result, list | tuple) for result in results):
-            raise RewardError(
-                "the function has verl's arguments of one sample, but returned a list. Return one"
-                " score, or name the arguments prompts, responses and ground_truths"
-            )
-        return [
-            {"reward": result["score"], **{k: v for k, v in result.items() if k != "score"}}
-            if isinstance(result, Mapping) and "score" in result
-            else result
-            for result in results
-        ]
+    async def gathered() -> list[Any]:
+        return _verl_scores(await asyncio.gather(*results))
 
-    def reward(
-        prompts: list[str], responses: list[str], ground_truths: list[Any], **columns: Any
-    ) -> Any:
-        del prompts
-        columns.pop(MESSAGES, None)
-        results = list(calls(responses, ground_truths, columns))
-        if not any(map(inspect.isawaitable, results)):
-            return scores(results)
-
-        async def gathered() -> list[Any]:
-            return scores(await asyncio.gather(*results))
-
-        return gathered()
-
-    return reward
+    return gathered()
 
 
-def _openrlhf(function: Function, arguments: Collection[str]) -> Function:
-    def reward(
-        prompts: list[str], responses: list[str], ground_truths: list[Any], **columns: Any
-    ) -> Any:
-        columns.pop(MESSAGES, None)
-        queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        values = {"queries": queries, "prompts": prompts, "labels": ground_truths}
-        result = function(**{**columns, **{name: values[name] for name in arguments}})
-        if not isinstance(result, Mapping) or "rewards" not in result:
-            return result
-        table = {"reward": result["rewards"], **(result.get("extra_logs") or {})}
-        lists = [
-            values.tolist() if hasattr(values, "tolist") else values for values in table.values()
-        ]
-        return [dict(zip(table, row, strict=True)) for row in zip(*lists, strict=True)]
-
-    return reward
+def _verl_scores(results: list[Any]) -> list[Any]:
+    if any(isinstance(result, list | tuple) for result in results):
+        raise RewardError(
+            "the function has verl's arguments of one sample, but returned a list. Return one"
+            " score, or name the arguments prompts, responses and ground_truths"
+        )
+    return [
+        {"reward": result["score"], **{k: v for k, v in result.items() if k != "score"}}
+        if isinstance(result, Mapping) and "score" in result
+        else result
+        for result in results
+    ]
 
 
+def _openrlhf(function: Function, arguments: Collection[str], lists: Lists, columns: Any) -> Any:
+    prompts, responses, truths = lists
+    columns.pop(MESSAGES, None)
+    queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    values = {"queries": queries, "prompts": prompts, "labels": truths}
+    result = function(**{**columns, **{name: values[name] for name in arguments}})
+    if not isinstance(result, Mapping) or "rewards" not in result:
+        return result
+    table = {"reward": result["rewards"], **(result.get("extra_logs") or {})}
+    scores = [column.tolist() if hasattr(column, "tolist") else column for column in table.values()]
+    return [dict(zip(table, row, strict=True)) for row in zip(*scores, strict=True)]
+
+
+_TRL_ARGUMENTS = frozenset({"prompts", "completions", "ground_truth"})
+_VERL_ARGUMENTS = frozenset({"solution_str", "ground_truth"})
+_OPENRLHF_ARGUMENTS = frozenset({"queries", "prompts", "labels"})
 FORMS = (
-    Form(
-        "TRL",
-        frozenset({"completions"}),
-        frozenset({"prompts", "completions", "ground_truth"}),
-        _trl,
-    ),
-    Form(
-        "verl",
-        frozenset({"solution_str", "ground_truth"}),
-        frozenset({"solution_str", "ground_truth"}),
-        _verl,
-    ),
-    Form(
-        "OpenRLHF",
-        frozenset({"queries", "prompts"}),
-        frozenset({"queries", "prompts", "labels"}),
-        _openrlhf,
-    ),
+    Form("TRL", frozenset({"completions"}), _TRL_ARGUMENTS, _trl),
+    Form("verl", _VERL_ARGUMENTS, _VERL_ARGUMENTS, _verl),
+    Form("OpenRLHF", frozenset({"queries", "prompts"}), _OPENRLHF_ARGUMENTS, _openrlhf),
 )

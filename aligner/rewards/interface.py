@@ -5,8 +5,7 @@ results is therefore called once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,20 +15,9 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError
 from aligner.parallel.collectives import on_rank_zero
-from aligner.rewards.function.runner import RewardFunction
+from aligner.rewards.function.runner import RewardFunction, ScoredResponses
 from aligner.rewards.protocol import Samples
 from aligner.rewards.sequences import response_texts
-
-
-@dataclass(frozen=True)
-class ScoredResponses:
-    """Texts and scores of ``B`` responses."""
-
-    responses: list[str]  # without the end-of-sequence token
-    rewards: Tensor  # float32 [B]
-    parts: dict[str, list[float]]  # additional metrics of the function, B values each
-    timeouts: int = 0  # number of responses without a result within the time limit
-    metrics: dict[str, float] = field(default_factory=dict)  # of the whole rollout
 
 
 def rated_responses(
@@ -43,10 +31,8 @@ def rated_responses(
 ) -> ScoredResponses:
     """Return the rewards for a model's ``scores``, float [B] or [B, K] of the K ``attributes``.
 
-    ``weights``: from `check_weights`. ``source``: name of the model, for messages.
-
-    Raises:
-        RewardError: a reward is not finite in float32, though it may be finite in the source.
+    ``weights``: from `check_weights`. ``source``: name of the model, for messages. Raises
+    `RewardError` if a reward is not finite in float32, though it may be finite in the source.
     """
     scores = scores.float()
     rewards = scores.flatten()
@@ -75,7 +61,6 @@ class Reward:
     """Scores responses with a ``RewardFunction``."""
 
     def __init__(self, function: RewardFunction | None, tokenizer: Tokenizer) -> None:
-        """Store the function, which only rank 0 needs."""
         self._function = function
         self.tokenizer = tokenizer
 
@@ -86,13 +71,9 @@ class Reward:
 
         def load() -> None:
             assert config.function is not None, "checked with the configuration"
-            reward._function = RewardFunction(
-                config.function,
-                kwargs=config.kwargs,
-                time_limit_s=config.time_limit_s,
-                max_concurrency=config.max_concurrency,
-                timeout_reward=config.timeout_reward,
-            )
+            names = ("kwargs", "time_limit_s", "max_concurrency", "timeout_reward")
+            options = {name: getattr(config, name) for name in names}
+            reward._function = RewardFunction(config.function, **options)
 
         on_rank_zero(load)
         return reward
@@ -121,11 +102,13 @@ class Reward:
         """
 
         def score() -> ScoredResponses:
-            responses, columns = response_texts(self.tokenizer, data), _columns(data)
-            output = self._rank_zero_function()(
-                data["prompts"], responses, data["ground_truths"], columns
-            )
-            return ScoredResponses(responses, output.rewards, output.metrics, output.timeouts)
+            responses, rows = response_texts(self.tokenizer, data), data["columns"]
+            names = dict.fromkeys(name for row in rows for name in row)
+            columns = {name: [row.get(name) for row in rows] for name in names}
+            lengths = data["input_lengths"] - data["prompt_lengths"]
+            columns |= {"is_end": data["is_end"].tolist(), "response_lengths": lengths.tolist()}
+            function, truths = self._rank_zero_function(), data["ground_truths"]
+            return function(data["prompts"], responses, truths, columns)
 
         return on_rank_zero(score)
 
@@ -140,14 +123,6 @@ class Reward:
         return self._function
 
 
-def _columns(data: BatchedDataDict) -> dict[str, list[Any]]:
-    """Return the columns of the data and the trainer."""
-    names = dict.fromkeys(name for row in data["columns"] for name in row)
-    columns = {name: [row.get(name) for row in data["columns"]] for name in names}
-    lengths = data["input_lengths"] - data["prompt_lengths"]
-    return {**columns, "is_end": data["is_end"].tolist(), "response_lengths": lengths.tolist()}
-
-
 def check_weights(
     weights: Sequence[float] | None, attributes: Sequence[str], source: str
 ) -> Tensor | None:
@@ -157,9 +132,9 @@ def check_weights(
     ``source``: name of the source, for messages.
     """
     count = max(1, len(attributes))
+    if weights is None and count == 1:
+        return None
     if weights is None:
-        if count == 1:
-            return None
         raise ConfigError(
             f"{source} rates {count} attributes ({', '.join(attributes)}). Set "
             f"reward.attribute_weights to {count} numbers in this order, for their weighted sum"

@@ -65,13 +65,9 @@ class ModelReward:
         self.model.prepare_for_inference()
         scores = self.model.get_rewards(batch, self.micro_batch_size)["rewards"].cpu()
         self.model.finish_inference()
+        attributes, source = self.model.attributes, "the reward model"
         return rated_responses(
-            responses,
-            scores,
-            self.model.attributes,
-            self.weights,
-            prompts=data["prompts"],
-            source="the reward model",
+            responses, scores, attributes, self.weights, prompts=data["prompts"], source=source
         )
 
 

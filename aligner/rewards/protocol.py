@@ -22,13 +22,12 @@ neither torch nor numpy.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.errors import ConfigError, DataError, RewardError
-from aligner.plain import as_float32, shown
+from aligner.plain import as_float32
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ class Signature:
     ) -> "Signature":
         """Inspect ``function``, which will be called with the keyword arguments ``kwargs``.
 
-        Raises:
-            ConfigError: the function cannot be called with the lists, or with one of ``kwargs``.
+        Raises `ConfigError` if it cannot be called with the lists, or with one of ``kwargs``.
         """
         # Two or three positional parameters for the lists.
         parameters = list(inspect.signature(function).parameters.values())
@@ -59,9 +57,8 @@ class Signature:
         ]
         takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        by_keyword = takes_all or any(
-            p.name == "ground_truths" for p in parameters if p.kind is p.KEYWORD_ONLY
-        )
+        keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        by_keyword = takes_all or any(p.name == "ground_truths" for p in keyword)
         lists = 2 if len(positional) == 2 and by_keyword and not takes_any else 3
         if len(positional) < lists and not takes_any:
             raise ConfigError(
@@ -69,7 +66,7 @@ class Signature:
                 f"**columns), but its signature is {inspect.signature(function)}"
             )
         # Keyword parameters for ``kwargs`` and columns.
-        keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + positional[lists:]
+        keyword += positional[lists:]
         keyword_names = {p.name for p in keyword}
         first = tuple(p.name for p in positional[:lists] if p.kind is p.POSITIONAL_OR_KEYWORD)
         unknown = sorted(set(kwargs) & set(first) if takes_all else set(kwargs) - keyword_names)
@@ -81,30 +78,24 @@ class Signature:
         # Parameters without a value become columns of the data.
         passed = {*kwargs, "ground_truths"} if lists == 2 else set(kwargs)
         free = [p for p in keyword if p.name not in passed]
-        return cls(
-            name=name,
-            named=tuple(p.name for p in free),
-            required=tuple(p.name for p in free if p.default is p.empty),
-            takes_all=takes_all,
-            first=first,
-            lists=lists,
-        )
+        named = tuple(p.name for p in free)
+        required = tuple(p.name for p in free if p.default is p.empty)
+        return cls(name, named, required, takes_all, first, lists)
 
     def check_columns(self, available: Collection[str]) -> None:
         """Raise `DataError` for a missing column, or a column with the name of a list."""
-        repeated = [name for name in self.first if self.takes_all and name in available]
-        if repeated:
-            raise DataError(
-                f"reward function {self.name!r} has the parameters {repeated} for its positional "
-                "arguments, and the data has columns of the same name for **columns. Rename the "
-                "parameters, or write def f(prompts, responses, ground_truths, /, **columns)"
+        problem = ""
+        if repeated := [name for name in self.first if self.takes_all and name in available]:
+            problem = (
+                f"has the parameters {repeated} for its positional arguments, and the data has "
+                "columns of the same name for **columns. Rename the parameters, or write "
+                "def f(prompts, responses, ground_truths, /, **columns)"
             )
-        missing = [name for name in self.required if name not in available]
-        if missing:
-            raise DataError(
-                f"reward function {self.name!r} needs the columns {missing}, which the data does "
-                f"not have; columns found: {sorted(available)}"
-            )
+        elif missing := [name for name in self.required if name not in available]:
+            problem = f"needs the columns {missing}, which the data does not have; columns found: "
+            problem += f"{sorted(available)}"
+        if problem:
+            raise DataError(f"reward function {self.name!r} {problem}")
 
     def select(self, columns: Mapping[str, list[Any]], kwargs: Collection[str]) -> dict[str, Any]:
         """Return the columns that are passed to the function."""
@@ -127,11 +118,8 @@ class Samples:
     offset: int = 0  # index of the first sample in the batch
 
     def __post_init__(self) -> None:
-        for name, values in [
-            ("responses", self.responses),
-            ("ground_truths", self.ground_truths),
-            *self.columns.items(),
-        ]:
+        lists = {"responses": self.responses, "ground_truths": self.ground_truths, **self.columns}
+        for name, values in lists.items():
             if len(values) != len(self.prompts):
                 raise RewardError(
                     f"{name} has {len(values)} entries for {len(self.prompts)} prompts"
@@ -142,14 +130,10 @@ class Samples:
 
     def slice(self, start: int, stop: int) -> "Samples":
         """Return the samples ``start`` to ``stop - 1``."""
-        part = slice(start, stop)
-        return Samples(
-            self.prompts[part],
-            self.responses[part],
-            self.ground_truths[part],
-            {name: values[part] for name, values in self.columns.items()},
-            self.offset + start,
-        )
+        part, offset = slice(start, stop), self.offset + start
+        columns = {name: values[part] for name, values in self.columns.items()}
+        prompts, responses, truths = self.prompts, self.responses, self.ground_truths
+        return Samples(prompts[part], responses[part], truths[part], columns, offset)
 
     def describe(self, index: int) -> str:
         """Describe a sample by its index, the end of the prompt and the start of the response."""
@@ -164,19 +148,17 @@ def parse_scores(
 ) -> tuple[list[float], dict[str, list[float]]]:
     """Return rewards and metrics, lists of an entry per sample, from the result of ``name``.
 
-    Raises:
-        RewardError: the number of scores is wrong, a score is not a finite number, or keys differ.
+    Raises `RewardError` for a wrong number of scores, a score that is not finite in float32, or
+    keys that differ.
     """
     scores = scores.tolist() if hasattr(scores, "tolist") else scores  # arrays and tensors
+    problem = ""
     if not isinstance(scores, list | tuple):
-        raise RewardError(
-            f"reward function {name!r} must return a list of numbers or of dicts, got "
-            f"{type(scores).__name__}"
-        )
-    if len(scores) != len(samples):
-        raise RewardError(
-            f"reward function {name!r} returned {len(scores)} rewards for {len(samples)} samples"
-        )
+        problem = f"must return a list of numbers or of dicts, got {type(scores).__name__}"
+    elif len(scores) != len(samples):
+        problem = f"returned {len(scores)} rewards for {len(samples)} samples"
+    if problem:
+        raise RewardError(f"reward function {name!r} {problem}")
     # Column by column, with the keys of the first sample.
     with_keys = bool(scores) and isinstance(scores[0], Mapping)
     keys = set(scores[0]) if with_keys else {"reward"}
@@ -184,30 +166,23 @@ def parse_scores(
     for index, score in enumerate(scores):
         source = f"reward function {name!r}, {samples.describe(index)}"
         for key, value in _as_items(score, keys, with_keys, source):
-            # Rewards are stored in float32.
-            number = as_float32(value, f"{source}: {key}", RewardError)
-            if not math.isfinite(number):
-                raise RewardError(
-                    f"{source}: {key} is {shown(value)}; it must be finite in float32"
-                )
-            table[key].append(number)
+            table[key].append(as_float32(value, f"{source}: {key}", RewardError))
     rewards = table.pop("reward")
     return rewards, table
 
 
 def _as_items(score: Any, keys: set[str], with_keys: bool, source: str) -> list[tuple[str, Any]]:
     if isinstance(score, Mapping) != with_keys:
-        raise RewardError(f"{source}: numbers and dicts are mixed")
-    if not isinstance(score, Mapping):
+        problem = "numbers and dicts are mixed"
+    elif not isinstance(score, Mapping):
         return [("reward", score)]
-    if "reward" not in score:
-        raise RewardError(f"{source}: the dict has no key 'reward', only {sorted(score, key=str)}")
-    invalid = [key for key in score if not isinstance(key, str)]
-    if invalid:
-        raise RewardError(f"{source}: the key {invalid[0]!r} is not text. Use text as the key")
-    if set(score) != keys:
-        raise RewardError(
-            f"{source}: the dict has the keys {sorted(score)}, the first sample's has "
-            f"{sorted(keys, key=str)}"
-        )
-    return list(score.items())
+    elif "reward" not in score:
+        problem = f"the dict has no key 'reward', only {sorted(score, key=str)}"
+    elif invalid := [key for key in score if not isinstance(key, str)]:
+        problem = f"the key {invalid[0]!r} is not text. Use text as the key"
+    elif set(score) != keys:
+        expected = sorted(keys, key=str)
+        problem = f"the dict has the keys {sorted(score)}, the first sample's has {expected}"
+    else:
+        return list(score.items())
+    raise RewardError(f"{source}: {problem}")

@@ -46,10 +46,7 @@ class SequenceEncoder:
         """Return the encoder for a reward model's file, which contains the form of its sequences.
 
         ``add_bos``: value in the configuration. It applies to older files without a form, where
-        None means no BOS.
-
-        Raises:
-            ConfigError: ``add_bos`` differs from the file.
+        None means no BOS. Raises `ConfigError` if ``add_bos`` differs from the file.
         """
         form = SequenceForm.of_config(checkpoint.config) or SequenceForm(bool(add_bos), None)
         if add_bos is not None and add_bos != form.add_bos:
@@ -57,12 +54,8 @@ class SequenceEncoder:
                 f"reward.model.add_bos={str(add_bos).lower()}, but the reward model was trained on "
                 f"sequences {'with' if form.add_bos else 'without'} BOS. Leave it at null"
             )
-        return cls(
-            checkpoint.tokenizer,
-            checkpoint.architecture.max_position_embeddings,
-            add_bos=form.add_bos,
-            end_id=form.end_id,
-        )
+        positions = checkpoint.architecture.max_position_embeddings
+        return cls(checkpoint.tokenizer, positions, add_bos=form.add_bos, end_id=form.end_id)
 
     def ids(self, prompt: str, response: str) -> list[int]:
         """Return the tokens of prompt, response and end. Raises `RewardError` for too many."""
@@ -87,13 +80,8 @@ class SequenceEncoder:
 
 def _token_rows(data: BatchedDataDict) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the tokens of prompt and response of each row of a rollout."""
-    rows = zip(
-        data["input_ids"].tolist(),
-        data["prompt_lengths"].tolist(),
-        data["input_lengths"].tolist(),
-        strict=True,
-    )
-    for ids, start, end in rows:
+    names = ("input_ids", "prompt_lengths", "input_lengths")
+    for ids, start, end in zip(*(data[name].tolist() for name in names), strict=True):
         yield ids[:start], ids[start:end]
 
 
@@ -123,16 +111,12 @@ def scored_texts(
 
 
 def _without_stop(
-    tokenizer: Tokenizer,
-    prompt_ids: list[int],
-    response_ids: list[int],
-    text: str,
-    end_strings: Sequence[str],
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int], text: str, end_strings: Sequence[str]
 ) -> str:
     """Remove a stop string that the last token completed, and the text after it."""
-    if response_ids[-1] in tokenizer.end_ids:
+    if ids[-1] in tokenizer.end_ids:
         return text
-    text_without_last = decode_response(tokenizer, prompt_ids, response_ids[:-1])
+    text_without_last = decode_response(tokenizer, prompt, ids[:-1])
     count = common_prefix(text_without_last, text)
     starts = (text.find(string, max(0, count - len(string) + 1)) for string in end_strings)
     text = text[: min((start for start in starts if start >= 0), default=len(text))]

@@ -1,5 +1,7 @@
 """Answers in OpenAI's format, complete or streamed, built from the tokens of the engine.
 
+Answers and pieces are JSON objects. ``token_ids`` and ``prompt_token_ids`` are vLLM's keys.
+
 Log-probs are the engine's, of every sampled token, the end token included: at the sampling
 temperature, over the tokens that top-k and top-p kept. The text of a token is the text that the
 token completes. End tokens and skipped special tokens have no text.
@@ -16,17 +18,10 @@ from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.calls import Form
 from aligner.generation.rows import EndKind, Progress
-from aligner.serving.openai_types import (
-    ChatLogprobs,
-    ChatMessage,
-    Completion,
-    CompletionChoice,
-    TextLogprobs,
-    TokenLogprob,
-    Usage,
-)
 from aligner.serving.requests import ChatRequest, CompletionRequest
 from aligner.serving.tools import split_calls
+
+Json = dict[str, Any]
 
 
 class Choice:
@@ -144,7 +139,7 @@ class Answer(ABC):
     object: str
     piece_object: str
     prefix: str
-    nothing: ClassVar[dict[str, Any]]  # content of a choice's last piece
+    nothing: ClassVar[Json]  # content of a choice's last piece
 
     def __init__(
         self,
@@ -158,22 +153,22 @@ class Answer(ABC):
         self.choices = choices
         self._tokenizer, self._request, self._form = tokenizer, request, form
         unique = f"{self.prefix}-{uuid.uuid4().hex}"
-        self._head: dict[str, Any] = {"id": unique, "created": int(time.time()), "model": model}
+        self._head: Json = {"id": unique, "created": int(time.time()), "model": model}
 
-    def complete(self) -> Completion:
+    def complete(self) -> Json:
         """Return the whole answer, after every choice has ended."""
         choices = []
         for index, choice in enumerate(self.choices):
             content, finish = self._content(choice)
-            fields = {**content, "finish_reason": finish, **self._details(choice)}
-            choices.append(CompletionChoice(index=index, **fields))
+            end = {"finish_reason": finish, **self._details(choice)}
+            choices.append({"index": index, **content, **end})
         return self._completion(self.object, choices, usage=self._usage())
 
-    def first(self) -> list[Completion]:
+    def first(self) -> list[Json]:
         """Return the pieces before any sampled token."""
         return []
 
-    def pieces(self, progress: Progress) -> list[Completion]:
+    def pieces(self, progress: Progress) -> list[Json]:
         """Return the pieces for new tokens of a choice."""
         choice = self.choices[progress.row]
         text = choice.push(progress)
@@ -188,89 +183,89 @@ class Answer(ABC):
             pieces.append(self._piece(progress.row, **ending))
         return pieces
 
-    def last(self) -> list[Completion]:
+    def last(self) -> list[Json]:
         """Return the pieces after the end of all choices."""
         if not self._request.stream_options.include_usage:
             return []
         return [self._completion(self.piece_object, [], usage=self._usage())]
 
     @abstractmethod
-    def _content(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
+    def _content(self, choice: Choice) -> tuple[Json, str | None]:
         """Return the content of a choice that has ended, and why it ended."""
 
     @abstractmethod
-    def _new_content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
+    def _new_content(self, choice: Choice, text: str) -> tuple[Json, str | None]:
         """Return the content of a piece with new ``text``, and why the choice has ended, if so."""
 
     @abstractmethod
-    def _logprobs(self, choice: Choice, start: int) -> ChatLogprobs | TextLogprobs:
+    def _logprobs(self, choice: Choice, start: int) -> Json:
         """Return the log-probs of a choice's tokens from index ``start`` on."""
 
-    def _details(self, choice: Choice, start: int = 0) -> dict[str, Any]:
+    def _details(self, choice: Choice, start: int = 0) -> Json:
         """Return the requested log-probs and ids of a choice's tokens from index ``start`` on."""
-        details: dict[str, Any] = {"logprobs": None}
+        details: Json = {"logprobs": None}
         if self._request.wants_logprobs:
             details["logprobs"] = self._logprobs(choice, start)
         if self._request.return_token_ids:
             details["token_ids"] = choice.ids[start:]
         return details
 
-    def _piece(self, index: int, **fields: Any) -> Completion:
+    def _piece(self, index: int, **fields: Any) -> Json:
         extra = {}
         if self._request.stream_options.include_obfuscation:
             # Random text hides the length of the piece from observers of the traffic.
             extra["obfuscation"] = secrets.token_urlsafe(16)[: 1 + secrets.randbelow(20)]
-        choice = CompletionChoice(index=index, **fields)
-        return self._completion(self.piece_object, [choice], **extra)
+        return self._completion(self.piece_object, [{"index": index, **fields}], **extra)
 
-    def _completion(self, kind: str, choices: list[CompletionChoice], **fields: Any) -> Completion:
-        return Completion(**self._head, object=kind, choices=choices, **fields)
+    def _completion(self, kind: str, choices: list[Json], **fields: Any) -> Json:
+        return {**self._head, "object": kind, "choices": choices, **fields}
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> dict[str, int]:
         prompt = sum(len(choice.prompt) for choice in self.choices[:: self._request.n])
         sampled = sum(len(choice.ids) for choice in self.choices)
-        return Usage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
+        counts = {"prompt_tokens": prompt, "completion_tokens": sampled}
+        return {**counts, "total_tokens": prompt + sampled}
 
 
 class ChatAnswer(Answer):
     """Answers of ``/v1/chat/completions``."""
 
     object, piece_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-    nothing: ClassVar[dict[str, Any]] = {"delta": ChatMessage()}
+    nothing: ClassVar[Json] = {"delta": {}}
 
-    def complete(self) -> Completion:
+    def complete(self) -> Json:
         """Return the whole answer, after every choice has ended."""
         answer = super().complete()
         if self._request.return_token_ids:
-            answer.prompt_token_ids = self.choices[0].prompt
+            answer["prompt_token_ids"] = self.choices[0].prompt
         return answer
 
-    def first(self) -> list[Completion]:
+    def first(self) -> list[Json]:
         """Return the role of each message, and the prompt's tokens."""
-        delta = ChatMessage(role="assistant", content="")
+        delta = {"role": "assistant", "content": ""}
         pieces = [
             self._piece(index, delta=delta, finish_reason=None, logprobs=None)
             for index in range(len(self.choices))
         ]
         if self._request.return_token_ids:
-            pieces[0].prompt_token_ids = self.choices[0].prompt
+            pieces[0]["prompt_token_ids"] = self.choices[0].prompt
         return pieces
 
-    def _content(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
+    def _content(self, choice: Choice) -> tuple[Json, str | None]:
         message, finish = self._message(choice)
-        return {"message": ChatMessage(role="assistant", refusal=None, **message)}, finish
+        return {"message": {"role": "assistant", "refusal": None, **message}}, finish
 
-    def _new_content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
-        delta: dict[str, Any] = {"content": text} if text else {}
+    def _new_content(self, choice: Choice, text: str) -> tuple[Json, str | None]:
+        delta: Json = {"content": text} if text else {}
         finish: str | None = choice.finish
         if choice.finish is not None and self._form is not None:
             message, finish = self._message(choice)
             delta = {key: value for key, value in message.items() if value is not None}
             for index, call in enumerate(delta.get("tool_calls", [])):
-                call.index = index
-        return {"delta": ChatMessage(**delta)}, finish
+                call["index"] = index
+        return {"delta": delta}, finish
 
-    def _message(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
+    def _message(self, choice: Choice) -> tuple[Json, str | None]:
         """Return the fields of a choice's message, and why the choice ended."""
         if self._form is not None:
             content, calls = split_calls(choice.text, self._form)
@@ -278,39 +273,39 @@ class ChatAnswer(Answer):
                 return {"content": content, "tool_calls": calls}, "tool_calls"
         return {"content": choice.plain_text}, choice.finish
 
-    def _logprobs(self, choice: Choice, start: int) -> ChatLogprobs:
+    def _logprobs(self, choice: Choice, start: int) -> Json:
         content = []
         for index in range(start, len(choice.ids)):
             piece, decoded = choice.pieces[index], self._tokenizer.decode([choice.ids[index]])
             # A part of a character, or a token without text, is decoded separately.
             token = decoded if "\ufffd" in decoded or not piece else piece
-            logprob, spelt = choice.logprobs[index], list(piece.encode())
-            content.append(TokenLogprob(token=token, logprob=logprob, bytes=spelt, top_logprobs=[]))
-        return ChatLogprobs(content=content, refusal=None)
+            entry: Json = {"token": token, "logprob": choice.logprobs[index]}
+            content.append({**entry, "bytes": list(piece.encode()), "top_logprobs": []})
+        return {"content": content, "refusal": None}
 
 
 class CompletionAnswer(Answer):
     """Answers of ``/v1/completions``."""
 
     object, piece_object, prefix = "text_completion", "text_completion", "cmpl"
-    nothing: ClassVar[dict[str, Any]] = {"text": ""}
+    nothing: ClassVar[Json] = {"text": ""}
 
-    def _content(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
+    def _content(self, choice: Choice) -> tuple[Json, str | None]:
         return {"text": choice.text}, choice.finish
 
-    def _new_content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
+    def _new_content(self, choice: Choice, text: str) -> tuple[Json, str | None]:
         return {"text": text}, choice.finish
 
-    def _details(self, choice: Choice, start: int = 0) -> dict[str, Any]:
+    def _details(self, choice: Choice, start: int = 0) -> Json:
         details = super()._details(choice, start)
         if self._request.return_token_ids and start == 0:
             details["prompt_token_ids"] = choice.prompt
         return details
 
-    def _logprobs(self, choice: Choice, start: int) -> TextLogprobs:
-        return TextLogprobs(
-            tokens=choice.pieces[start:],
-            token_logprobs=choice.logprobs[start:],
-            top_logprobs=None,
-            text_offset=choice.offsets[start:],
-        )
+    def _logprobs(self, choice: Choice, start: int) -> Json:
+        return {
+            "tokens": choice.pieces[start:],
+            "token_logprobs": choice.logprobs[start:],
+            "top_logprobs": None,
+            "text_offset": choice.offsets[start:],
+        }

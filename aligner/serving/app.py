@@ -19,14 +19,14 @@ from starlette.exceptions import HTTPException
 
 from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.errors import AlignerError
-from aligner.generation.rows import Progress, Row, RowJob, sample_id
+from aligner.generation.rows import Progress, Row, RowJob
 from aligner.http.application import Bodies, Routes, blame_sender, check_bearer, http_server
 from aligner.http.listening import MAX_CONNECTIONS
 from aligner.http.queue import JobQueue
 from aligner.http.results import Results
+from aligner.kernels.counter_hash import text_hash
 from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from aligner.serving.exchange import Exchange, refusal
-from aligner.serving.openai_types import ModelInfo, ModelList, SessionKey, Tokens
 from aligner.serving.requests import (
     ChatRequest,
     CompletionRequest,
@@ -60,30 +60,31 @@ class Service:
         """Return the server's state. No token is needed, as it discloses nothing."""
         return {"status": "ok"}
 
-    async def models(self, request: Request) -> ModelList:
+    async def models(self, request: Request) -> dict[str, Any]:
         """Return a list of the model."""
-        return ModelList(data=[await self.model(request, self.served.name)])
+        return {"object": "list", "data": [await self.model(request, self.served.name)]}
 
-    async def model(self, request: Request, name: str) -> ModelInfo:
+    async def model(self, request: Request, name: str) -> dict[str, Any]:
         """Return the model called ``name``."""
         self._authorised(request)
         self._check_model(name)
-        name, positions = self.served.name, self.served.positions
-        return ModelInfo(id=name, created=self._started, max_model_len=positions)
+        model = {"id": self.served.name, "object": "model", "created": self._started}
+        return {**model, "owned_by": "aligner", "max_model_len": self.served.positions}
 
-    async def tokenize(self, request: Request) -> Tokens:
+    async def tokenize(self, request: Request) -> dict[str, Any]:
         """Return the tokens of a text or a chat."""
 
         def encode(body: TokenizeRequest) -> list[int]:
-            text = body.text_prompt
-            if text is None:
-                tools, kwargs = body.tools, body.chat_template_kwargs
-                return self.served.encoded(self.served.chat(body.messages or [], tools, kwargs))
-            return self.served.encoded(self.served.prompt(text))
+            served, text = self.served, body.text_prompt
+            if text is not None:
+                return served.encoded(served.prompt(text))
+            tools, kwargs = body.tools, body.chat_template_kwargs
+            return served.encoded(served.chat(body.messages or [], tools, kwargs))
 
         async with self._read(request, TokenizeRequest) as body:
             tokens = await run_in_threadpool(blame_sender, encode, body)
-        return Tokens(tokens=tokens, count=len(tokens), max_model_len=self.served.positions)
+        positions = self.served.positions
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": positions}
 
     async def detokenize(self, request: Request) -> dict[str, str]:
         """Return the text of tokens."""
@@ -99,14 +100,14 @@ class Service:
         """Answer ``/v1/completions``."""
         return await self._sample(request, CompletionRequest, CompletionAnswer)
 
-    async def begin_session(self, request: Request) -> SessionKey:
+    async def begin_session(self, request: Request) -> dict[str, str]:
         """Begin a session and return the key whose answers it records."""
         check_bearer(request, self.token)
         async with self._read(request, SessionRequest) as body:
             session = self.sessions.begin(body.seed)
         if session is None:
             raise HTTPException(429, "there are too many sessions. End some of them")
-        return SessionKey(id=session.id, api_key=session.key)
+        return {"id": session.id, "api_key": session.key}
 
     async def session(self, request: Request, name: str) -> dict[str, Any]:
         """Return the record of a session, for the server's token or the session's key."""
@@ -168,17 +169,25 @@ class Service:
         form = self.served.form if has_tools else None
         body = self.served.adapted(body)
         rows = blame_sender(self._rows, body, prompts, session)
-        choices = [self._choice(row, body, is_buffered=form is not None) for row in rows]
+        choices = []
+        for row in rows:
+            assert row.options is not None, "requests have their own options"
+            stops, least = row.options.sampling.end_strings, row.options.length.min_length
+            options: Any = {"min_tokens": least, "skips_special": body.skip_special_tokens}
+            tokenizer, is_buffered = self.served.tokenizer, form is not None
+            choices.append(Choice(tokenizer, row.prompt, stops, is_buffered=is_buffered, **options))
 
         def end(is_complete: bool) -> None:
-            if session is not None and not is_complete:
+            if session is None:
+                return
+            if not is_complete:
                 session.withdraw([row.prompt for row in rows], [row.request for row in rows])
-            elif session is not None:
-                for row, choice in zip(rows, choices, strict=True):
-                    assert choice.finish is not None
-                    assert row.request is not None
-                    tokens = choice.prompt, choice.ids, choice.logprobs
-                    session.record(*tokens, choice.finish, choice.full_text, row.request)
+                return
+            for row, choice in zip(rows, choices, strict=True):
+                assert choice.finish is not None
+                assert row.request is not None
+                tokens = choice.prompt, choice.ids, choice.logprobs
+                session.record(*tokens, choice.finish, choice.full_text, row.request)
 
         # Queue the rows, and wait for their progress.
         results = Results[Progress]()
@@ -188,17 +197,6 @@ class Service:
         answer = writer(self.served.tokenizer, self.served.name, body, choices, form)
         exchange = Exchange(job, results, answer, self.timeout_s, began, end)
         return await exchange.response(self.queue, request, stream=body.stream)
-
-    def _choice(self, row: Row, body: _Sampled, *, is_buffered: bool) -> Choice:
-        assert row.options is not None, "requests have their own options"
-        return Choice(
-            self.served.tokenizer,
-            row.prompt,
-            row.options.sampling.end_strings,
-            is_buffered=is_buffered,
-            min_tokens=row.options.length.min_length,
-            skips_special=body.skip_special_tokens,
-        )
 
     def _prompts(self, body: _Sampled, session: Session | None) -> list[list[int]]:
         """Return the tokens of each prompt of a request."""
@@ -245,7 +243,7 @@ class Service:
         if body.seed is not None:
             seed_parts = ("seed", body.seed)
         return [
-            Row(ids, sample_id(*seed_parts, sample), row_options, requests[index * body.n + sample])
+            Row(ids, text_hash(*seed_parts, sample), row_options, requests[index * body.n + sample])
             for index, (ids, row_options) in enumerate(zip(prompts, options, strict=True))
             for sample in range(body.n)
         ]

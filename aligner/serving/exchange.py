@@ -1,7 +1,6 @@
 """One request and its answer: from the event loop to the engine's thread and back."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from starlette.types import Send
 from aligner.generation.rows import Progress, Row, RowJob
 from aligner.http import JSON_TYPE
 from aligner.http.listening import ARRIVAL_S
+from aligner.http.messages import dump_json
 from aligner.http.queue import JobQueue
 from aligner.http.results import Results
 from aligner.serving.answers import Answer
@@ -61,7 +61,7 @@ class Exchange:
         with self.results.while_connected(request):
             async for progress in self._progress():
                 self.answer.choices[progress.row].push(progress)
-        return Response(self.answer.complete().to_json(), media_type=JSON_TYPE)
+        return Response(dump_json(self.answer.complete()), media_type=JSON_TYPE)
 
     async def _progress(self) -> AsyncIterator[Progress]:
         """Yield the progress of the rows until all have ended."""
@@ -88,16 +88,16 @@ class Exchange:
         """Yield server-sent events. An error is the last event."""
         try:
             for piece in self.answer.first():
-                yield _event(piece.to_json())
+                yield _event(piece)
             async for progress in self._progress():
                 for piece in self.answer.pieces(progress):
-                    yield _event(piece.to_json())
+                    yield _event(piece)
             for piece in self.answer.last():
-                yield _event(piece.to_json())
-            yield _event("[DONE]")
+                yield _event(piece)
+            yield "data: [DONE]\n\n"
         # The status was already sent, so an error is an event, too.
         except HTTPException as error:
-            yield _event(json.dumps(refusal(error.status_code, error.detail)))
+            yield _event(refusal(error.status_code, error.detail))
         finally:
             self._leave()
 
@@ -115,5 +115,5 @@ class _Events(StreamingResponse):
         await super().stream_response(bounded)
 
 
-def _event(data: str) -> str:
-    return f"data: {data}\n\n"
+def _event(data: Any) -> str:
+    return f"data: {dump_json(data).decode()}\n\n"

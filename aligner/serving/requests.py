@@ -54,14 +54,16 @@ def _check_temperature(value: float) -> float:
 def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("must be a text or a list of texts")
-    if len(stops) > _MAX_STOPS:
-        raise ValueError(f"{len(stops)} texts, at most {_MAX_STOPS} are possible")
-    if not all(stops):
-        raise ValueError("an empty text, leave it out")
-    if max(map(len, stops), default=0) > _MAX_STOP_CHARACTERS:
-        raise ValueError(f"a text of more than {_MAX_STOP_CHARACTERS} characters")
-    return tuple(stops)
+        problem = "must be a text or a list of texts"
+    elif len(stops) > _MAX_STOPS:
+        problem = f"{len(stops)} texts, at most {_MAX_STOPS} are possible"
+    elif not all(stops):
+        problem = "an empty text, leave it out"
+    elif max(map(len, stops), default=0) > _MAX_STOP_CHARACTERS:
+        problem = f"a text of more than {_MAX_STOP_CHARACTERS} characters"
+    else:
+        return tuple(stops)
+    raise ValueError(problem)
 
 
 class _Strict(BaseModel):
@@ -151,11 +153,9 @@ class ChatRequest(_Sampled):
         """Functions that the model may call. Raises `DataError` for another kind of tool."""
         for index, tool in enumerate(self.tools):
             function = tool.get("function")
-            if (
-                not isinstance(function, Mapping)
-                or not isinstance(function.get("name"), str)
-                or not isinstance(function.get("parameters") or {}, Mapping)
-            ):
+            function = function if isinstance(function, Mapping) else {}
+            has_name = isinstance(function.get("name"), str)
+            if not (has_name and isinstance(function.get("parameters") or {}, Mapping)):
                 raise DataError(
                     f"tools.{index}: must be of the form "
                     '{"type": "function", "function": {"name": ..., "parameters": {...}}}'

@@ -92,13 +92,10 @@ class Served:
             tools = self._treated(tools, "tools")
             template_kwargs = self._treated(template_kwargs, "chat_template_kwargs")
         # Write tools and calls as text if the template shows neither.
-        messages = with_system(messages, self.system_prompt)
-        has_tools = tools or any(
-            message["role"] == "tool" or "tool_calls" in message for message in messages
-        )
-        template_tools = tools or None
+        messages, template_tools = with_system(messages, self.system_prompt), tools or None
+        has_calls = any(chat["role"] == "tool" or "tool_calls" in chat for chat in messages)
         try:
-            if has_tools and self.form == "plain":
+            if (tools or has_calls) and self.form == "plain":
                 messages, template_tools = in_text(messages, tools), None
             tokenizer = self.tokenizer.with_template_kwargs(template_kwargs or {})
             check_all_used(tokenizer, messages, template_tools)

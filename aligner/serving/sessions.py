@@ -26,7 +26,8 @@ from aligner.environments.pool import Failure
 from aligner.environments.protocol import Turn, check_turn
 from aligner.environments.trajectory import Limit, Limits
 from aligner.errors import DataError
-from aligner.generation.rows import EndKind, RowJob, sample_id
+from aligner.generation.rows import EndKind, RowJob
+from aligner.kernels.counter_hash import text_hash
 
 _MAX_TOKENS = 2**21  # of a session without limits
 _MAX_SESSIONS = 4096
@@ -125,7 +126,7 @@ class Session:
         """Return the values that seed a request's sampling, None if the session has no seed."""
         if self.seed is None:
             return None
-        prompts_id = sample_id(*chain.from_iterable(prompts))
+        prompts_id = text_hash(*chain.from_iterable(prompts))
         # The count makes the sampling of repeated requests independent.
         with self._lock:
             self._repeats[prompts_id] += 1
@@ -143,12 +144,9 @@ class Session:
         """
         # The longest sequence whose text the prompt starts with.
         with self._lock:
-            known = [(sequence.text, sequence.ids) for sequence in self.sequences if sequence.text]
-            extended = [
-                (known_text, ids) for known_text, ids in known if text.startswith(known_text)
-            ]
+            known = [(s.text, s.ids[:]) for s in self.sequences if s.text]
+            extended = [pair for pair in known if text.startswith(pair[0])]
             prefix, prefix_ids = max(extended, key=lambda pair: len(pair[0]), default=("", []))
-            prefix_ids = prefix_ids[:]
         ids = encode_text(text)
         if ids[: len(prefix_ids)] != prefix_ids:  # the tokenizer would encode the answer otherwise
             ids = [*prefix_ids, *encode_continuation(text[len(prefix) :])]
@@ -185,9 +183,10 @@ class Session:
         size = f"{limits.max_turns} answers"
         if limit == "max_tokens":
             size = f"{limits.max_tokens} tokens, has {recorded}, and could get {bound}"
+        text = f"the session is over: it is limited to {size}"
         if self._limits is None:
-            raise DataError(f"the session is limited to {size}. Begin another session")
-        raise DataError(f"the session is over: it is limited to {size}")
+            text = f"the session is limited to {size}. Begin another session"
+        raise DataError(text)
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
         """Release reserved answers of a request that failed or whose client disconnected.
@@ -218,9 +217,10 @@ class Session:
                 return
             # Append to the longest sequence that the prompt extends, or to a new sequence.
             extended = [n for n, s in enumerate(self.sequences) if s.is_prefix_of(prompt)]
-            index = max(extended, key=lambda n: len(self.sequences[n].ids), default=None)
-            if index is None:
-                index = self._start_sequence(prompt)
+            if not extended:
+                extended = [len(self.sequences)]
+                self._start_sequence(prompt)
+            index = max(extended, key=lambda n: len(self.sequences[n].ids))
             sequence = self.sequences[index]
             start = len(sequence.ids)
             sequence.append(prompt[start:], [0.0] * (len(prompt) - start), turn=0)
@@ -229,8 +229,8 @@ class Session:
             prompt_text = self._texts.get(key)
             sequence.text = None if prompt_text is None else prompt_text + text
             self._drop_texts([prompt])
-            location = (index, start, len(prompt), len(sequence.ids))
-            self.answers.append(RecordedAnswer(request, *location))
+            end_index = len(sequence.ids)
+            self.answers.append(RecordedAnswer(request, index, start, len(prompt), end_index))
 
     def set_reward(self, reward: Any) -> None:
         """Set the reward of the last recorded answer: a number, None, or a mapping with ``reward``.
@@ -264,7 +264,7 @@ class Session:
             if key not in waiting:
                 self._texts.pop(key, None)
 
-    def _start_sequence(self, prompt: Sequence[int]) -> int:
+    def _start_sequence(self, prompt: Sequence[int]) -> None:
         """Add a sequence, forked from the sequence with the longest common prefix."""
         new = RecordedSequence()
         for index, sequence in enumerate(self.sequences):
@@ -272,7 +272,6 @@ class Session:
             if shared > new.shared and any(sequence.turn_ids[:shared]):
                 new.forked_from, new.shared = index, shared
         self.sequences.append(new)
-        return len(self.sequences) - 1
 
 
 class Sessions:

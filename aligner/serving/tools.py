@@ -8,7 +8,6 @@ from typing import Any
 from aligner.data.chat import Message
 from aligner.environments.calls import Form, before_calls, parse_calls
 from aligner.environments.tools import tools_in_text
-from aligner.serving.openai_types import FunctionCall, MessageToolCall
 
 
 def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -42,7 +41,7 @@ def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
     return tools_in_text(plain, tools) if tools else plain
 
 
-def split_calls(text: str, form: Form) -> tuple[str | None, list[MessageToolCall]]:
+def split_calls(text: str, form: Form) -> tuple[str | None, list[dict[str, Any]]]:
     """Return the text before the calls, None if it is empty, and the calls in OpenAI's format.
 
     If a call cannot be read, the whole text is returned without calls.
@@ -51,10 +50,10 @@ def split_calls(text: str, form: Form) -> tuple[str | None, list[MessageToolCall
     if not calls or any(call.problem is not None for call in calls):
         return text, []
     return before_calls(text, form).strip() or None, [
-        MessageToolCall(
-            id=call.id or uuid.uuid4().hex[:9],  # Mistral's templates refuse longer ids
-            type="function",
-            function=FunctionCall(name=call.name, arguments=json.dumps(call.arguments)),
-        )
+        {
+            "id": call.id or uuid.uuid4().hex[:9],  # Mistral's templates refuse longer ids
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
         for call in calls
     ]

@@ -18,15 +18,24 @@ import torch
 
 torch.set_num_threads(1)
 
-from layout_worker import OPTIM, ROWS, RUN, make_batch, model_config, reported
+from layout_worker import (
+    OPTIM,
+    ROWS,
+    RUN,
+    loss_of,
+    make_batch,
+    model_config,
+    reference,
+    reported,
+    scores,
+    weights_of,
+)
 
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.run_state.worker_state import save_worker_state
 from aligner.config import CriticConfig, LengthParams, ModelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
-from aligner.losses.policy import PPOPolicyLoss
-from aligner.losses.value import PPOValueLoss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel
@@ -74,50 +83,25 @@ def generated(policy: Policy, batch: BatchedDataDict) -> list[torch.Tensor]:
     return [tokens[:length] for tokens, length in rows] + kept
 
 
-def whole_weights(handle: Policy | Value) -> dict[str, torch.Tensor]:
-    """On rank 0."""
-    weights = handle.worker_group.worker.model.whole_weights()
-    return {name: value.clone() for name, value in weights.items()}
-
-
-def actor(policy: Policy, batch: BatchedDataDict, states: Path, resumed: bool) -> Seen:
-    loss = PPOPolicyLoss(entropy_bonus=0.01)
-    seen: Seen = {"before": policy.get_logprobs(batch)["logprobs"]}
-    seen["one row"] = policy.get_logprobs(batch.slice(0, 1))["logprobs"]  # fewer than ranks
-    policy.prepare_for_training()
+def learn(handle: Policy | Value, batch: BatchedDataDict, state: Path, resumed: bool) -> Seen:
+    loss, seen = loss_of(handle), {"before": scores(handle, batch)}
+    if isinstance(handle, Policy):
+        seen["one row"] = scores(handle, batch.slice(0, 1))  # fewer than ranks
+    handle.prepare_for_training()
     if not resumed:
-        seen["first"] = reported(policy.train(batch, loss))
-        save_worker_state(policy.worker_group.worker, str(states / "actor"))
+        seen["first"] = reported(handle.train(batch, loss))
+        save_worker_state(handle.worker_group.worker, str(state))
     else:
-        policy.load_state(states / "actor")
-    seen["second"] = reported(policy.train(batch, loss))
-    seen["weights"] = whole_weights(policy)
-    seen["after"] = policy.get_logprobs(batch)["logprobs"]
-    seen["reference"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
-    seen["generated"] = generated(policy, batch)
+        handle.load_state(state)
+    seen["second"] = reported(handle.train(batch, loss))
+    seen["weights"] = weights_of(handle)
+    seen |= {"after": scores(handle, batch), **reference(handle, batch)}
+    if isinstance(handle, Policy):
+        seen["generated"] = generated(handle, batch)
     if not resumed:
-        policy.load_state(states / "actor")
-        policy.train(batch, loss)
-        seen["again"] = whole_weights(policy)
-    return seen
-
-
-def critic(value: Value, batch: BatchedDataDict, states: Path, resumed: bool) -> Seen:
-    loss = PPOValueLoss(value_clip=0.2)
-    seen: Seen = {"before": value.get_values(batch)["values"]}
-    value.prepare_for_training()
-    if not resumed:
-        seen["first"] = reported(value.train(batch, loss))
-        save_worker_state(value.worker_group.worker, str(states / "critic"))
-    else:
-        value.load_state(states / "critic")
-    seen["second"] = reported(value.train(batch, loss))
-    seen["weights"] = whole_weights(value)
-    seen["after"] = value.get_values(batch)["values"]
-    if not resumed:
-        value.load_state(states / "critic")
-        value.train(batch, loss)
-        seen["again"] = whole_weights(value)
+        handle.load_state(state)
+        handle.train(batch, loss)
+        seen["again"] = weights_of(handle)
     return seen
 
 
@@ -133,8 +117,8 @@ def main() -> None:
         batch = make_batch(spec)
         policy, value = start(Path(folder), spec)
         seen[spec] = {
-            "actor": actor(policy, batch, states, bool(resumed)),
-            "critic": critic(value, batch, states, bool(resumed)),
+            "actor": learn(policy, batch, states / "actor", bool(resumed)),
+            "critic": learn(value, batch, states / "critic", bool(resumed)),
         }
     if torch.distributed.get_rank() == 0:
         torch.save(seen, Path(folder) / f"{ranks}.pt")

@@ -20,6 +20,7 @@ from aligner.errors import NonFiniteError
 from aligner.logprobs.output_layer import output_weight
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import gather_objects, is_rank_zero
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 
@@ -41,7 +42,7 @@ def generate(model: str, parallel: ParallelConfig) -> dict[str, object]:
         architecture, tokenizer = nemo.architecture, nemo.tokenizer
         gpt = build_gpt(
             architecture,
-            parallel=parallel,
+            RoleSettings(parallel=parallel),
             initialize=False,
             pre_process=state.is_first_stage,
             post_process=state.is_last_stage,

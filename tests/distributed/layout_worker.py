@@ -12,6 +12,7 @@ conversations, too, and of the actor alone, with recorded sets of the tokens tha
 """
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -143,8 +144,13 @@ def weights_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in weights.items()}
 
 
-def gradient_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
-    """The last update's gradient, whole: it is left in the buffers, each rank's share there."""
+def gradient_of(
+    handle: Policy | Value, read: Callable[[Policy | Value], dict[str, torch.Tensor]] = weights_of
+) -> dict[str, torch.Tensor]:
+    """The last update's gradient, whole: it is left in the buffers, each rank's share there.
+
+    ``read`` returns what is trained.
+    """
     role = handle.worker_group.worker.model
     if role.model.ddp_config.use_distributed_optimizer:
         for buffer in (*role.model.buffers, *role.model.expert_parallel_buffers):
@@ -152,61 +158,62 @@ def gradient_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
                 group = buffer.data_parallel_group
                 share = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
-    parameters = list(role.gpt.parameters())
+    parameters = [parameter for parameter in role.gpt.parameters() if parameter.requires_grad]
     values = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
-    gradient = weights_of(handle)
+    gradient = read(handle)
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data.copy_(value)
     return gradient
 
 
-def actor(model: str, layout: str) -> dict[str, object]:
-    """Scores before and after two updates, what was reported, and the weights along the way."""
-    config, batch = model_config(model, layout), make_batch(layout)
+def handle_of(role: str, config: ModelConfig, optim: OptimConfig = OPTIM) -> Policy | Value:
+    """The actor or the critic of a layout, with a head that is not fresh."""
     cluster = LocalCluster(initialize_parallel(config.parallel))
-    with open_nemo(model) as checkpoint:
-        policy = Policy(cluster, config, checkpoint.tokenizer, run=RUN)
-    before = policy.get_logprobs(batch)["logprobs"]
-    one_row = policy.get_logprobs(batch.slice(0, 1))["logprobs"]  # fewer than ranks
-    policy.prepare_for_training()
-    loss = PPOPolicyLoss(entropy_bonus=0.01)
-    first = policy.train(batch, loss)
-    return {
-        "before": before,
-        "one row": one_row,
-        "first": reported(first),
-        "gradient": gradient_of(policy),
-        "second": reported(policy.train(batch, loss)),
-        "weights": weights_of(policy),
-        "after": policy.get_logprobs(batch)["logprobs"],
-        "reference": policy.get_reference_policy_logprobs(batch)["reference_logprobs"],
-    }
-
-
-def critic(model: str, layout: str) -> dict[str, object]:
-    """The same of the critic."""
-    config, batch = model_config(model, layout), make_batch(layout)
-    cluster = LocalCluster(initialize_parallel(config.parallel))
-    with open_nemo(model) as checkpoint:
+    with open_nemo(config.restore_from_path) as checkpoint:
+        if role == "actor":
+            return Policy(cluster, config, checkpoint.tokenizer, run=RUN)
         section = CriticConfig(
-            micro_batch_size=config.micro_batch_size, global_batch_size=ROWS, optim=OPTIM
+            micro_batch_size=config.micro_batch_size, global_batch_size=ROWS, optim=optim
         )
         value = Value(cluster, section, checkpoint.tokenizer, model=config, run=RUN)
     fill_head(value)
-    before = value.get_values(batch)["values"]
-    value.prepare_for_training()
-    loss = PPOValueLoss(value_clip=0.2)
-    first = value.train(batch, loss)
-    return {
-        "before": before,
-        "first": reported(first),
-        "gradient": gradient_of(value),
-        "second": reported(value.train(batch, loss)),
-        "weights": weights_of(value),
-        "after": value.get_values(batch)["values"],
-    }
+    return value
+
+
+def scores(handle: Policy | Value, batch: BatchedDataDict) -> torch.Tensor:
+    """Log-probs of an actor, values of a critic."""
+    if isinstance(handle, Policy):
+        return handle.get_logprobs(batch)["logprobs"]
+    return handle.get_values(batch)["values"]
+
+
+def loss_of(handle: Policy | Value) -> PPOPolicyLoss | PPOValueLoss:
+    if isinstance(handle, Policy):
+        return PPOPolicyLoss(entropy_bonus=0.01)
+    return PPOValueLoss(value_clip=0.2)
+
+
+def reference(handle: Policy | Value, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
+    """What the reference of an actor says."""
+    if not isinstance(handle, Policy):
+        return {}
+    return {"reference": handle.get_reference_policy_logprobs(batch)["reference_logprobs"]}
+
+
+def learn(role: str, model: str, layout: str) -> dict[str, object]:
+    """Scores before and after two updates, what was reported, and the weights along the way."""
+    batch, handle = make_batch(layout), handle_of(role, model_config(model, layout))
+    loss, seen = loss_of(handle), {"before": scores(handle, batch)}
+    if role == "actor":
+        seen["one row"] = scores(handle, batch.slice(0, 1))  # fewer than ranks
+    handle.prepare_for_training()
+    seen["first"] = reported(handle.train(batch, loss))
+    seen["gradient"] = gradient_of(handle)
+    seen["second"] = reported(handle.train(batch, loss))
+    seen["weights"] = weights_of(handle)
+    return {**seen, "after": scores(handle, batch), **reference(handle, batch)}
 
 
 def fill_head(value: Value) -> None:
@@ -226,9 +233,8 @@ def main() -> None:
     model, output, *layouts = sys.argv[1:]
     seen = {}
     for layout in layouts:
-        seen[layout] = {"actor": actor(model, layout)}
-        if not is_recorded(layout):
-            seen[layout]["critic"] = critic(model, layout)
+        roles = ["actor"] if is_recorded(layout) else ["actor", "critic"]
+        seen[layout] = {role: learn(role, model, layout) for role in roles}
     if torch.distributed.get_rank() == 0:
         torch.save(seen, output)
     shutdown_parallel()

@@ -13,16 +13,23 @@ import torch
 
 torch.set_num_threads(1)
 
-from layout_worker import OPTIM, ROWS, RUN, fill_head, make_batch, model_config, reported
+from layout_worker import (
+    OPTIM,
+    gradient_of,
+    handle_of,
+    loss_of,
+    make_batch,
+    model_config,
+    reference,
+    reported,
+    scores,
+    weights_of,
+)
 
-from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.config import CriticConfig, LoraConfig, ModelConfig, OptimConfig, PeftConfig
-from aligner.distributed.workers import LocalCluster
-from aligner.losses.policy import PPOPolicyLoss
-from aligner.losses.value import PPOValueLoss
+from aligner.config import LoraConfig, ModelConfig, OptimConfig, PeftConfig
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
-from aligner.parallel.groups import initialize_parallel, shutdown_parallel
+from aligner.parallel.groups import shutdown_parallel
 
 LORA = LoraConfig(adapter_dim=4, alpha=6.0)
 LEARNING = OptimConfig(lr=1e-3, eps=OPTIM.eps)
@@ -38,63 +45,24 @@ def config_of(model: str, adapters: str, layout: str) -> ModelConfig:
     )
 
 
-def gradient_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
-    """The last update's gradient of what is trained, whole."""
-    role = handle.worker_group.worker.model
-    if role.model.ddp_config.use_distributed_optimizer:
-        for buffer in role.model.buffers:
-            for bucket in buffer.buckets:
-                group = buffer.data_parallel_group
-                share = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
-    trained = [parameter for parameter in role.gpt.parameters() if parameter.requires_grad]
-    values = [parameter.data.clone() for parameter in trained]
-    for parameter in trained:
-        parameter.data.copy_(parameter.main_grad)
-    gradient = {name: value.clone() for name, value in role.adapters.gather().items()}
-    for parameter, value in zip(trained, values, strict=True):
-        parameter.data.copy_(value)
-    return gradient
+def adapters_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
+    gathered = handle.worker_group.worker.model.adapters.gather()
+    return {name: value.clone() for name, value in gathered.items()}
 
 
-def learn(handle: Policy | Value, batch: object, loss: object) -> dict[str, object]:
+def learn(role: str, config: ModelConfig, layout: str) -> dict[str, object]:
     """Two updates: what was reported, the first gradient, the weights they led to."""
-    role = handle.worker_group.worker.model
+    batch, handle = make_batch(layout), handle_of(role, config, LEARNING)
+    loss, before = loss_of(handle), scores(handle, batch)
     handle.prepare_for_training()
     first = handle.train(batch, loss)
-    seen = {"first": reported(first), "gradient": gradient_of(handle)}
+    seen = {"first": reported(first), "gradient": gradient_of(handle, adapters_of)}
     seen["second"] = reported(handle.train(batch, loss))
-    seen["trained"] = {name: value.clone() for name, value in role.adapters.gather().items()}
-    seen["merged"] = {name: value.clone() for name, value in role.whole_weights().items()}
+    seen["trained"] = adapters_of(handle)
+    seen["merged"] = weights_of(handle)
     handle.prepare_for_inference()
-    return seen
-
-
-def actor(config: ModelConfig, layout: str) -> dict[str, object]:
-    batch = make_batch(layout)
-    with open_nemo(config.restore_from_path) as checkpoint:
-        cluster = LocalCluster(initialize_parallel(config.parallel))
-        policy = Policy(cluster, config, checkpoint.tokenizer, run=RUN)
-    before = policy.get_logprobs(batch)["logprobs"]
-    seen = learn(policy, batch, PPOPolicyLoss(entropy_bonus=0.01))
-    return {
-        **seen,
-        "before": before,
-        "after": policy.get_logprobs(batch)["logprobs"],
-        "reference": policy.get_reference_policy_logprobs(batch)["reference_logprobs"],
-    }
-
-
-def critic(config: ModelConfig, layout: str) -> dict[str, object]:
-    batch = make_batch(layout)
-    section = CriticConfig(micro_batch_size=2, global_batch_size=ROWS, optim=LEARNING)
-    with open_nemo(config.restore_from_path) as checkpoint:
-        cluster = LocalCluster(initialize_parallel(config.parallel))
-        value = Value(cluster, section, checkpoint.tokenizer, model=config, run=RUN)
-    fill_head(value)
-    before = value.get_values(batch)["values"]
-    seen = learn(value, batch, PPOValueLoss(value_clip=0.2))
-    return {**seen, "before": before, "after": value.get_values(batch)["values"]}
+    after = scores(handle, batch)
+    return {**seen, "before": before, "after": after, **reference(handle, batch)}
 
 
 def main() -> None:
@@ -102,7 +70,7 @@ def main() -> None:
     seen = {}
     for layout in layouts:
         config = config_of(model, adapters, layout)
-        seen[layout] = {"actor": actor(config, layout), "critic": critic(config, layout)}
+        seen[layout] = {role: learn(role, config, layout) for role in ("actor", "critic")}
     if torch.distributed.get_rank() == 0:
         torch.save(seen, output)
     shutdown_parallel()

@@ -15,8 +15,7 @@ torch.set_num_threads(1)
 
 from rich.console import Console
 
-from aligner.algorithms.preference.build import preference_task
-from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
+from aligner.algorithms.preference.build import ReferenceLogprobs, preference_task
 from aligner.algorithms.supervised.trainer import SupervisedTrainer
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DPORunConfig, parse_config

@@ -27,7 +27,7 @@ TIMEOUT_S = 300.0
 def place() -> ParallelState:
     """Data parallelism alone, without megatron-core's groups, which take seconds to import."""
     rank, world, everyone = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    return ParallelState(ParallelConfig(), rank, world, 0, 0, 0, rank, world, *[everyone] * 7)
+    return ParallelState(ParallelConfig(), rank, world, 0, 0, 0, rank, world, *[everyone] * 6)
 
 
 def work(case: str) -> None:

@@ -2,8 +2,8 @@
 
     MODEL OUTPUT LAYOUT [LAYOUT ...]
 
-A layout is ``tensor,packed,loss``; what is left of the world is data parallel. Rank 0 writes what
-it saw to OUTPUT.
+A layout is ``tensor,pipeline,context,packed,loss``; what is left of the world is data parallel.
+Rank 0 writes what it saw to OUTPUT.
 """
 
 import sys
@@ -54,18 +54,21 @@ def batch_of(loss: str) -> BatchedDataDict:
     return batch
 
 
-def trained(model: str, layout: str, state: Path, saves: bool) -> dict[str, torch.Tensor]:
+def trained(path: str, layout: str, state: Path, saves: bool) -> dict[str, torch.Tensor]:
     """Losses and rewards after three updates on the same 12 rows; rewards from the saved state.
 
     ``saves``: this layout writes ``state``; else another one has.
     """
-    tensor, packed, loss = layout.split(",")
-    parallel = ParallelConfig(int(tensor), sequence_parallel=int(tensor) > 1)
+    *sizes, packed, loss = layout.split(",")
+    tensor, pipeline, context = map(int, sizes)
+    parallel = ParallelConfig(tensor, pipeline, context, sequence_parallel=tensor > 1)
     config = TrainedModelConfig(
-        restore_from_path=model,
+        restore_from_path=path,
         micro_batch_size=2,
         global_batch_size=12,
-        tensor_model_parallel_size=parallel.tensor,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        context_parallel_size=context,
         sequence_parallel=parallel.sequence_parallel,
         sequence_packing=SequencePackingConfig(enabled=packed == "1", train_mb_tokens=96),
         # Nearly plain gradient descent: Adam would blow up the rounding of gradients near 0.
@@ -80,9 +83,10 @@ def trained(model: str, layout: str, state: Path, saves: bool) -> dict[str, torc
         RunSettings(gradient_clip_val=0),
         attributes=attributes,
     )
-    head = getattr(handle.worker_group.worker.model.gpt, "rm_head", None)
-    head.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
-    handle.worker_group.worker.model.optimizer.copy_model_weights()
+    model = handle.worker_group.worker.model
+    if model.parallel.is_last_stage:
+        model.gpt.rm_head.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+    model.optimizer.copy_model_weights()
     batch = batch_of(loss)
     loss_fn = BradleyTerryLoss() if loss == "pairs" else AttributeRegressionLoss()
     handle.prepare_for_training()
@@ -101,7 +105,7 @@ def main() -> None:
     seen: dict[str, dict[str, torch.Tensor]] = {}
     known: set[str] = set()
     for layout in layouts:
-        loss = layout.split(",")[2]
+        loss = layout.split(",")[-1]
         seen[layout] = trained(model, layout, Path(output).with_name(loss), loss not in known)
         known.add(loss)
     if torch.distributed.get_rank() == 0:

@@ -14,6 +14,7 @@ import functools
 import sys
 
 import torch
+from batches import ppo_batch
 
 torch.set_num_threads(1)
 
@@ -29,28 +30,13 @@ from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.groups import shutdown_parallel
 
-ROWS, WIDTH = 8, 16
+ROWS = 8
 
 
 def make_batch() -> dict[str, torch.Tensor]:
     """Ragged rows: micro-batches of two have different lengths on every rank."""
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.tensor([16, 9, 12, 4, 5, 14, 7, 10])
-    prompts = torch.tensor([4, 3, 6, 2, 1, 7, 5, 8])
-    position = torch.arange(WIDTH)
-    mask = (position >= prompts[:, None]) & (position < lengths[:, None])
-    noise = torch.randn(ROWS, WIDTH, generator=generator)
-    return {
-        "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
-        "input_lengths": lengths,
-        "token_mask": mask.float(),
-        "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0]),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.5),
-        "generation_logprobs": torch.full_like(noise, -5.5),
-    }
+    batch = ppo_batch([16, 9, 12, 4, 5, 14, 7, 10], [4, 3, 6, 2, 1, 7, 5, 8])
+    return {**batch, "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0])}
 
 
 def generate(role: MegatronGPTActorModel, whole: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -92,7 +78,7 @@ def train(
     role.prepare_for_training()
     updates = [role.training_update(share, number) for number in range(2)]
     passes_of_updates = len(passes)
-    role.write_nemo(save_to)
+    role.save_to(save_to)
     after = role.infer_tokens(whole)
     return {
         "updates": updates,

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import ppo_batch
 from newest_state import newest
 from rich.console import Console
 
@@ -43,7 +44,6 @@ from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.groups import shutdown_parallel
 
-ROWS, WIDTH = 4, 12
 LLAMA = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
 GPT = dataclasses.replace(  # tied, with biases and learned positions
     LLAMA,
@@ -78,22 +78,7 @@ def write_models(folder: Path) -> None:
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.tensor([12, 7, 10, 12])
-    position = torch.arange(WIDTH)
-    mask = (position >= 3) & (position < lengths[:, None])
-    noise = torch.randn(ROWS, WIDTH, generator=generator)
-    return {
-        "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
-        "input_lengths": lengths,
-        "token_mask": mask.float(),
-        "sample_mask": torch.ones(ROWS),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.5),
-        "generation_logprobs": torch.full_like(noise, -5.5),
-    }
+    return ppo_batch([12, 7, 10, 12], [3] * 4)
 
 
 def build(folder: Path, case: str, parallel: ParallelConfig) -> MegatronGPTModel:

@@ -3,19 +3,9 @@
 Against one process that takes eight passes for an update and keeps none.
 """
 
-import dataclasses
-
 import pytest
-from role_checks import assert_same, launch
-from role_worker import train_both
+from role_checks import SMALL, assert_same, one_and_two
 
-from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
-
-ARCHITECTURE = dataclasses.replace(
-    TINY_ARCHITECTURE, num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2
-)
 ONE = "1,1,1,none"
 KEPT = ["1,1,1,none,whole", "2,1,1,none,whole", "2,1,1,full,whole"]
 NOT_KEPT = "1,2,1,none,whole"  # pipeline stages have a graph each
@@ -23,11 +13,7 @@ NOT_KEPT = "1,2,1,none,whole"  # pipeline stages have a graph each
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    model = tmp_path_factory.mktemp("kept") / "model.nemo"
-    weights = random_weights(ARCHITECTURE, scale=0.2)
-    save_nemo(model, weights, ARCHITECTURE, byte_level_tokenizer().files())
-    one = train_both(str(model), f"{model}.1", ONE)
-    return model, one, launch(2, model, f"{model}.2", [*KEPT, NOT_KEPT])
+    return one_and_two(tmp_path_factory.mktemp("kept"), SMALL, ONE, [*KEPT, NOT_KEPT])
 
 
 @pytest.mark.timeout(600)

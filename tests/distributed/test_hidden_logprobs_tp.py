@@ -7,7 +7,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import FORKSERVER
 
 from aligner.distributed.model_utils import (
     ChunkedDistributedHiddenStatesToLogprobs,
@@ -105,9 +105,8 @@ def _worker(rank, meeting, results):
 
 
 def test_two_ranks_equal_one_process(tmp_path):
-    context = mp.get_context("spawn")
-    results, meeting = context.Queue(), tmp_path / "meeting"
-    ranks = [context.Process(target=_worker, args=(r, meeting, results)) for r in range(RANKS)]
+    results, meeting = FORKSERVER.Queue(), tmp_path / "meeting"
+    ranks = [FORKSERVER.Process(target=_worker, args=(r, meeting, results)) for r in range(RANKS)]
     for process in ranks:
         process.start()
     try:

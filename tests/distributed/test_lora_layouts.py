@@ -11,7 +11,7 @@ import pytest
 import torch
 from lora_worker import LORA
 from ranks import run_ranks
-from test_layouts import TOLERANCE, difference
+from role_checks import assert_near, difference
 
 from aligner.checkpoint.adapters import Adapters, adapter_shapes, save_adapters
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
@@ -77,24 +77,8 @@ def test_a_layout_equals_one_process(name, launch):
         drops = "dropout," if "dropout" in layout else ""
         one = launch("one process")[f"{ONE},{drops}padded"]
         for role, expected in one.items():
-            check(expected, roles[role], f"{layout} {role}")
-
-
-def check(expected, actual, where):
-    assert expected.keys() == actual.keys()
-    assert (expected["after"] - expected["before"]).abs().max() > 1e-4, where
-    for key, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert difference(value, actual[key]) < TOLERANCE, (where, key)
-            continue
-        assert value.keys() == actual[key].keys(), (where, key)
-        for name, single in value.items():
-            other = actual[key][name]
-            if isinstance(single, torch.Tensor):
-                assert difference(single, other) < TOLERANCE, (where, key, name)
-            else:
-                scale = max(abs(single), 1e-2)  # a mean of terms up to 1, which cancel
-                assert abs(single - other) < TOLERANCE * scale, (where, key, name)
+            assert (expected["after"] - expected["before"]).abs().max() > 1e-4
+            assert_near(expected, roles[role], f"{layout} {role}")
 
 
 def test_dropout_changes_what_is_learned_and_not_what_is_said(launch):

@@ -8,22 +8,11 @@ import dataclasses
 from functools import cache
 
 import pytest
-from role_checks import assert_same, launch
+from role_checks import SMALL, assert_same, launch, write_random
 from role_worker import train_both
 
-from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
-
 ARCHITECTURE = dataclasses.replace(
-    TINY_ARCHITECTURE,
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    num_moe_experts=4,
-    moe_ffn_hidden_size=24,
-    family="mixtral",
+    SMALL, num_moe_experts=4, moe_ffn_hidden_size=24, family="mixtral"
 )
 ONE = "1,1,1,none"
 # "tensor,pipeline,expert,recompute", and whether communication is in the background; the
@@ -59,9 +48,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(folder):
-    model = folder / "moe.nemo"
-    weights = random_weights(ARCHITECTURE, scale=0.2)
-    save_nemo(model, weights, ARCHITECTURE, byte_level_tokenizer().files())
+    model = write_random(folder / "moe.nemo", ARCHITECTURE)
     one = train_both(str(model), str(folder / "1.pt"), ONE)
 
     @cache

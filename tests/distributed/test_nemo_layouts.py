@@ -24,6 +24,7 @@ from test_nemo_kinds import GPT, LLAMA, distinct_weights
 from aligner.checkpoint.gpt_weights import GatheredWeights, canonical_parameters, load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import ParallelConfig, initialize_parallel, shutdown_parallel
 
 RANKS = 4
@@ -85,13 +86,13 @@ def check_layout(folder, name, tp, pp):
     parallel = initialize_parallel(ParallelConfig(tensor=tp, pipeline=pp))
     gpt = build_gpt(
         architecture,
-        parallel=parallel.config,
+        RoleSettings(parallel=parallel.config),
         pre_process=parallel.is_first_stage,
         post_process=parallel.is_last_stage,
     )
     with open_nemo(folder / f"{name}.nemo") as nemo:
         load_weights(gpt, nemo.weights, architecture, tp_rank=parallel.tp_rank, tp_size=tp)
-    seen = dict(canonical_parameters(gpt, architecture))
+    seen = dict(canonical_parameters(gpt))
     per_stage = architecture.num_layers // pp
     layers = {int(n.split(".")[2]) for n in seen if n.startswith("decoder.layers.")}
     assert layers == set(range(parallel.pp_rank * per_stage, (parallel.pp_rank + 1) * per_stage))

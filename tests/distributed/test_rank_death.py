@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ranks import run_script, start_script
 from servers import bound_port
 
 ROOT = Path(__file__).parents[2]
@@ -24,35 +25,23 @@ def port():
         yield number
 
 
-def start(case, port):
+def start(case, port, folder):
     """Two ranks as a launcher without a store of its own starts them: rank 0 holds it."""
-    inherited = {key: value for key, value in os.environ.items() if "TORCHELASTIC" not in key}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), case],
-            env={
-                **inherited,
-                "PYTHONPATH": str(ROOT),
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start_script(WORKER, [case], folder / f"{rank}", {**common, "RANK": f"{rank}"})
         for rank in range(2)
     ]
 
 
-def finish(ranks, first):
-    """Wait for rank ``first``, then for the other; exit codes, error texts, seconds in between."""
+def finish(ranks, first, folder):
+    """Wait for rank ``first``, then for the other; exit codes, texts, seconds in between."""
     try:
-        outputs = {first: ranks[first].communicate(timeout=120)}
+        ranks[first].join(120)
         died = time.monotonic()
-        outputs[1 - first] = ranks[1 - first].communicate(timeout=120)
-        return [rank.returncode for rank in ranks], outputs, time.monotonic() - died
+        ranks[1 - first].join(120)
+        texts = [(folder / f"{rank}").read_text() for rank in range(2)]
+        return [rank.exitcode for rank in ranks], texts, time.monotonic() - died
     finally:
         for rank in ranks:
             rank.kill()
@@ -60,49 +49,43 @@ def finish(ranks, first):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", ["killed, others stuck", "host killed"])
-def test_a_killed_rank_is_named(case, port):
+def test_a_killed_rank_is_named(case, port, tmp_path):
     dying = 0 if case == "host killed" else 1
-    codes, outputs, seconds = finish(start(case, port), first=dying)
+    codes, texts, seconds = finish(start(case, port, tmp_path), dying, tmp_path)
     assert codes[dying] == -9
     assert codes[1 - dying] == 1
     assert seconds < LIMIT_S
     pattern = rf"rank {1 - dying} stops: rank {dying} \(data {dying}, .*host .*, pid \d+\) died: "
-    assert re.search(pattern, outputs[1 - dying][1])
+    assert re.search(pattern, texts[1 - dying])
 
 
 @pytest.mark.timeout(300)
-def test_what_a_rank_raised_is_told_by_the_others(port):
-    codes, outputs, seconds = finish(start("raised", port), first=1)
+def test_what_a_rank_raised_is_told_by_the_others(port, tmp_path):
+    codes, texts, seconds = finish(start("raised", port, tmp_path), 1, tmp_path)
     assert codes == [1, 1]
     assert seconds < LIMIT_S
-    assert "ValueError: the reward of sample 7 is a banana" in outputs[1][1]
-    assert re.search(r"rank 0 stops: rank 1 \(.*\) raised ValueError: .*banana", outputs[0][1])
-    assert "WorkerError" in outputs[0][1]  # the main thread unwound, with the cause
-    assert "rank 1 stops" not in outputs[1][1]
-    assert all("the watch is alive" not in error for _, error in outputs.values())
+    assert "ValueError: the reward of sample 7 is a banana" in texts[1]
+    assert re.search(r"rank 0 stops: rank 1 \(.*\) raised ValueError: .*banana", texts[0])
+    assert "WorkerError" in texts[0]  # the main thread unwound, with the cause
+    assert "rank 1 stops" not in texts[1]
+    assert all("the watch is alive" not in text for text in texts)
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(300)
-def test_a_slow_step_is_no_death_and_a_clean_end_is_clean(port):
-    codes, outputs, _ = finish(start("slow", port), first=0)
-    assert codes == [0, 0], outputs
-    assert all("stops" not in error for _, error in outputs.values())
-    assert all("the watch is alive" not in error for _, error in outputs.values())
+def test_a_slow_step_is_no_death_and_a_clean_end_is_clean(port, tmp_path):
+    codes, texts, _ = finish(start("slow", port, tmp_path), 0, tmp_path)
+    assert codes == [0, 0], texts
+    assert all("stops" not in text for text in texts)
+    assert all("the watch is alive" not in text for text in texts)
 
 
 @pytest.mark.timeout(300)
-def test_under_torchrun_the_survivor_names_the_dead():
-    finished = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(WORKER), "killed"),
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-        timeout=120,
-        capture_output=True,
-        text=True,
+def test_under_torchrun_the_survivor_names_the_dead(tmp_path):
+    finished = run_script(
+        *("torch.distributed.run", "--standalone", "--nproc-per-node", 2, WORKER, "killed"),
+        folder=tmp_path,
+        environment={"PYTHONPATH": str(ROOT)},
     )
     assert finished.returncode == 1
     assert re.search(r"rank 0 stops: rank 1 \(.*\) died: its process is gone", finished.stderr)

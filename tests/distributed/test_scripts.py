@@ -5,14 +5,12 @@ through the same machinery, and the launcher says how many processes there are.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 from ranks import run_ranks
+from recipes import ROOT, near, numbers, settings
 
-from aligner.observe.metrics import read_metrics
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 TENSOR_PACKED = [
     "model.tensor_model_parallel_size=2",
     "model.sequence_packing.enabled=true",
@@ -35,23 +33,18 @@ def metrics(folder, nemo, script, recipe, processes, layout=()):
     arguments = [
         "--config-name",
         f"recipes/{recipe}",
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
+        *settings(folder, nemo),
         "exp_manager.save_nemo=false",
         *layout,
     ]
     run_ranks(EXAMPLES / script, processes, arguments, timeout_s=200)
-    return [
-        {name: value for name, value in line.items() if not name.startswith("timers/")}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
+    return numbers(folder)
 
 
 def compare(one, two):
     assert len(one) > 1
     for line, other in zip(one, two, strict=True):
-        assert other == pytest.approx(line, rel=1e-4, abs=1e-5, nan_ok=True)
+        assert other == near(line, rel=1e-4, abs=1e-5)
 
 
 def extended(*values):

@@ -4,14 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from role_checks import assert_same, launch
-from role_worker import make_batch, train_both
+from role_checks import assert_same, one_and_two
+from role_worker import make_batch
 from test_moe_layouts import ARCHITECTURE
 
-from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import OptimConfig
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.examples.tasks.tiny_model import random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.role.settings import RoleSettings
@@ -22,30 +20,23 @@ LAYOUTS = {"data 2": ONE, "two layers before one": "1,2,1,none,frozen,uneven"}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("stages") / "moe.nemo"
-    save_nemo(path, random_weights(LAYERS, scale=0.2), LAYERS, byte_level_tokenizer().files())
-    return path
-
-
-@pytest.fixture(scope="module")
-def seen(model):
-    one = train_both(str(model), str(model.parent / "1.pt"), ONE)
-    return one, launch(2, model, model.parent / "2.pt", LAYOUTS.values())
+def seen(tmp_path_factory):
+    return one_and_two(tmp_path_factory.mktemp("stages"), LAYERS, ONE, LAYOUTS.values())
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_layout_equals_one_process(layout, role, seen, model):
-    one, many = seen
-    files = [model.parent / f"{n}.pt.{each}.{role}.nemo" for n, each in ((1, ONE), (2, layout))]
+def test_a_layout_equals_one_process(layout, role, seen):
+    model, one, many = seen
+    files = [f"{model}.{n}.{each}.{role}.nemo" for n, each in ((1, ONE), (2, layout))]
     assert_same(one[role], many[layout][role], files)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_routers_stay_and_all_other_weights_move(role, seen, model):
-    with open_nemo(model) as before, open_nemo(model.parent / f"1.pt.{ONE}.{role}.nemo") as after:
+def test_routers_stay_and_all_other_weights_move(role, seen):
+    model = seen[0]
+    with open_nemo(model) as before, open_nemo(f"{model}.1.{ONE}.{role}.nemo") as after:
         moved = {
             name: not torch.equal(tensor, after.weights[name])
             for name, tensor in before.weights.items()
@@ -68,9 +59,8 @@ def actor(model, learns=True):
     return role
 
 
-def test_a_run_state_has_frozen_weights_too(model, seen):
-    del seen  # in the same process, one after the other
-    first, second = actor(model), actor(model)
+def test_a_run_state_has_frozen_weights_too(seen):
+    first, second = actor(seen[0]), actor(seen[0])
     first.prepare_for_training()
     first.training_update(make_batch())
     state = first.run_state()

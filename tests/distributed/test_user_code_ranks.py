@@ -7,13 +7,13 @@
 """
 
 import json
-from pathlib import Path
 
 import pytest
 from ranks import run_ranks
+from recipes import ROOT, settings
 from test_scripts import compare, metrics
 
-EXTEND = Path(__file__).parents[2] / "examples" / "extend"
+EXTEND = ROOT / "examples" / "extend"
 SCRIPT = ("train_gpt_reinforce.py", "grpo_tiny_cpu")
 OWN = [
     f"model.ppo.loss={EXTEND}/my_loss.py:ClippedLoss",
@@ -54,9 +54,7 @@ def test_an_error_in_a_callback_ends_both(tmp_path, tiny_nemo):
     )
     arguments = [
         *("--config-name", f"recipes/{SCRIPT[1]}"),
-        f"model.restore_from_path={tiny_nemo}",
-        f"exp_manager.explicit_log_dir={tmp_path}/run",
-        "exp_manager.create_tensorboard_logger=false",
+        *settings(tmp_path / "run", tiny_nemo),
         f"trainer.callbacks=[{tmp_path}/bad.py:Bad]",
         *OWN,
     ]

@@ -147,8 +147,7 @@ def experts():
         for fusions in (False, True):
             gpt = build_gpt(
                 EXPERTS,
-                dtype=torch.bfloat16,
-                layers=LayerOptions(fusions=fusions),
+                RoleSettings(precision="bf16", layers=LayerOptions(fusions=fusions)),
                 initialize=False,
             )
             layer = gpt.decoder.layers[0].mlp.experts
@@ -166,7 +165,8 @@ def experts():
 def refusal():
     with DryDevice():
         try:
-            transformer_config(TINY_ARCHITECTURE, layers=LayerOptions(spec="transformer_engine"))
+            layers = LayerOptions(spec="transformer_engine")
+            transformer_config(TINY_ARCHITECTURE, RoleSettings(layers=layers))
         except ConfigError as error:
             return str(error)
     return ""

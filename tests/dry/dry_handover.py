@@ -237,6 +237,9 @@ class Trained(RoleModel):
     optimizer = None
 
 
+Trained.__abstractmethods__ = frozenset()  # a phase calls none of them
+
+
 def given_back(phase, shared):
     """How often a worker gives memory back at the end of ``phase``.
 

@@ -4,23 +4,16 @@ The bounds are far from what a model reaches that learns nothing (see the recipe
 """
 
 import re
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from recipes import ROOT, run
 
-from aligner.catalog import ALGORITHMS, imported
-from aligner.config import RSRunConfig, RunConfig, SFTRunConfig, load_config
-from aligner.observe.metrics import read_metrics
-
-CONF = Path(__file__).parents[2] / "conf"
-BUILDERS = {entry.root_class: entry.builder for entry in ALGORITHMS.values()}
 SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3))]
 
 
 def rows_of_the_page():
     """What the table of docs/reinforce.md says to set, by the algorithm's name."""
-    page = (CONF.parent / "docs" / "reinforce.md").read_text()
+    page = (ROOT / "docs" / "reinforce.md").read_text()
     rows = re.findall(r"^\| (.+?) \| `(trainer\.[^`]+)` \|$", page, re.MULTILINE)
     # With filtering nothing pushes a response to end, and at this recipe's learning rate a policy
     # may stop ending any: then every sample is masked. That row is tested by its parts.
@@ -30,27 +23,13 @@ def rows_of_the_page():
     return [pytest.param(settings.split(), id=name) for name, settings in learned]
 
 
-def run(folder, nemo, recipe, root, *overrides):
-    """Metrics of the recipe's run."""
-    settings = [
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        *overrides,
-    ]
-    train = imported(BUILDERS[root])
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        train(load_config(compose(f"recipes/{recipe}", overrides=settings), root))
-    return read_metrics(folder / "metrics.jsonl")
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    ("recipe", "root"),
-    [("rloo_tiny_cpu", RunConfig), ("grpo_tiny_cpu", RunConfig), ("rs_tiny_cpu", RSRunConfig)],
+    "recipe",
+    ["grpo_tiny_cpu", "rs_tiny_cpu", pytest.param("rloo_tiny_cpu", marks=pytest.mark.extended)],
 )
-def test_the_rewarded_token_is_learned(tmp_path, tiny_nemo, recipe, root, seed):
-    lines = run(tmp_path, tiny_nemo, recipe, root, f"seed={seed}")
+def test_the_rewarded_token_is_learned(tmp_path, tiny_nemo, recipe, seed):
+    lines = run(tmp_path, tiny_nemo, recipe, f"seed={seed}")
     assert lines[0]["val_rollouts/accuracy"] < 0.2
     assert lines[-1]["val_rollouts/accuracy"] > 0.8
 
@@ -68,7 +47,7 @@ ENDING = [
 def test_every_row_of_the_page_learns(tmp_path, tiny_nemo, row, seed):
     """As it is written there, over the recipe of another algorithm."""
     row = row + ENDING if "trainer.ppo.dynamic_sampling.enabled=true" in row else row
-    lines = run(tmp_path, tiny_nemo, "rloo_tiny_cpu", RunConfig, f"seed={seed}", *row)
+    lines = run(tmp_path, tiny_nemo, "rloo_tiny_cpu", f"seed={seed}", *row)
     assert lines[-1]["val_rollouts/accuracy"] > lines[0]["val_rollouts/accuracy"] + 0.4
 
 
@@ -81,18 +60,18 @@ def test_a_penalty_in_the_reward_does_not_drown_it(tmp_path, tiny_nemo, estimato
         f"trainer.ppo.advantage.estimator={estimator}",
         "trainer.ppo.initial_policy_kl_penalty=0.01",
     ]
-    lines = run(tmp_path, tiny_nemo, "rloo_tiny_cpu", RunConfig, f"seed={seed}", *options)
+    lines = run(tmp_path, tiny_nemo, "rloo_tiny_cpu", f"seed={seed}", *options)
     assert lines[-1]["val_rollouts/accuracy"] > 0.8
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_held_out_loss_falls(tmp_path, tiny_nemo, seed):
-    lines = run(tmp_path, tiny_nemo, "sft_tiny_cpu", SFTRunConfig, f"seed={seed}")
+    lines = run(tmp_path, tiny_nemo, "sft_tiny_cpu", f"seed={seed}")
     assert lines[0]["val_optim/loss"] > 5
     assert lines[-1]["val_optim/loss"] < 2.5
 
 
 def test_without_a_learning_rate_nothing_is_learned(tmp_path, tiny_nemo):
     options = ["model.optim.lr=1e-12", "trainer.sft.max_steps=5"]
-    lines = run(tmp_path, tiny_nemo, "sft_tiny_cpu", SFTRunConfig, *options)
+    lines = run(tmp_path, tiny_nemo, "sft_tiny_cpu", *options)
     assert lines[-1]["val_optim/loss"] == pytest.approx(lines[0]["val_optim/loss"], abs=1e-3)

@@ -11,11 +11,10 @@ trainer does not know: the two differ from the first token on.
 from string import ascii_lowercase
 
 import pytest
+from recipes import near, numbers
 from test_environments_learn import run as converse
 from test_extend import PACKED, run
 from variants import extended_except
-
-from aligner.observe.metrics import read_metrics
 
 PENALTY = "model.ppo.sampling_params.repetition_penalty=1.3"
 SMALL = [
@@ -76,10 +75,7 @@ CASES = {
 
 def lines_of(folder):
     """What every step wrote, times and the validation of a run's last step aside."""
-    return [
-        {key: value for key, value in line.items() if not key.startswith(("timers/", "val_"))}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
+    return numbers(folder, "val_")
 
 
 @pytest.mark.parametrize("case", extended_except(list(CASES)[:1], CASES))
@@ -92,7 +88,7 @@ def test_every_kind_in_a_run_of_any_micro_batch(tmp_path, tiny_nemo, case):
         run(tmp_path / str(rows), tiny_nemo, recipe, 2, *SMALL, *options, *micro)
         runs.append(lines_of(tmp_path / str(rows)))
     for line, other in zip(*runs, strict=True):
-        assert other == pytest.approx(line, rel=2e-4, abs=2e-5, nan_ok=True)
+        assert other == near(line)
     first = runs[0][1]
     assert 0 < first[metric] <= 1
     assert first["sampler/logprob_gap_mean"] > 1e-3
@@ -116,7 +112,7 @@ def test_conversations_are_corrected_whatever_the_micro_batch(tmp_path, tiny_nem
         converse(tmp_path / str(rows), tiny_nemo, *options, *micro)
         runs.append(lines_of(tmp_path / str(rows)))
     for line, other in zip(*runs, strict=True):
-        assert other == pytest.approx(line, rel=2e-4, abs=2e-5, nan_ok=True)
+        assert other == near(line)
     last = runs[0][-1]
     assert last["train_rollouts/turns"] > 1
     assert 0 < last["train_optim/tokens_over_second_moment"] < 1
@@ -137,7 +133,7 @@ def test_a_resumed_run_is_the_run_that_went_through(tmp_path, tiny_nemo):
     _, weights = run(through, tiny_nemo, "grpo_tiny_cpu", 3, *options)
     run(stopped, tiny_nemo, "grpo_tiny_cpu", 1, *options)
     assert run(stopped, tiny_nemo, "grpo_tiny_cpu", 3, *options)[1] == weights
-    assert repr(lines_of(stopped)) == repr(lines_of(through))  # repr: NaN equals itself
+    assert lines_of(stopped) == lines_of(through)
 
 
 def test_recorded_tokens_leave_no_gap_and_no_kl(tmp_path, tiny_nemo):

@@ -5,38 +5,21 @@ every token is about as likely, 2.15 nats from it. A run that learns nothing (le
 stays there.
 """
 
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
+from recipes import run
 
-from aligner.config import DistillRunConfig, load_config
-from aligner.observe.metrics import read_metrics
-
-CONF = Path(__file__).parents[2] / "conf"
 SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3))]
 
 
 def validations(folder, nemo, teacher, *overrides):
     """What validation says before the first update and after the last."""
-    from aligner.algorithms.distill.build import train_distill
-
-    settings = [
-        f"model.restore_from_path={nemo}",
-        f"teacher.restore_from_path={teacher}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        "exp_manager.save_nemo=false",
-        "trainer.distill.max_steps=20",
-        "trainer.distill.save_interval=0",
-        "trainer.distill.val_check_interval=0",
+    first, *_, last = run(
+        *(folder, nemo, "distill_tiny_cpu", f"teacher.restore_from_path={teacher}"),
+        *("exp_manager.save_nemo=false", "trainer.distill.max_steps=20"),
+        *("trainer.distill.save_interval=0", "trainer.distill.val_check_interval=0"),
         *overrides,
-    ]
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        tree = compose("recipes/distill_tiny_cpu", overrides=settings)
-    train_distill(load_config(tree, DistillRunConfig))
-    lines = read_metrics(folder / "metrics.jsonl")
-    return lines[0], lines[-1]
+    )
+    return first, last
 
 
 @pytest.mark.parametrize("seed", SEEDS)

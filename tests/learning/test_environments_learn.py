@@ -5,16 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
+import recipes
 import yaml
-from hydra import compose, initialize_config_dir
 from ranks import run_ranks
+from recipes import ROOT, near, numbers, settings
 
-from aligner.config import RSRunConfig, RunConfig, load_config
 from aligner.examples.tasks.games import guessing_games
 from aligner.observe.metrics import read_metrics
 
-ROOT = Path(__file__).parents[2]
-RECIPE = "recipes/ppo_tiny_guessing_cpu"
+RECIPE = "ppo_tiny_guessing_cpu"
 # The same game for scripts that have no recipe of it.
 GAME = [
     *("reward=environment", "environment.factory=aligner.examples.tasks.games:GuessingGame"),
@@ -31,22 +30,14 @@ def short(section, samples=8):
     ]
 
 
-def settings(folder, nemo):
-    return [
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-    ]
+def run(folder, nemo, *overrides, script=RECIPE):
+    return recipes.run(folder, nemo, script, *overrides)
 
 
-def run(folder, nemo, *overrides, script=RECIPE, root=RunConfig):
-    from aligner.algorithms.ppo.trainer import train_ppo
-    from aligner.algorithms.rs.trainer import train_rs
-
-    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-        composed = compose(script, overrides=[*settings(folder, nemo), *overrides])
-    (train_ppo if root is RunConfig else train_rs)(load_config(composed, root))
-    return read_metrics(folder / "metrics.jsonl")
+def run_on_two(folder, nemo, *overrides):
+    name = ("--config-name", f"recipes/{RECIPE}")
+    arguments = [*name, *settings(folder, nemo), *overrides, "trainer.devices=2"]
+    run_ranks(ROOT / "examples" / "train_gpt_ppo.py", 2, arguments, 240)
 
 
 def samples_of(folder):
@@ -131,7 +122,7 @@ def test_forks_of_the_best_conversations(tmp_path, tiny_nemo, forking):
     options = ["model.rs.num_rollouts_per_prompt=4", "model.global_batch_size=4", *forking]
     folder = tmp_path / "run"
     game = [*GAME, *short("rs", 16), *options]
-    lines = run(folder, tiny_nemo, *game, script="gpt_rs", root=RSRunConfig)
+    lines = run(folder, tiny_nemo, *game, script="gpt_rs")
     check_forks(lines)
     assert lines[-1]["train_rollouts/forks"] > 0
 
@@ -145,9 +136,7 @@ def test_without_a_critic_turns_are_compared(tmp_path, tiny_nemo):
 
 def test_the_best_conversations_are_learned(tmp_path, tiny_nemo):
     options = ["model.rs.num_rollouts_per_prompt=4", "model.global_batch_size=4"]
-    lines = run(
-        tmp_path, tiny_nemo, *GAME, *short("rs", 16), *options, script="gpt_rs", root=RSRunConfig
-    )
+    lines = run(tmp_path, tiny_nemo, *GAME, *short("rs", 16), *options, script="gpt_rs")
     for line in lines[1:]:
         assert line["train_rollouts/kept_rewards"] >= line["train_rollouts/rewards"]
 
@@ -162,9 +151,7 @@ def test_two_processes_have_the_same_conversations(tmp_path, tiny_nemo):
     ]
     one, two = tmp_path / "one", tmp_path / "two"
     run(one, tiny_nemo, *options, "environment.concurrency=3")
-    script = ROOT / "examples" / "train_gpt_ppo.py"
-    arguments = ["--config-name", RECIPE, *settings(two, tiny_nemo), *options, "trainer.devices=2"]
-    run_ranks(script, 2, arguments, 240)
+    run_on_two(two, tiny_nemo, *options)
     first = [sample for sample in samples_of(one) if sample["step"] == 1]
     assert first == [sample for sample in samples_of(two) if sample["step"] == 1]
     assert len(first) > 1
@@ -186,18 +173,13 @@ def test_a_layout_has_the_same_forked_conversations(tmp_path, tiny_nemo, forking
         *forking,
     ]
     one, two = tmp_path / "one", tmp_path / "two"
-    _, first, *_ = run(one, tiny_nemo, *options)
-    script = ROOT / "examples" / "train_gpt_ppo.py"
-    arguments = ["--config-name", RECIPE, *settings(two, tiny_nemo), *options, *LAYOUTS[layout]]
-    run_ranks(script, 2, [*arguments, "trainer.devices=2"], 240)
+    run(one, tiny_nemo, *options)
+    run_on_two(two, tiny_nemo, *options, *LAYOUTS[layout])
     ours, theirs = ([s for s in samples_of(folder) if s["step"] == 1] for folder in (one, two))
     assert ours == theirs
-    _, other, *_ = read_metrics(two / "metrics.jsonl")
+    first, other = (numbers(folder)[1] for folder in (one, two))
     assert first["train_rollouts/forks"] > 0
-    names = [name for name in first if not name.startswith("timers/")]
-    assert {name: other[name] for name in names} == pytest.approx(
-        {name: first[name] for name in names}, rel=2e-4, abs=2e-5, nan_ok=True
-    )
+    assert {name: other[name] for name in first} == near(first)
 
 
 # Over the same conversations, each of these makes its passes in another way.
@@ -218,13 +200,11 @@ def test_other_passes_have_the_same_numbers(tmp_path, tiny_nemo, way):
         *(*short("ppo"), "critic.global_batch_size=8", "critic.micro_batch_size=4"),
         *("data.validation=null", "environment.concurrency=4", "trainer.ppo.val_check_interval=0"),
     ]
-    plain = run(tmp_path / "plain", tiny_nemo, *options)
-    other = run(tmp_path / "other", tiny_nemo, *options, *WAYS[way])
+    run(tmp_path / "plain", tiny_nemo, *options)
+    run(tmp_path / "other", tiny_nemo, *options, *WAYS[way])
+    plain, other = (numbers(tmp_path / name) for name in ("plain", "other"))
     for line, changed in zip(plain, other, strict=True):
-        names = [name for name in line if not name.startswith("timers/")]
-        assert {name: changed[name] for name in names} == pytest.approx(
-            {name: line[name] for name in names}, rel=2e-4, abs=2e-5, nan_ok=True
-        )
+        assert {name: changed[name] for name in line} == near(line)
 
 
 @pytest.mark.extended

@@ -9,53 +9,26 @@
 5. What is refused is refused before a directory is made; a dry run calls no callback.
 """
 
-import hashlib
 import json
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from recipes import ROOT, numbers, run_steps, section_of, trained_hash
 
-from aligner.catalog import ALGORITHMS, imported
+from aligner.catalog import ALGORITHMS
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.config import load_config
 from aligner.errors import CallbackError, ConfigError
 
-ROOT = Path(__file__).parents[2]
 EXTEND = ROOT / "examples" / "extend"
 LOSS = f"model.ppo.loss={EXTEND}/my_loss.py:"
 ESTIMATOR = f"trainer.ppo.advantage.estimator={EXTEND}/my_advantage.py:"
 JOURNAL = f"{EXTEND}/my_callback.py:Journal"
-TRAINERS = {entry.recipe: entry for entry in ALGORITHMS.values()}
-
-
-def loop_of(recipe):
-    """The section of ``trainer`` that is the algorithm's."""
-    name = TRAINERS[recipe].name
-    return {"reinforce": "ppo", "reward": "reward_model"}.get(name, name)
+TRAINED = [entry.recipe for entry in ALGORITHMS.values()]
 
 
 def run(folder, nemo, recipe, steps, *overrides):
-    """The metrics of each step as they stand in the file (NaN is a word there); the weights."""
-    trainer = TRAINERS[recipe]
-    settings = [
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        f"trainer.{loop_of(recipe)}.max_steps={steps}",
-        *overrides,
-    ]
-    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-        tree = compose(f"recipes/{recipe}", overrides=settings)
-    imported(trainer.builder)(load_config(tree, trainer.root_class))
-    if "dry_run=true" in overrides:
-        return None
-    lines = [
-        {name: value for name, value in line.items() if not name.startswith("timers/")}
-        for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    ]
-    weights = hashlib.sha256(next(folder.glob("*.nemo")).read_bytes()).hexdigest()
-    return lines, weights
+    """The metrics of each step; the hash of the weights."""
+    run_steps(folder, nemo, recipe, steps, *overrides)
+    return numbers(folder), trained_hash(folder)
 
 
 PACKED = ["model.sequence_packing.enabled=true", "model.sequence_packing.train_mb_tokens=256"]
@@ -121,9 +94,9 @@ def journal(folder):
     return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("recipe", [name for name in TRAINERS if name != "grpo_tiny_cpu"])
+@pytest.mark.parametrize("recipe", [name for name in TRAINED if name != "grpo_tiny_cpu"])
 def test_every_trainer_tells_its_callbacks(tmp_path, tiny_nemo, teacher, recipe):
-    loop = loop_of(recipe)
+    loop = section_of(recipe)
     options = [
         f"trainer.callbacks=[{JOURNAL}]",
         f"trainer.{loop}.save_interval=2",
@@ -212,6 +185,6 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tiny_n
 
 def test_a_dry_run_makes_steps_with_own_code_and_calls_no_callback(tmp_path, tiny_nemo, capsys):
     options = [f"{LOSS}ClippedLoss", f"{ESTIMATOR}gae", f"trainer.callbacks=[{JOURNAL}]"]
-    run(tmp_path / "run", tiny_nemo, "ppo_tiny_cpu", 2, "dry_run=true", *options)
+    run_steps(tmp_path / "run", tiny_nemo, "ppo_tiny_cpu", 2, "dry_run=true", *options)
     assert not (tmp_path / "run").exists()
     assert "train" in capsys.readouterr().out

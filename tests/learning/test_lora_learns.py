@@ -4,21 +4,15 @@ The model's random weights are larger than the tiny model's, for what is frozen 
 something: adapters cannot make output rows of length 0.16 likely.
 """
 
-import importlib
-from pathlib import Path
-
 import pytest
+import recipes
 import torch
-from hydra import compose, initialize_config_dir
 
 from aligner.checkpoint.adapters import MergedWeights, read_adapters
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
-from aligner.config import RunConfig, SFTRunConfig, load_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
-from aligner.observe.metrics import read_metrics
 
-CONF = Path(__file__).parents[2] / "conf"
 LORA = [
     "model.peft.peft_scheme=lora",
     "model.peft.lora_tuning.adapter_dim=8",
@@ -36,22 +30,8 @@ def nemo(tmp_path_factory):
     return path
 
 
-def run(folder, nemo, recipe, root, *overrides):
-    settings = [
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        *LORA,
-        *overrides,
-    ]
-    module, function = {
-        RunConfig: ("ppo.trainer", "train_ppo"),
-        SFTRunConfig: ("supervised.build", "train_sft"),
-    }[root]
-    train = getattr(importlib.import_module(f"aligner.algorithms.{module}"), function)
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        train(load_config(compose(f"recipes/{recipe}", overrides=settings), root))
-    return read_metrics(folder / "metrics.jsonl")
+def run(folder, nemo, recipe, *overrides):
+    return recipes.run(folder, nemo, recipe, *LORA, *overrides)
 
 
 def check_that_the_rest_is_frozen(folder, nemo):
@@ -65,7 +45,7 @@ def check_that_the_rest_is_frozen(folder, nemo):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_held_out_loss_falls(tmp_path, nemo, seed):
-    lines = run(tmp_path, nemo, "sft_tiny_cpu", SFTRunConfig, f"seed={seed}")
+    lines = run(tmp_path, nemo, "sft_tiny_cpu", f"seed={seed}")
     assert lines[0]["val_optim/loss"] > 5
     assert lines[-1]["val_optim/loss"] < 2.5
     check_that_the_rest_is_frozen(tmp_path, nemo)
@@ -84,7 +64,7 @@ def test_held_out_loss_falls(tmp_path, nemo, seed):
 )
 def test_the_rewarded_token_is_learned(tmp_path, nemo, recipe, overrides, seed):
     kl = "trainer.ppo.initial_policy_kl_penalty=0.001"
-    lines = run(tmp_path, nemo, recipe, RunConfig, f"seed={seed}", kl, *overrides)
+    lines = run(tmp_path, nemo, recipe, f"seed={seed}", kl, *overrides)
     assert lines[0]["val_rollouts/accuracy"] < 0.2
     assert lines[-1]["val_rollouts/accuracy"] > 0.8
     assert lines[1]["train_rollouts/init_policy_kl"] == pytest.approx(0.0, abs=1e-6)

@@ -4,29 +4,12 @@ The model is random: its first token is a digit in about 4 % of samples, and a r
 nothing (learning rate of the policy practically 0) stays there.
 """
 
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
-
-from aligner.config import load_config
-from aligner.observe.metrics import read_metrics
-
-CONF = Path(__file__).parents[2] / "conf"
+from recipes import run
 
 
 def accuracy(folder, nemo, *overrides):
-    from aligner.algorithms.ppo.trainer import train_ppo
-
-    settings = [
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        *overrides,
-    ]
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        train_ppo(load_config(compose("recipes/ppo_tiny_cpu", overrides=settings)))
-    lines = read_metrics(folder / "metrics.jsonl")
+    lines = run(folder, nemo, "ppo_tiny_cpu", *overrides)
     return lines[0]["val_rollouts/accuracy"], lines[-1]["val_rollouts/accuracy"], lines
 
 
@@ -42,6 +25,7 @@ def test_the_rewarded_token_is_learned(tmp_path, tiny_nemo, seed):
     assert max(line["sampler/logprob_gap_max"] for line in lines[1:]) < 1e-4
 
 
+@pytest.mark.extended
 def test_without_a_learning_rate_nothing_is_learned(tmp_path, tiny_nemo):
     before, after, _ = accuracy(
         tmp_path, tiny_nemo, "model.optim.lr=1e-12", "trainer.ppo.max_steps=10"

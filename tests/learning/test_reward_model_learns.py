@@ -12,20 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from recipes import run
 
-from aligner.algorithms.ppo.trainer import train_ppo
-from aligner.algorithms.reward_model.build import train_reward_model
-from aligner.config import RewardRunConfig, load_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import RewardServerError
 from aligner.examples.tasks.form_pairs import form_pairs
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.role.reward import SequenceForm
-from aligner.observe.metrics import read_metrics
 from aligner.rewards.sequences import SequenceEncoder
 
-CONF = Path(__file__).parents[2] / "conf"
 UNIT = Path(__file__).parents[1] / "unit"
 sys.path[:0] = [str(UNIT), str(UNIT / "rewards")]
 
@@ -33,23 +28,10 @@ from servers import bound_port, started
 from test_reward_server import ROOT, STUB, stub
 
 
-def composed(recipe, folder, nemo, *overrides):
-    settings = [
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        *overrides,
-    ]
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return compose(f"recipes/{recipe}", overrides=settings)
-
-
 def train(folder, nemo, *overrides):
     """Validation metrics before and after, and the trained model's file."""
-    tree = composed("reward_tiny_cpu", folder, nemo, *overrides)
-    train_reward_model(load_config(tree, RewardRunConfig))
-    lines = read_metrics(folder / "metrics.jsonl")
-    return lines[0], lines[-1], folder / "reward_model.nemo"
+    first, *_, last = run(folder, nemo, "reward_tiny_cpu", *overrides)
+    return first, last, folder / "reward_model.nemo"
 
 
 BRIEF = [
@@ -146,9 +128,7 @@ VERIFIER = [
 
 
 def ppo(folder, nemo, *overrides):
-    tree = composed("ppo_tiny_cpu", folder, nemo, *VERIFIER, *overrides)
-    train_ppo(load_config(tree))
-    return read_metrics(folder / "metrics.jsonl")
+    return run(folder, nemo, "ppo_tiny_cpu", *VERIFIER, *overrides)
 
 
 @pytest.mark.extended

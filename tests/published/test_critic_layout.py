@@ -1,23 +1,19 @@
 """A layout of the critic's own: what is refused where, and the numbers on Ray."""
 
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
+from recipes import composed
 
 from aligner.algorithms.run.engine import Clusters
 from aligner.config import CriticConfig, ModelConfig, ParallelConfig, load_config
 from aligner.errors import ConfigError, LayoutError
 from aligner.models.gpt.role.settings import RunSettings, critic_settings, policy_settings
 
-CONF = Path(__file__).parents[2] / "conf"
 OWN = ["critic.tensor_model_parallel_size=2"]
 RAY = ["cluster.engine=ray", "trainer.devices=2"]
 
 
 def config(*overrides):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return load_config(compose("recipes/ppo_tiny_cpu", list(overrides)))
+    return load_config(composed("ppo_tiny_cpu", *overrides))
 
 
 def test_sizes_that_are_not_given_are_the_policys():

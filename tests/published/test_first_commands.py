@@ -1,26 +1,20 @@
 """The first command of someone who arrives: a model alone, from a file or by its name."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
+import recipes
+from ranks import run_script
+from recipes import ROOT
 
-from aligner.checkpoint.model_source import open_model
-from aligner.config.fields import _cached
 from aligner.config.load import load_config, with_built_in_task
 from aligner.config.run import RSRunConfig, RunConfig
-from aligner.errors import CheckpointNotFoundError, ConfigError
+from aligner.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 REWARD = "aligner.examples.tasks.exact_number:reward"
 MODEL = "model.restore_from_path=m.nemo"
 
 
 def composed(name, *overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(name, [MODEL, *overrides])
+    return recipes.composed(name, MODEL, *overrides)
 
 
 @pytest.mark.parametrize(
@@ -65,37 +59,10 @@ def test_the_command_trains(tiny_nemo, tmp_path):
     small += ["model.ppo.length_params.max_length=4", "trainer.ppo.val_check_interval=0"]
     small += ["++model.optim.bucket_cap_mb=200", "model.mcore_gpt=True"]
     small += ["data.validation.limit=8", f"exp_manager.explicit_log_dir={tmp_path}/run"]
-    command = [sys.executable, ROOT / "examples" / "train_gpt_ppo.py"]
-    done = subprocess.run(
-        [*command, f"model.restore_from_path={tiny_nemo}", *small],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    script = ROOT / "examples" / "train_gpt_ppo.py"
+    done = run_script(script, f"model.restore_from_path={tiny_nemo}", *small, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[0].startswith("built-in task: arithmetic")
     ignored = "ignored, because no result depends on it here: model.optim.bucket_cap_mb"
     assert f"{ignored} Batches" in " ".join(done.stdout.split())
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
-
-
-def test_a_hub_name_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert _cached("Org/Model-1.5B") == "Org/Model-1.5B"
-    with pytest.raises(CheckpointNotFoundError) as of_a_name, open_model("Org/Model-1.5B"):
-        pass
-    assert "hf download Org/Model-1.5B, or give a directory" in str(of_a_name.value)
-    with pytest.raises(CheckpointNotFoundError) as of_a_file, open_model("models/m.nemo"):
-        pass
-    assert "hf download" not in str(of_a_file.value)
-    cached = tmp_path / "models--Org--Model-1.5B"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("c0ffee")
-    folder = cached / "snapshots" / "c0ffee"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    config = composed("gpt_ppo", "model.restore_from_path=Org/Model-1.5B")
-    with_built_in_task(config)
-    assert load_config(config).model.restore_from_path == str(folder)

@@ -2,13 +2,12 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from ranks import run_script
+from recipes import composed
 from test_nemo_rl_sections import section
 
 from aligner.catalog import ALGORITHMS
@@ -26,10 +25,9 @@ def loaded(text, algorithm, *more):
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     command = shlex.split(" ".join(line.rstrip("\\") for line in lines))
     entry = ALGORITHMS[algorithm]
-    assert command[:2] == ["python", f"examples/{entry.script}.py"]
+    assert command[:2] == ["aligner", f"train-{entry.name}"]
     overrides = check_overrides([*command[2:], *more], entry.root_class, ROOT / "conf")
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return load_config(compose(entry.config_name, overrides), entry.root_class)
+    return load_config(composed(entry.config_name, *overrides), entry.root_class)
 
 
 @pytest.fixture
@@ -61,9 +59,8 @@ def nemo_rl(tmp_path):
     return own
 
 
-def test_a_configuration_of_nemo_rl(nemo_rl):
-    command = [sys.executable, ROOT / "examples" / "translate.py", nemo_rl]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+def test_a_configuration_of_nemo_rl(nemo_rl, tmp_path):
+    done = run_script(ROOT / "examples" / "translate.py", nemo_rl, folder=tmp_path)
     run = loaded(done.stdout, "reinforce", *OURS)
     assert run.policy.backend == "megatron"
     assert (run.trainer.ppo.max_steps, run.trainer.precision) == (7, "bf16")

@@ -1,23 +1,17 @@
 """A small PPO run on either engine, in this process or in one of its own."""
 
-import hashlib
-import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-from hydra import compose, initialize_config_dir
+import recipes
+from recipes import ROOT, numbers, trained_hash
 
-from aligner.config import load_config
-
-ROOT = Path(__file__).parents[2]
 STEPS = 3
 SMALL = [
     # Some sample of every step is rewarded: without a signal the gradient is rounding noise, which
     # Adam makes steps of, and no two layouts round alike.
     "seed=2",
-    "exp_manager.create_tensorboard_logger=false",
     "exp_manager.save_top_k=5",
     f"trainer.ppo.max_steps={STEPS}",
     "trainer.ppo.save_interval=1",
@@ -34,21 +28,12 @@ ON_RAY = "cluster.engine=ray"
 
 
 def settings(folder, nemo, *overrides):
-    return [
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        *SMALL,
-        *overrides,
-    ]
+    return [*recipes.settings(folder, nemo), *SMALL, *overrides]
 
 
 def train(folder, nemo, *overrides, recipe="ppo_tiny_cpu"):
     """The run, driven by this process."""
-    from aligner.algorithms.ppo.trainer import train_ppo
-
-    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-        tree = compose(f"recipes/{recipe}", overrides=settings(folder, nemo, *overrides))
-    train_ppo(load_config(tree))
+    recipes.run(folder, nemo, recipe, *SMALL, *overrides)
     return result(folder)
 
 
@@ -75,22 +60,8 @@ def finished(process, limit_s=900):
 
 
 def result(folder):
-    """The metrics as they stand in the file (NaN is a word there), times aside; the weights."""
-    weights = hashlib.sha256((folder / "policy.nemo").read_bytes()).hexdigest()
-    return metrics(folder), weights
-
-
-def metrics(folder):
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [
-        {
-            # NaN is not equal to itself, and its word is
-            name: repr(value) if value != value else value
-            for name, value in record.items()
-            if not name.startswith("timers/")
-        }
-        for record in records
-    ]
+    """The metrics, and the hash of the weights."""
+    return numbers(folder), trained_hash(folder)
 
 
 def go_back_to(step, source, folder):

@@ -20,7 +20,8 @@ from leftovers import (
     shared_memory,
     wait_for,
 )
-from runs import ON_RAY, finished, metrics, result, start, train
+from recipes import numbers
+from runs import ON_RAY, finished, result, start, train
 
 from aligner.errors import ConfigError
 
@@ -73,7 +74,7 @@ def test_a_killed_driver_of_a_cluster(tmp_path, tiny_nemo, left_alone, ray, laun
 
 
 def steps_made(folder):
-    return len(metrics(folder)) - 1 if (folder / "metrics.jsonl").exists() else -1
+    return len(numbers(folder)) - 1 if (folder / "metrics.jsonl").exists() else -1
 
 
 def test_a_killed_driver_with_a_ray_of_its_own(tmp_path, tiny_nemo, left_alone, launch):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from leftovers import processes_of, wait_for
-from runs import ON_RAY, finished, go_back_to, largest_difference, metrics, result, start, train
+from recipes import numbers
+from runs import ON_RAY, finished, go_back_to, largest_difference, result, start, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.ray_heavy, pytest.mark.timeout(1800)]
 # Nodes and driver must agree on one; a Ray that a run starts sees to it itself.
@@ -110,5 +111,5 @@ def test_two_nodes_on_one_machine(tmp_path, tiny_nemo, two_processes, two_nodes)
     environment = {**os.environ, **TOKEN, "RAY_ADDRESS": two_nodes}
     layout = ["trainer.devices=1", "trainer.num_nodes=2"]
     finished(start(folder, tiny_nemo, *SEPARATE, *layout, environment=environment))
-    assert metrics(folder) == two_processes[0]
+    assert numbers(folder) == two_processes[0]
     assert result(folder) == two_processes

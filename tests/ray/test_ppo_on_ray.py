@@ -6,13 +6,14 @@ import json
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
-from runs import ON_RAY, finished, go_back_to, result, start, train
+from ranks import run_script
+from recipes import ROOT
+from runs import ON_RAY, go_back_to, result, settings, start, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
-EXTEND = Path(__file__).parents[2] / "examples" / "extend"
+EXTEND = ROOT / "examples" / "extend"
 SHORT = [
     "trainer.ppo.max_steps=2",
     "model.ppo.sampling_params.top_p=0.9",
@@ -24,7 +25,9 @@ SHORT = [
 def local(tmp_path_factory, tiny_nemo):
     """The run on the local engine, as fresh a process as a worker: where it is, how it ended."""
     folder = tmp_path_factory.mktemp("local") / "run"
-    finished(start(folder, tiny_nemo, *SHORT))
+    script, name = ROOT / "examples" / "train_gpt_ppo.py", ("--config-name", "recipes/ppo_tiny_cpu")
+    words = (*name, *settings(folder, tiny_nemo, *SHORT))
+    run_script(script, *words, folder=folder.parent).check_returncode()
     return folder, result(folder)
 
 

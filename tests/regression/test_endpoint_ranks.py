@@ -1,14 +1,13 @@
 """Two processes have the rollouts of one over agents that ask rank 0."""
 
-from pathlib import Path
-
 import pytest
 from ranks import run_ranks
+from recipes import ROOT, settings
 
 from aligner.observe.metrics import read_metrics
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt_ppo.py"
-AGENT = Path(__file__).parents[1] / "unit" / "user_agents.py"
+SCRIPT = ROOT / "examples" / "train_gpt_ppo.py"
+AGENT = ROOT / "tests" / "unit" / "user_agents.py"
 
 
 @pytest.mark.extended
@@ -19,10 +18,8 @@ def test_two_processes(tmp_path, tiny_nemo):
         folder = tmp_path / str(ranks)
         arguments = [
             *("--config-name", "gpt_ppo", "reward=environment", "environment.kind=endpoint"),
-            *(f"model.restore_from_path={tiny_nemo}", f"environment.factory={AGENT}:graded"),
+            *(*settings(folder, tiny_nemo), f"environment.factory={AGENT}:graded"),
             *("environment.max_tokens=200", f"data.train.source={tmp_path / 'rows.jsonl'}"),
-            f"exp_manager.explicit_log_dir={folder}",
-            "exp_manager.create_tensorboard_logger=false",
             *(f"trainer.devices={ranks}", "trainer.ppo.max_steps=2"),
             *("model.ppo.length_params.max_length=6", "model.ppo.num_rollout_samples=4"),
             *("model.global_batch_size=4", "model.micro_batch_size=2"),

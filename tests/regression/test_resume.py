@@ -4,46 +4,27 @@ Whole processes that run the script users start; the killed run is killed once w
 once while it is saving.
 """
 
-import hashlib
-import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from ranks import start_script
+from recipes import numbers, trained_hash
 
 from aligner.observe.metrics import read_metrics
 
-ROOT = Path(__file__).parents[2]
 PATIENCE_S = 600  # a run takes seconds, many times that on a crowded machine
 pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
-def start(tiny_nemo):
-    """``start(folder)`` begins or continues a run there; none outlives the tests."""
-    processes = []
-
-    def launch(folder):
-        folder.mkdir(exist_ok=True)
-        arguments = [
-            *("--config-name", "recipes/ppo_tiny_cpu"),
-            f"model.restore_from_path={tiny_nemo}",
-            f"exp_manager.explicit_log_dir={folder}",
-            "exp_manager.create_tensorboard_logger=false",
-            "trainer.ppo.max_steps=7",
-            "trainer.ppo.save_interval=2",
-            "trainer.ppo.val_check_interval=3",
-        ]
-        script = ROOT / "examples" / "train_gpt_ppo.py"
-        processes.append(start_script(script, arguments, folder.with_suffix(".log"), {}))
-        return processes[-1]
-
-    yield launch
-    for process in processes:
-        process.kill()
+def start(start_run):
+    """``start(folder)`` begins or continues a run there."""
+    return lambda folder: start_run(
+        *("train_gpt_ppo", folder, "--config-name", "recipes/ppo_tiny_cpu"),
+        *("trainer.ppo.max_steps=7", "trainer.ppo.save_interval=2"),
+        "trainer.ppo.val_check_interval=3",
+    )
 
 
 def finished(process, folder):
@@ -69,13 +50,7 @@ def kill(process):
 
 
 def result(folder):
-    """The metrics as they stand in the file (NaN is a word there), times aside; the weights."""
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    lines = [
-        {name: value for name, value in record.items() if not name.startswith("timers/")}
-        for record in records
-    ]
-    return lines, hashlib.sha256((folder / "policy.nemo").read_bytes()).hexdigest()
+    return numbers(folder), trained_hash(folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,96 +1,81 @@
 """A run that stops and goes on is the run that went through, to the bit, whatever it learns by."""
 
-import importlib
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
+from recipes import numbers, run_steps
 from variants import extended_except
 
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.config import (
-    DistillRunConfig,
-    DPORunConfig,
-    RewardRunConfig,
-    RSRunConfig,
-    RunConfig,
-    SFTRunConfig,
-    load_config,
-)
 from aligner.data.dataset import PromptSampler, epoch_order
 from aligner.errors import ConfigError
-from aligner.observe.metrics import read_metrics
 
-CONF = Path(__file__).parents[2] / "conf"
-RUNS = {
-    "grpo_tiny_cpu": ("ppo.trainer", "train_ppo", RunConfig, "ppo"),
-    "ppo_tiny_guessing_cpu": ("ppo.trainer", "train_ppo", RunConfig, "ppo"),
-    "ppo_tiny_cpu": ("ppo.trainer", "train_ppo", RunConfig, "ppo"),
-    "dpo_tiny_cpu": ("preference.build", "train_dpo", DPORunConfig, "dpo"),
-    "kto_tiny_cpu": ("preference.build", "train_dpo", DPORunConfig, "dpo"),
-    "rs_tiny_cpu": ("rs.trainer", "train_rs", RSRunConfig, "rs"),
-    "sft_tiny_cpu": ("supervised.build", "train_sft", SFTRunConfig, "sft"),
-    "distill_tiny_cpu": ("distill.build", "train_distill", DistillRunConfig, "distill"),
-    "reward_tiny_cpu": (
-        "reward_model.build",
-        "train_reward_model",
-        RewardRunConfig,
-        "reward_model",
-    ),
-}
+RECIPES = ("distill", "grpo", "ppo_tiny_guessing", "reward", "rs", "sft")
 
-
-OPTIONS = {"distill_tiny_cpu": ["trainer.distill.on_policy=true"]}  # so that sampling resumes too
+GAME = "ppo_tiny_guessing_cpu"
+SMALL_GAME = [
+    *("model.ppo.num_rollout_samples=16", "model.global_batch_size=16"),
+    *("model.micro_batch_size=8", "critic.global_batch_size=16", "critic.micro_batch_size=8"),
+]
 
 
 def run(folder, nemo, teacher, recipe, steps, *options):
-    module, function, root, section = RUNS[recipe]
-    settings = [
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        f"trainer.{section}.max_steps={steps}",
+    if recipe == GAME:
+        options = [*SMALL_GAME, *options]
+    if recipe == "distill_tiny_cpu":  # on-policy, so that sampling resumes too
+        options = [*options, f"teacher.restore_from_path={teacher}"]
+        options.append("trainer.distill.on_policy=true")
+    run_steps(
+        *(folder, nemo, recipe, steps),
         # Counted in steps of the whole run, so that both runs have the same schedule.
-        "model.optim.sched.name=linear",
-        "model.optim.sched.max_steps=8",
+        *("model.optim.sched.name=linear", "model.optim.sched.max_steps=8"),
         "data.validation.arguments.size=16",
-        *OPTIONS.get(recipe, []),
         *options,
-    ]
-    if recipe == "distill_tiny_cpu":
-        settings.append(f"teacher.restore_from_path={teacher}")
-    train = getattr(importlib.import_module(f"aligner.algorithms.{module}"), function)
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        train(load_config(compose(f"recipes/{recipe}", overrides=settings), root))
+    )
 
 
-def numbers(folder):
-    """What every step wrote, times and the validation of a run's last step aside."""
-    return [
-        {key: value for key, value in line.items() if not key.startswith(("timers/", "val_"))}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
+def written(folder):
+    """What every step wrote, without the validation of a run's last step."""
+    return numbers(folder, "val_")
+
+
+def assert_same_weights(folder, other_folder):
+    (trained,) = folder.glob("*.nemo")
+    with open_nemo(trained) as one, open_nemo(other_folder / trained.name) as other:
+        assert set(one.weights) == set(other.weights)
+        assert all(one.weights[name].equal(other.weights[name]) for name in one.weights)
+        assert one.config == other.config  # with the measured standardisation of a reward model
 
 
 # The recipes without a file of their own about being killed and going on.
 @pytest.mark.parametrize(
-    "recipe",
-    extended_except(
-        ("grpo_tiny_cpu", "sft_tiny_cpu", "rs_tiny_cpu", "ppo_tiny_guessing_cpu"),
-        sorted(RUNS.keys() - {"ppo_tiny_cpu", "dpo_tiny_cpu", "kto_tiny_cpu"}),
-    ),
+    "recipe", extended_except(("grpo", "sft", "rs", "ppo_tiny_guessing"), RECIPES)
 )
 def test_a_resumed_run_is_the_run_that_went_through(tmp_path, tiny_nemo, teacher, recipe):
     through, stopped = tmp_path / "through", tmp_path / "stopped"
-    run(through, tiny_nemo, teacher, recipe, 4)
-    run(stopped, tiny_nemo, teacher, recipe, 2)
-    run(stopped, tiny_nemo, teacher, recipe, 4)
-    assert repr(numbers(stopped)) == repr(numbers(through))  # repr: NaN equals itself
-    (trained,) = through.glob("*.nemo")
-    with open_nemo(trained) as one, open_nemo(stopped / trained.name) as other:
-        assert set(one.weights) == set(other.weights)
-        assert all(one.weights[name].equal(other.weights[name]) for name in one.weights)
-        assert one.config == other.config  # with the measured standardisation of a reward model
+    recipe = f"{recipe}_cpu" if "tiny" in recipe else f"{recipe}_tiny_cpu"
+    run(through, tiny_nemo, teacher, recipe, 3)
+    run(stopped, tiny_nemo, teacher, recipe, 1)
+    run(stopped, tiny_nemo, teacher, recipe, 3)
+    assert written(stopped) == written(through)
+    assert_same_weights(through, stopped)
+
+
+@pytest.mark.parametrize(
+    "recipe", extended_except(("ppo_tiny_cpu",), ("ppo_tiny_cpu", "sft_tiny_cpu"))
+)
+def test_a_resumed_run_with_adapters_is_the_run_that_went_through(tmp_path, tiny_nemo, recipe):
+    options = [
+        *("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"),
+        "model.peft.lora_tuning.adapter_dropout=0.1",
+        *(["trainer.ppo.initial_policy_kl_penalty=0.1"] if "ppo" in recipe else []),
+    ]
+    through, stopped = tmp_path / "through", tmp_path / "stopped"
+    run(through, tiny_nemo, None, recipe, 3, *options)
+    run(stopped, tiny_nemo, None, recipe, 1, *options)
+    run(stopped, tiny_nemo, None, recipe, 3, *options)
+    assert written(stopped) == written(through)
+    beside = "policy.lora.safetensors"
+    assert (stopped / beside).read_bytes() == (through / beside).read_bytes()
+    assert_same_weights(through, stopped)
 
 
 # Of 48 prompts few teach: a step takes two rollouts of 16.
@@ -102,11 +87,6 @@ FEW_TEACH = [
     "model.ppo.length_params.max_length=8",
     "model.ppo.sampling_params.end_strings=['1','2','3','4']",
 ]
-GAME = "ppo_tiny_guessing_cpu"
-SMALL_GAME = [
-    *("model.ppo.num_rollout_samples=16", "model.global_batch_size=16"),
-    *("model.micro_batch_size=8", "critic.global_batch_size=16", "critic.micro_batch_size=8"),
-]
 
 
 def test_dynamic_sampling_ends_with_its_epochs_and_resumes_to_the_bit(tmp_path, tiny_nemo):
@@ -116,8 +96,8 @@ def test_dynamic_sampling_ends_with_its_epochs_and_resumes_to_the_bit(tmp_path, 
     run(through, tiny_nemo, None, "grpo_tiny_cpu", -1, *options)
     for steps in (1, 2, -1, -1):  # the last time nothing is left to do
         run(stopped, tiny_nemo, None, "grpo_tiny_cpu", steps, *options)
-    assert repr(numbers(stopped)) == repr(numbers(through))
-    lines = numbers(through)
+    assert written(stopped) == written(through)
+    lines = written(through)
     assert 2 < len(lines) - 1 < 6
     prompts = sum(line["train_rollouts/samples_drawn"] for line in lines[1:]) / 4
     assert 96 <= prompts < 96 + 16
@@ -150,7 +130,7 @@ def test_another_seed_with_dynamic_sampling_ends_with_the_epoch(tmp_path, tiny_n
         assert batch == order[begin : begin + len(batch)].tolist()
         begin += len(batch)
     assert begin == 48
-    lines = numbers(tmp_path)
+    lines = written(tmp_path)
     assert sum(line["train_rollouts/samples_drawn"] for line in lines[1:]) == 4 * 48
     assert lines[-1]["progress/consumed_samples"] == 4 * 48
 
@@ -159,24 +139,24 @@ def test_more_rows_that_are_accepted_lengthen_the_epoch(tmp_path, tiny_nemo):
     options = ["model.global_batch_size=8", "model.micro_batch_size=8"]
     rows = "data.train.arguments.size"
     run(tmp_path, tiny_nemo, None, "sft_tiny_cpu", -1, *options, f"{rows}=32")
-    assert numbers(tmp_path)[-1]["step"] == 4
+    assert written(tmp_path)[-1]["step"] == 4
     more = [f"{rows}=48", f"exp_manager.resume_changed=[{rows}]"]
     run(tmp_path, tiny_nemo, None, "sft_tiny_cpu", -1, *options, *more)
-    assert numbers(tmp_path)[-1]["step"] == 6
+    assert written(tmp_path)[-1]["step"] == 6
 
 
 @pytest.mark.extended
 def test_an_accepted_environment_goes_on_with_its_new_rules(tmp_path, tiny_nemo):
     """Conversations after the resume are of the new rules; those before it were of the old ones."""
     turns = "environment.max_turns"
-    run(tmp_path, tiny_nemo, None, GAME, 1, *SMALL_GAME, f"{turns}=3")
+    run(tmp_path, tiny_nemo, None, GAME, 1, f"{turns}=3")
     with pytest.raises(ConfigError, match=rf"{turns}: 3 -> 1.*resume_changed=\[{turns}\]"):
-        run(tmp_path, tiny_nemo, None, GAME, 2, *SMALL_GAME, f"{turns}=1")
+        run(tmp_path, tiny_nemo, None, GAME, 2, f"{turns}=1")
     accepted = f"exp_manager.resume_changed=[{turns}]"
-    run(tmp_path, tiny_nemo, None, GAME, 2, *SMALL_GAME, f"{turns}=1", accepted)
-    first, second = (line["train_rollouts/turns"] for line in numbers(tmp_path)[1:])
+    run(tmp_path, tiny_nemo, None, GAME, 2, f"{turns}=1", accepted)
+    first, second = (line["train_rollouts/turns"] for line in written(tmp_path)[1:])
     assert first > 1
     assert second == 1
     whole = tmp_path / "other"
-    run(whole, tiny_nemo, None, GAME, 2, *SMALL_GAME, f"{turns}=3")
-    assert repr(numbers(whole)[:2]) == repr(numbers(tmp_path)[:2])
+    run(whole, tiny_nemo, None, GAME, 2, f"{turns}=3")
+    assert written(whole)[:2] == written(tmp_path)[:2]

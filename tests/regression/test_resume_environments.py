@@ -1,14 +1,12 @@
 """A run over conversations whose driver is killed in the middle of them comes to the same end."""
 
-from pathlib import Path
-
 import pytest
 from ranks import run_ranks
+from recipes import ROOT, numbers, settings
 
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.observe.metrics import read_metrics
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt_ppo.py"
+SCRIPT = ROOT / "examples" / "train_gpt_ppo.py"
 # Kills the process that started it, rank 0's, at the 45th message of all.
 KILLS = """
 import os, signal
@@ -29,13 +27,6 @@ class Kills(GuessingGame):
 """
 
 
-def numbers(folder):
-    return [
-        {key: value for key, value in line.items() if not key.startswith("timers/")}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
-
-
 @pytest.mark.extended
 def test_two_processes_killed_in_the_middle_of_conversations(tmp_path, tiny_nemo):
     factory = tmp_path / "kills.py"
@@ -44,9 +35,7 @@ def test_two_processes_killed_in_the_middle_of_conversations(tmp_path, tiny_nemo
     def run(name, *overrides):
         arguments = [
             *("--config-name", "recipes/ppo_tiny_guessing_cpu"),
-            *(f"model.restore_from_path={tiny_nemo}", f"environment.factory={factory}:Kills"),
-            f"exp_manager.explicit_log_dir={tmp_path / name}",
-            "exp_manager.create_tensorboard_logger=false",
+            *(*settings(tmp_path / name, tiny_nemo), f"environment.factory={factory}:Kills"),
             *("trainer.devices=2", "trainer.ppo.max_steps=4", "trainer.ppo.save_interval=1"),
             *("trainer.ppo.val_check_interval=0", "data.validation=null"),
             *("model.ppo.num_rollout_samples=8", "environment.concurrency=4"),
@@ -62,7 +51,7 @@ def test_two_processes_killed_in_the_middle_of_conversations(tmp_path, tiny_nemo
         run("killed", f"+environment.kwargs.count={count}")
     assert 1 <= len(numbers(tmp_path / "killed")) < 4
     run("killed", f"+environment.kwargs.count={count}")
-    assert repr(numbers(tmp_path / "killed")) == repr(numbers(tmp_path / "through"))
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "through")
     files = [tmp_path / name / "policy.nemo" for name in ("through", "killed")]
     with open_nemo(files[0]) as one, open_nemo(files[1]) as other:
         assert all(one.weights[name].equal(other.weights[name]) for name in one.weights)

@@ -13,14 +13,14 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from aligner.algorithms.ask.model import InferenceModel, open_model, write_answers
-from aligner.algorithms.rollout.inputs import open_environments, prompt_loader
-from aligner.algorithms.rollout.reward_source import load_reward
-from aligner.algorithms.rollout.validation import Evaluation, Judge, sample_responses
+from aligner.algorithms.ask.model import open_model, write_answers
+from aligner.algorithms.rollout.inputs import load_reward, open_environments, prompt_loader
+from aligner.algorithms.rollout.validation import Evaluation, evaluate_responses, sample_responses
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
-from aligner.data.prompts import PromptDataset, columns_of_rows
+from aligner.data.prompts import columns_of_rows
 from aligner.device import accelerator
+from aligner.importing import load_function
 from aligner.observe.report.evaluation import EvaluatedSet, render_evaluation, shown_name
 from aligner.packages import describe_environment
 from aligner.parallel.collectives import is_rank_zero, on_rank_zero
@@ -29,15 +29,14 @@ DEFAULT_SET = "prompts"  # name of the set data.prompts
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Evaluate a model and return the results.
-
-    Writes `evaluation.json`, `answers.jsonl` and `report.html`.
-    """
+    """Evaluate a model, write the results to the folder ``output``, and return them."""
     with ExitStack() as closing:
         # Read and check all inputs before the weights are loaded.
         model = open_model(config, closing)
         console = Console(quiet=not is_rank_zero(), highlight=False, soft_wrap=True)
-        sets = _sets(config, model)
+        sources = {} if config.data.prompts is None else {DEFAULT_SET: config.data.prompts}
+        load = prompt_loader(model.run, config.data, model.tokenizer, model.architecture)
+        sets = {name: load(source) for name, source in {**sources, **config.data.sets}.items()}
         longest = max(prompts.max_length for prompts in sets.values())
         model.check_room(longest)
         names = frozenset.intersection(*(prompts.column_names for prompts in sets.values()))
@@ -48,14 +47,15 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         )
         # Sample and score.
         engine, workers = model.start(longest, console.print)
-        judge = Judge.of(source.start(workers), config.final_answer, "final_answer")
-        sampling = model.sampling(engine, config.sampling.samples_per_prompt)
+        reward, count = source.start(workers), config.sampling.samples_per_prompt
+        final_answer = load_function(config.final_answer, key="final_answer")
+        sampling = model.sampling(engine, count)
         if environments is not None:
             sampling = replace(sampling, source=environments)
-        evaluations = {
-            name: judge.evaluate(sample_responses(sampling, prompts), sampling.samples_per_prompt)
-            for name, prompts in sets.items()
-        }
+        evaluations = {}
+        for name, prompts in sets.items():
+            batch = sample_responses(sampling, prompts)
+            evaluations[name] = evaluate_responses(batch, count, reward, final_answer)
         # Report.
         results = _results(config, model.source.name, evaluations)
         on_rank_zero(lambda: _write(config, results, evaluations))
@@ -64,18 +64,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     return results
 
 
-def _sets(config: EvaluateConfig, model: InferenceModel) -> dict[str, PromptDataset]:
-    data = config.data
-    sources = {} if data.prompts is None else {DEFAULT_SET: data.prompts}
-    sources |= data.sets
-    load = prompt_loader(model.run, data, model.tokenizer, model.architecture)
-    return {name: load(source) for name, source in sources.items()}
-
-
 def _results(
     config: EvaluateConfig, model: str, evaluations: dict[str, Evaluation]
 ) -> dict[str, Any]:
-    """Return the contents of ``evaluation.json``."""
     return {
         "model": model,
         "samples_per_prompt": config.sampling.samples_per_prompt,
@@ -104,31 +95,27 @@ def _write(
     folder = Path(config.output).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "evaluation.json", results)
-    lines = (
-        line for name, evaluation in evaluations.items() for line in _answers(name, evaluation)
-    )
-    write_answers(folder / "answers.jsonl", lines)
-    page = render_evaluation(
-        results["model"],
-        {
-            name: EvaluatedSet(
-                evaluation.batch.size // evaluation.samples_per_prompt,
-                evaluation.samples_per_prompt,
-                evaluation.estimates,
-                evaluation.metrics,
-                evaluation.shown(0, config.samples_shown),
-            )
-            for name, evaluation in evaluations.items()
-        },
-        config=yaml.safe_dump(config.as_dict(), sort_keys=False),
-        environment=describe_environment(accelerator.description()),
-    )
+    answers = (_answers(name, evaluation) for name, evaluation in evaluations.items())
+    write_answers(folder / "answers.jsonl", chain.from_iterable(answers))
+    sets = {
+        name: EvaluatedSet(
+            results["sets"][name]["prompts"],
+            evaluation.samples_per_prompt,
+            evaluation.estimates,
+            evaluation.metrics,
+            evaluation.shown(0, config.samples_shown),
+        )
+        for name, evaluation in evaluations.items()
+    }
+    options = yaml.safe_dump(config.as_dict(), sort_keys=False)
+    environment = describe_environment(accelerator.description())
+    page = render_evaluation(results["model"], sets, config=options, environment=environment)
     with atomic_file(folder / "report.html") as file:
         file.write(page.encode())
 
 
 def _answers(name: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """Yield a line for each response. A conversation's line has its turns, end and columns."""
+    """Yield a line for each response, with turns, end and columns of a conversation."""
     batch = evaluation.batch
     lengths = (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
     for row in range(batch.size):
@@ -162,12 +149,8 @@ def _table(results: dict[str, Any]) -> Table:
     # A row per estimate, a column per set.
     for key in dict.fromkeys(chain.from_iterable(estimates)):
         values = [set_estimates[key] for set_estimates in estimates]
-        table.add_row(
-            key,
-            *(
-                f"{value['value']:.3f}"
-                + ("" if value["stderr"] is None else f" ± {value['stderr']:.3f}")
-                for value in values
-            ),
-        )
+        errors = [value["stderr"] for value in values]
+        margins = ["" if error is None else f" ± {error:.3f}" for error in errors]
+        cells = zip(values, margins, strict=True)
+        table.add_row(key, *(f"{value['value']:.3f}{margin}" for value, margin in cells))
     return table

@@ -39,54 +39,38 @@ def generate(config: GenerateConfig) -> None:
         model.check_room(longest)
         console = Console(stderr=True, quiet=not is_rank_zero(), highlight=False)
         engine, _ = model.start(longest, console.print)
-        sampling = model.sampling(engine, config.sampling.samples_per_prompt)
-        lines = []
+        count = config.sampling.samples_per_prompt
+        sampling, lines = model.sampling(engine, count), list[dict[str, Any]]()
         for name, prompts in sets:
             batch = sample_responses(sampling, prompts)
-            texts = response_texts(model.tokenizer, batch)
-            lines += list(_lines(name, prompts, batch, texts, sampling.samples_per_prompt))
+            lengths = (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
+            for row, text in enumerate(response_texts(model.tokenizer, batch)):
+                prompt = prompts[row // count]
+                line = {
+                    "prompt": prompt.text,
+                    "response": text,
+                    "sample": row % count,
+                    "tokens": lengths[row],
+                    "is_end": bool(batch["is_end"][row]),
+                }
+                lines.append({**prompt.columns, **({"set": name} if name else {}), **line})
         on_rank_zero(lambda: _write(config.output, lines, console))
     return None
 
 
 def _sets(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, PromptDataset]]:
-    """Yield the name and the prompts of each set. A ground truth is an ordinary column here."""
+    """Yield name and prompts of each set. A ground truth is an ordinary column here."""
     data = config.data
     if config.prompt:
         rows = (
             DataRow(f"--prompt {number}", {data.prompt_column: text})
             for number, text in enumerate(config.prompt, start=1)
         )
-        yield (
-            "",
-            PromptDataset([make_prompt(row, i, tokenizer, data) for i, row in enumerate(rows)]),
-        )
-    if data.prompts is not None:
-        yield "", PromptDataset.load(data.prompts, tokenizer, data, has_ground_truth=False)
-    for name, source in data.sets.items():
+        items = [make_prompt(row, index, tokenizer, data) for index, row in enumerate(rows)]
+        yield "", PromptDataset(items)
+    sources = {} if data.prompts is None else {"": data.prompts}
+    for name, source in {**sources, **data.sets}.items():
         yield name, PromptDataset.load(source, tokenizer, data, has_ground_truth=False)
-
-
-def _lines(
-    name: str,
-    prompts: PromptDataset,
-    batch: BatchedDataDict,
-    texts: list[str],
-    samples_per_prompt: int,
-) -> Iterator[dict[str, Any]]:
-    """Yield one JSON object per response, including the columns of its row."""
-    lengths = (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
-    for row, text in enumerate(texts):
-        prompt = prompts[row // samples_per_prompt]
-        yield {
-            **prompt.columns,
-            **({"set": name} if name else {}),
-            "prompt": prompt.text,
-            "response": text,
-            "sample": row % samples_per_prompt,
-            "tokens": lengths[row],
-            "is_end": bool(batch["is_end"][row]),
-        }
 
 
 def _write(output: str | None, lines: list[dict[str, Any]], console: Console) -> None:
@@ -102,15 +86,7 @@ def _write(output: str | None, lines: list[dict[str, Any]], console: Console) ->
 
 
 class Chat:
-    """A conversation in the terminal, with the model's chat template and end tokens.
-
-    Args:
-        config: the command's options.
-        model: the model that answers.
-        read: function that returns the user's message, or raises `EOFError` to end the
-            conversation.
-        write: function that receives text as soon as it is sampled.
-    """
+    """A conversation in the terminal. ``read`` raises `EOFError` at its end."""
 
     def __init__(
         self,
@@ -175,13 +151,9 @@ class Chat:
                 texts.append(decoder.push(token))
                 self._write(texts[-1])
 
-        data: BatchedDataDict = BatchedDataDict(
-            {
-                "input_ids": torch.tensor([ids]),
-                "input_lengths": torch.tensor([len(ids)]),
-                "sample_ids": torch.tensor([self._turns]),
-            }
-        )
+        columns = {"input_ids": [ids], "input_lengths": [len(ids)], "sample_ids": [self._turns]}
+        tensors = {name: torch.tensor(rows) for name, rows in columns.items()}
+        data: BatchedDataDict = BatchedDataDict(tensors)
         # Sample the answer. Ctrl-C ends the answer and not the chat.
         streams = isinstance(engine, Policy) and self._model.run.cluster.engine == "local"
         try:

@@ -21,7 +21,6 @@ from aligner.config.parse import build
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointError, CheckpointNotFoundError
 from aligner.models.interfaces import GenerationInterface
-from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import gather_objects, this_rank
 
 # Names of the policy in run states: of runs that sample, and of supervised runs.
@@ -30,27 +29,18 @@ _ROLES = ("policy", "role")
 
 @dataclass(frozen=True)
 class Source:
-    """Location of the weights.
-
-    ``states`` are folders of the role in run states of ``run``, newest first. Without states, the
-    weights are in ``path``.
-    """
+    """Location of the weights."""
 
     path: str  # a `.nemo`, a Hugging Face directory, or the model that the run started from
     name: str  # for messages
-    states: tuple[Path, ...] = ()
+    states: tuple[Path, ...] = ()  # folders of the role in run states, newest first. Else: path
     tokenizer: str | None = None
     peft: PeftConfig = field(default_factory=PeftConfig)
     backend: str | None = None
 
 
 def find_source(path: str) -> Source:
-    """Find the weights that ``model.restore_from_path`` names.
-
-    Raises:
-        CheckpointNotFoundError: a run's directory contains neither a state nor a model.
-        CheckpointError: the run trained a reward model.
-    """
+    """Find the weights that ``model.restore_from_path`` names: a file, or a run that can answer."""
     folder = Path(path).expanduser()
     trained = next(filter(Path.exists, (folder / "policy.nemo", folder / "policy")), None)
     if (folder / "run_state").is_dir():
@@ -63,7 +53,21 @@ def find_source(path: str) -> Source:
             except (CheckpointError, KeyError) as error:
                 damaged.append(f"{state.path}: {error}")
                 continue
-            return _of_run(path, config, [state.path for state in reversed(states[:count])])
+            if "reward_model" in config["trainer"]:
+                raise CheckpointError(
+                    f"model.restore_from_path={path} is a run that trained a reward model, which "
+                    "does not answer. Use `aligner serve-reward --model`"
+                )
+            model, paths = config["model"], [state.path for state in reversed(states[:count])]
+            folders = (state_path / role for state_path in paths for role in _ROLES)
+            return Source(
+                model["restore_from_path"],
+                f"{path}, {paths[0].name}",
+                tuple(filter(Path.is_dir, folders)),
+                model["tokenizer"],
+                build(PeftConfig, model["peft"], "model.peft"),
+                config["policy"]["backend"],
+            )
         if trained is None:
             raise CheckpointNotFoundError(
                 f"model.restore_from_path={path} is the directory of a run, and no state in it can "
@@ -72,24 +76,6 @@ def find_source(path: str) -> Source:
     location = path if trained is None else str(trained)
     is_own = is_built_by_transformers(location)
     return Source(location, location, backend="dtensor" if is_own else None)
-
-
-def _of_run(path: str, config: Mapping[str, Any], states: list[Path]) -> Source:
-    if "reward_model" in config["trainer"]:
-        raise CheckpointError(
-            f"model.restore_from_path={path} is a run that trained a reward model, which does not "
-            "answer. Use `aligner serve-reward --model`"
-        )
-    model = config["model"]
-    folders = (state / role for state in states for role in _ROLES)
-    return Source(
-        model["restore_from_path"],
-        f"{path}, {states[0].name}",
-        tuple(filter(Path.is_dir, folders)),
-        model["tokenizer"],
-        build(PeftConfig, model["peft"], "model.peft"),
-        config["policy"]["backend"],
-    )
 
 
 @dataclass(frozen=True)
@@ -117,30 +103,24 @@ class InferenceModel:
     def start(
         self, longest_prompt: int, say: Callable[[str], None]
     ) -> tuple[GenerationInterface, Workers]:
-        """Load the weights and start the sampling engine, until ``closing`` closes.
-
-        ``say`` is called with a message for each damaged state that is skipped.
-        """
+        """Load the newest weights that are not damaged, and start the sampling engine."""
         clusters = self.engine.clusters(self.closing)
         workers = Workers(self.run, self.tokenizer, self.architecture, clusters, self.closing)
         policy = workers.start_policy(init_optimizer=False)
-        self._restore(policy, say)
+        for number, folder in enumerate(self.source.states, start=1):
+            try:
+                policy.load_state(folder)
+                break
+            except CheckpointError as error:
+                if number == len(self.source.states):
+                    raise
+                say(f"{error}. The previous state is used")
         return start_generation(self.run, workers, policy, longest_prompt) or policy, workers
 
     def sampling(self, engine: GenerationInterface, samples_per_prompt: int) -> PromptSampling:
         """Return settings for sampling from ``engine``, which `start` returned."""
         pad_id, seed = self.tokenizer.pad_id, self.run.seed
         return PromptSampling(engine, pad_id, seed, self.rows, samples_per_prompt)
-
-    def _restore(self, policy: Policy, say: Callable[[str], None]) -> None:
-        for number, folder in enumerate(self.source.states, start=1):
-            try:
-                return policy.load_state(folder)
-            except CheckpointError as error:
-                if number == len(self.source.states):
-                    raise
-                say(f"{error}. The previous state is used")
-        return None
 
 
 def open_model(config: AskConfig, closing: ExitStack) -> InferenceModel:

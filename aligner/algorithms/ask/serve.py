@@ -5,17 +5,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from aligner.algorithms.ask.model import InferenceModel, open_model
+from aligner.algorithms.ask.model import open_model
 from aligner.algorithms.run.stopping import stop_signal
 from aligner.config import ServeConfig
 from aligner.config.commands.ask import as_run
 from aligner.data.tokenizers.loading import with_template_kwargs
 from aligner.errors import TokenizerError
-from aligner.generation.batching import EngineSettings, ServingEngine
+from aligner.generation.batching import ServingEngine
 from aligner.generation.rows import Row
 from aligner.http.queue import JobQueue
 from aligner.http.tokens import new_token, read_token
-from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
@@ -26,11 +25,7 @@ Say = Callable[[str], None]
 
 
 def serve(config: ServeConfig) -> None:
-    """Serve a model, and print the address once requests are accepted.
-
-    The first signal stops the generation and then the server. A second signal has its default
-    effect. With several processes, running generation is finished first.
-    """
+    """Serve a model until a signal. Several processes finish running generation first."""
     with ExitStack() as closing:
         engine = start_server(config, closing, lambda text: print(text, flush=True))
         with stop_signal(announce=False) as request:
@@ -38,17 +33,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEngine:
-    """Load the model and accept requests until ``closing`` closes. Return the engine to run.
-
-    Args:
-        config: the command's options.
-        closing: stack of contexts that ends the server and then the model.
-        say: function that is called on rank 0 with lines for the user. They name the address and,
-            if it was generated, the access token.
-
-    Raises:
-        ConfigError: the server cannot listen at the address, or the token file is missing.
-    """
+    """Load the model and accept requests until ``closing`` closes. Return the engine to run."""
     # Lower the default length of answers to the positions of the model.
     model = open_model(config, closing)
     room = model.architecture.max_position_embeddings - 1
@@ -60,55 +45,45 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
         source = model.source
         model = replace(model, run=as_run(config, source.path, source.peft, source.tokenizer))
     # Load the weights, and only then accept requests.
-    served = _served(config, model)
-    token = on_rank_zero(lambda: _token(config, say))
-    generation, _ = model.start(served.positions - 1, say)
-    generation.prepare_for_generation()
-    closing.callback(generation.finish_generation)
-    # Requests wait in the queue, from which the main thread takes them.
-    queue = JobQueue[Row](config.server.max_waiting)
-    sessions = Sessions(config.server.session_idle_s)
-    service = Service(served, queue, config.server.timeout_s, token, sessions)
-
-    def listen() -> None:
-        host, port = config.server.host, config.server.port
-        setting = f"server.host={host} server.port={port}"
-        address = closing.enter_context(policy_server((host, port), service, setting))
-        say(f"{served.name} at http://{address[0]}:{address[1]}/v1 (Ctrl-C ends)")
-
-    on_rank_zero(listen)
-    return ServingEngine(generation, queue, _settings(config, model, generation))
-
-
-def _served(config: ServeConfig, model: InferenceModel) -> Served:
+    server, architecture = config.server, model.architecture
     path = Path(config.model.restore_from_path)
     if config.data.add_bos and model.tokenizer.bos_id is None:
         raise TokenizerError("data: add_bos=true but the tokenizer has no BOS token")
-    return Served(
-        config.server.model_name or (path.stem if path.suffix == ".nemo" else path.name) or "model",
+    served = Served(
+        server.model_name or (path.stem if path.suffix == ".nemo" else path.name) or "model",
         with_template_kwargs(model.tokenizer, config.data.chat_template_kwargs),
-        model.architecture.max_position_embeddings,
-        model.architecture.vocab_size,
+        architecture.max_position_embeddings,
+        architecture.vocab_size,
         config.sampling.sampling_options,
         config.data.system_prompt,
         config.data.add_bos,
         config.data.special_tokens_in_text,
     )
+    token = on_rank_zero(lambda: _token(config, say))
+    generation, _ = model.start(served.positions - 1, say)
+    generation.prepare_for_generation()
+    closing.callback(generation.finish_generation)
+    # Requests wait in the queue, from which the main thread takes them.
+    queue, sessions = JobQueue[Row](server.max_waiting), Sessions(server.session_idle_s)
+    service = Service(served, queue, server.timeout_s, token, sessions)
 
+    def listen() -> None:
+        setting = f"server.host={server.host} server.port={server.port}"
+        address = closing.enter_context(policy_server((server.host, server.port), service, setting))
+        say(f"{served.name} at http://{address[0]}:{address[1]}/v1 (Ctrl-C ends)")
 
-def _settings(
-    config: ServeConfig, model: InferenceModel, generation: GenerationInterface
-) -> EngineSettings:
-    # Only the policy's own engine in this process reports tokens.
+    on_rank_zero(listen)
+    # Only the policy's own engine in this process reports tokens, and rank 0 those of its rows.
     local = isinstance(generation, Policy) and config.cluster.engine == "local"
     world = model.engine.worlds[0]
-    return EngineSettings(
+    return ServingEngine(
+        generation,
+        queue,
         rows=model.rows,
-        positions=model.architecture.max_position_embeddings,
+        positions=architecture.max_position_embeddings,
         pad_id=model.tokenizer.pad_id,
         end_ids=frozenset(model.tokenizer.end_ids),
         seed=config.seed,
-        # Rank 0 receives tokens of its rows only.
         listens=local and model.run.model.parallel.data_size(world) == 1,
         has_peers=not local or world > 1,
     )

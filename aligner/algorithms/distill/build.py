@@ -11,17 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.algorithms.rollout.rollout import VALIDATION_SEED_OFFSET, SingleTurn, prompts_batch
+from aligner.algorithms.rollout.rollout import VALIDATION_SEED_OFFSET, RolloutSource, prompts_batch
 from aligner.algorithms.run.engine import Workers, run_settings
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_room
-from aligner.algorithms.supervised.build import (
-    check_sequences,
-    example_sampler,
-    load_split,
-    supervised_summary,
-)
-from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
+from aligner.algorithms.supervised.build import load_split, train_supervised
+from aligner.algorithms.supervised.trainer import Task
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.archive import named_by
@@ -41,11 +36,8 @@ from aligner.models.policy.lm_policy import Policy
 class TeacherTargets:
     """Function that completes the batches of a distillation run (see `Task.complete`).
 
-    Args:
-        teacher: a frozen model.
-        top_k: number of the teacher's tokens that the loss reads.
-        vocab_size: number of token ids that student and teacher share.
-        seed: seed of the student's responses, or None if the batch contains responses.
+    ``top_k``: number of the teacher's tokens that the loss reads, of ``vocab_size`` shared tokens.
+    ``seed``: seed of the student's responses. None: the batch contains responses.
     """
 
     teacher: Policy
@@ -54,16 +46,11 @@ class TeacherTargets:
     seed: int | None = None
 
     def __call__(self, student: Policy, batch: BatchedDataDict, consumed: int | None) -> None:
-        """Add ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, k].
-
-        With a ``seed``, ``batch`` is a `prompts_batch` and is replaced by the student's responses,
-        in place. Each training prompt has a separate sample id, and every validation uses the same
-        random numbers.
-        """
-        if self.seed is not None:
+        """Add ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, k]."""
+        if self.seed is not None:  # the student's responses replace the prompts
             seed = self.seed + (VALIDATION_SEED_OFFSET if consumed is None else 0)
             batch["sample_ids"] = batch["sample_ids"] + (consumed or 0)
-            rollout = SingleTurn().collect(student, batch, seed=seed)
+            rollout = RolloutSource().collect(student, batch, seed=seed)
             batch.data = columns_of(rollout, TRAINED_COLUMNS).data
         self.teacher.prepare_for_lp_inference()
         topk = self.teacher.get_topk_logits(batch, self.top_k, self.vocab_size)
@@ -76,64 +63,47 @@ def train_distill(config: DistillRunConfig) -> None:
     """Run distillation from start to end and print the paths of the run's files."""
     with Run.open(config) as run:
         config, loop, tokenizer = run.config, run.config.trainer.distill, run.tokenizer
-        # Read and check all inputs.
         architecture = check_teacher(config, tokenizer)
-        vocab_size = shared_vocabulary(config, run.architecture, architecture)
+        vocab_size = min(run.architecture.vocab_size, architecture.vocab_size)
+        if loop.top_k > vocab_size:
+            raise ConfigError(
+                f"trainer.distill.top_k={loop.top_k} is more than the {vocab_size} tokens that "
+                "student and teacher share. Lower it"
+            )
         kind: type[Dataset[Any]] = PromptDataset if loop.on_policy else ExampleDataset
         examples, longest = load_split(run, kind, architecture)
         if loop.on_policy:
-            longest = check_responses(config, longest, run.architecture, architecture)
-        check_sequences(run, longest, architecture)
-        task = distill_task(config, examples, tokenizer.pad_id)
+            # Every model must have room for prompt and response.
+            response = config.model.distill.length_params.max_length
+            key = "model.distill.length_params.max_length"
+            for model in (run.architecture, architecture):
+                check_room(model, longest, key, response, limit_key="data.max_length")
+            longest += response
         seed = config.seed if loop.on_policy else None
-        # Start the models and train.
-        for attempt in run.attempts():
-            with attempt:
-                sampler, steps = example_sampler(config, examples.train)
-                student = attempt.start_policy(steps)
-                teacher = start_teacher(config, attempt)
-                targets = TeacherTargets(teacher, loop.top_k, vocab_size, seed)
-                trainer = SupervisedTrainer(
-                    student,
-                    dataclasses.replace(task, complete=targets),
-                    sampler,
-                    limit_val_examples=loop.limit_val_examples,
-                )
-                frozen = {"teacher": architecture}
-                summary = supervised_summary(config, attempt, examples, steps, longest, frozen)
-                with attempt.loop(trainer, steps, summary) as run_loop:
-                    run_loop.run()
 
+        def start(workers: Workers, steps: int) -> tuple[Policy, Task[Any]]:
+            student = workers.start_policy(steps)
+            # The teacher is in the student's processes, without optimizer.
+            teacher = Policy(
+                workers.clusters.policy,
+                teacher_config(config),
+                tokenizer,
+                run=run_settings(config),
+                name_prefix="teacher",
+                init_optimizer=False,
+                init_reference_model=False,
+                backend=config.policy.backend,
+            )
+            targets = TeacherTargets(workers.own(teacher), loop.top_k, vocab_size, seed)
+            return student, distill_task(config, examples, tokenizer.pad_id, targets)
 
-def shared_vocabulary(
-    config: DistillRunConfig, student: GPTArchitecture, teacher: GPTArchitecture
-) -> int:
-    """Return the number of token ids that both models have. The top k must not exceed it."""
-    vocab_size = min(student.vocab_size, teacher.vocab_size)
-    if config.trainer.distill.top_k > vocab_size:
-        raise ConfigError(
-            f"trainer.distill.top_k={config.trainer.distill.top_k} is more than the {vocab_size} "
-            "tokens that student and teacher share. Lower it"
-        )
-    return vocab_size
-
-
-def check_responses(config: DistillRunConfig, longest: int, *models: GPTArchitecture) -> int:
-    """Return the maximum length of prompt and response. Every model must have room for it."""
-    key = "model.distill.length_params.max_length"
-    response = config.model.distill.length_params.max_length
-    for architecture in models:
-        check_room(architecture, longest, key, response, limit_key="data.max_length")
-    return longest + response
+        train_supervised(run, examples, longest, start, frozen={"teacher": architecture})
 
 
 def distill_task(
-    config: DistillRunConfig,
-    examples: Split[Any],
-    pad_id: int,
-    targets: TeacherTargets | None = None,
+    config: DistillRunConfig, examples: Split[Any], pad_id: int, targets: TeacherTargets
 ) -> Task[Any]:
-    """Return the task of learning ``targets``, which are None until the teacher is started."""
+    """Return the task of learning ``targets``."""
     loop = config.trainer.distill
 
     def collate(items: Sequence[Any]) -> BatchedDataDict:
@@ -141,14 +111,8 @@ def distill_task(
             return prompts_batch(collate_prompts(items, pad_id), 0)
         return collate_examples(items, pad_id)
 
-    # The loss compares the student with the teacher's top k.
-    return Task(
-        examples.train,
-        examples.validation,
-        collate,
-        DistillationLoss(loop.kl, loop.mixed_weight, loop.zero_outside_topk),
-        complete=targets,
-    )
+    loss = DistillationLoss(loop.kl, loop.mixed_weight, loop.zero_outside_topk)
+    return Task(examples.train, examples.validation, collate, loss, complete=targets)
 
 
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:
@@ -175,18 +139,3 @@ def teacher_config(config: DistillRunConfig) -> StudentConfig:
         micro_batch_size=config.teacher.micro_batch_size,
         peft=PeftConfig(),
     )
-
-
-def start_teacher(config: DistillRunConfig, workers: Workers) -> Policy:
-    """Start the teacher in the student's processes, without optimizer."""
-    teacher = Policy(
-        workers.clusters.policy,
-        teacher_config(config),
-        workers.tokenizer,
-        run=run_settings(config),
-        name_prefix="teacher",
-        init_optimizer=False,
-        init_reference_model=False,
-        backend=config.policy.backend,
-    )
-    return workers.own(teacher)

@@ -5,23 +5,18 @@ from operator import attrgetter
 from typing import Any
 
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.run.engine import Clusters, Workers, run_settings
-from aligner.config import CorrectionConfig, PolicyPPOConfig, RunConfig, TrainerPPOConfig
+from aligner.algorithms.run.engine import Workers, run_settings
+from aligner.config import CorrectionConfig, PolicyPPOConfig, RunConfig
 from aligner.errors import ConfigError
-from aligner.losses.kl import AdaptiveKLController, FixedKLController
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.user import user_policy_loss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
-from aligner.observe.startup import TrainedRole
 from aligner.types import LossFunction
 
 
 def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy, Value | None]:
-    """Start policy and critic, and the reference policy if a KL term needs it.
-
-    The critic is None if advantages are estimated without a critic.
-    """
+    """Start policy, critic (None without a critic), and the reference policy if needed."""
     ppo = config.model.ppo
     samples = ppo.ppo_epochs * ppo.num_rollout_samples
     policy_steps = max(0, steps - config.trainer.ppo.critic_warmup_steps)
@@ -31,31 +26,16 @@ def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy
     )
     if config.critic is None:
         return policy, None
-    # The critic also trains in the warm-up steps.
     value = Value(
         workers.clusters.value,
         config.critic,
         workers.tokenizer,
         model=config.model,
-        run=run_settings(config),
+        # The critic also trains in the warm-up steps.
+        run=run_settings(config, steps * (samples // config.critic.global_batch_size)),
         backend=config.policy.backend,
-        max_optimizer_steps=steps * (samples // config.critic.global_batch_size),
     )
     return policy, workers.own(value)
-
-
-def trained_critic(config: RunConfig, clusters: Clusters) -> TrainedRole | None:
-    """Return the batch sizes of the critic for the start-up report, or None without a critic."""
-    critic, layout = config.critic, config.value_parallel
-    if critic is None:
-        return None
-    return TrainedRole(
-        "critic",
-        critic.global_batch_size,
-        critic.micro_batch_size,
-        layout.data_size(clusters.value.world_size()),
-        layout.model_parallel_size,
-    )
 
 
 def run_notes(config: RunConfig) -> list[str]:
@@ -74,9 +54,6 @@ def run_notes(config: RunConfig) -> list[str]:
     return notes
 
 
-# Passes of a step -----------------------------------------------------------------------------
-
-
 def needs_reference(config: RunConfig) -> bool:
     """Return whether a KL term needs the reference policy. Otherwise it is not built."""
     return kl_in_reward(config) or config.model.ppo.kl_loss.coef > 0
@@ -87,7 +64,7 @@ def sampler_is_exact(config: RunConfig) -> bool:
 
     This requires that the policy's own engine samples from the policy's distribution. The trainer
     ignores a repetition penalty, and a ban of EOS changes the tokens that top-k and top-p keep. The
-    ban in a dry run does not count, so that the dry run has the same phases as the run.
+    ban in a dry run does not count: a dry run has the same phases as the run.
     """
     sampling = config.model.ppo.sampling_params
     restricted = sampling.top_k > 0 or sampling.top_p < 1.0
@@ -103,14 +80,13 @@ def sampler_is_exact(config: RunConfig) -> bool:
 def rows_scored_by_training(config: RunConfig, trains_policy: bool = True) -> int:
     """Return the number of leading rows whose log-probs need no separate pass.
 
-    With one pass over the rollout, the first mini-batch is trained on the weights that sampled the
-    rollout, so that training itself computes the old log-probs of these rows. If a KL penalty needs
-    log-probs before training, the sampler's are used, which must then be exact. A mask over all
-    tokens of an update also needs log-probs before training. No row needs a pass if the policy is
-    not trained, or if the sampler's log-probs replace the old policy's.
+    With one pass over the rollout, the first mini-batch is trained on the weights that sampled it,
+    so training itself computes its old log-probs. If a KL penalty needs log-probs before training,
+    the sampler's are used, which must then be exact. No row needs a pass if the policy is not
+    trained, or if the sampler's log-probs replace the old policy's.
     """
     ppo = config.model.ppo
-    if starts_at_sampler(config):
+    if ppo.correction.old_logprobs == "sampler":
         return ppo.num_rollout_samples
     if kl_in_reward(config) and not sampler_is_exact(config):
         return 0
@@ -121,38 +97,16 @@ def rows_scored_by_training(config: RunConfig, trains_policy: bool = True) -> in
     return min(ppo.num_rollout_samples, config.model.global_batch_size)
 
 
-def starts_at_sampler(config: RunConfig) -> bool:
-    """Return whether the sampler's log-probs are used as the old policy's."""
-    return config.model.ppo.correction.old_logprobs == "sampler"
-
-
 def kl_in_reward(config: RunConfig) -> bool:
     """Return whether the reward contains a KL penalty."""
     return config.trainer.ppo.initial_policy_kl_penalty > 0
 
 
-# Losses and estimators ------------------------------------------------------------------------
-
-
-def make_kl_controller(config: TrainerPPOConfig) -> FixedKLController:
-    """Return the controller of the KL weight in the reward."""
-    controller = config.kl_controller
-    if controller.mode == "fixed":
-        return FixedKLController(config.initial_policy_kl_penalty)
-    return AdaptiveKLController(
-        config.initial_policy_kl_penalty, controller.target, controller.horizon
-    )
-
-
 def make_policy_loss(config: RunConfig) -> LossFunction:
-    """Return the built-in or the user's policy loss, with the configured options.
-
-    Raises:
-        ConfigError: ``model.ppo.loss`` names a function that does not work.
-    """
-    ppo = config.model.ppo
+    """Return the built-in or the user's policy loss, with the configured options."""
+    ppo, environment = config.model.ppo, config.environment
     low, high = ppo.ratio_eps_range
-    longest, environment = ppo.length_params.max_length, config.environment
+    longest = ppo.length_params.max_length
     if environment.is_set:
         longest = min(environment.max_tokens, environment.max_turns * longest)
     # Options of the loss by the key of ``model.ppo`` that sets them.
@@ -191,18 +145,12 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
 
 
 def make_estimator(config: RunConfig) -> UserEstimator | None:
-    """Return the user's estimator of advantages, or None if a built-in one is configured.
-
-    Raises:
-        ConfigError: ``trainer.ppo.advantage.estimator`` names a function that does not work.
-    """
-    trainer = config.trainer.ppo
-    function = trainer.advantage.function
+    """Return the user's estimator of advantages, or None if a built-in one is configured."""
+    trainer, function = config.trainer.ppo, config.trainer.ppo.advantage.function
     if function is None:
         return None
-    estimator = UserEstimator(
-        function, trainer.advantage.kwargs, has_critic=config.critic is not None
-    )
+    has_critic = config.critic is not None
+    estimator = UserEstimator(function, trainer.advantage.kwargs, has_critic=has_critic)
     # The run's own keys must have an effect.
     if trainer.discount_factor != 1 and not estimator.takes("discount_factor"):
         raise ConfigError(

@@ -18,25 +18,22 @@ from typing import Any, ClassVar
 from aligner.algorithms.ppo.build import (
     kl_in_reward,
     make_estimator,
-    make_kl_controller,
     make_policy_loss,
     needs_reference,
     rows_scored_by_training,
     run_notes,
     start_roles,
-    starts_at_sampler,
-    trained_critic,
 )
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
 from aligner.algorithms.rollout.rollout import fill_with_varied_groups, prefixed, samples_of, score
 from aligner.algorithms.rollout.trainer import SamplingInputs, SamplingTrainer
-from aligner.algorithms.run.directory import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
 from aligner.config import RunConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.losses.corrections import second_moment_masks
+from aligner.losses.kl import KLController
 from aligner.losses.value import PPOValueLoss
 from aligner.models.handle import TRAINED_COLUMNS
 from aligner.observe.diagnostics import count_updates, gap_warnings, idle_roles, update_metrics
@@ -54,36 +51,25 @@ def train_ppo(config: RunConfig) -> None:
     """Run PPO from start to end and print the paths of its files."""
     with Run.open(config) as run:
         config = run.config
-        policy_loss, estimator = make_policy_loss(config), make_estimator(config)
+        options = {"policy_loss": make_policy_loss(config), "estimator": make_estimator(config)}
         inputs = SamplingInputs.load(run)
         for attempt in run.attempts():
-            with attempt:
-                # Roles and trainer.
-                sampler = inputs.prompts.sampler(config)
-                steps = total_steps(config, sampler)
-                policy, critic = start_roles(config, attempt, steps)
+            with attempt as workers:
+                sampler, steps = inputs.sampler_and_steps()
+                policy, critic = start_roles(config, workers, steps)
                 trainer = inputs.start(
-                    PPOTrainer,
-                    attempt,
-                    policy,
-                    sampler,
-                    steps,
-                    value=critic,
-                    policy_loss=policy_loss,
-                    estimator=estimator,
+                    PPOTrainer, workers, policy, sampler, steps, value=critic, **options
                 )
-                # Start-up report, then the steps.
                 summary = inputs.summary(
-                    attempt,
+                    workers,
                     trainer,
                     steps,
-                    critic=trained_critic(config, attempt.clusters),
                     passes=config.model.ppo.ppo_epochs,
                     with_reference=trainer.needs_reference,
                     restores=["optimizers", "schedules", "data position", "KL coefficient"],
                     notes=run_notes(config),
                 )
-                with attempt.loop(trainer, steps, summary) as run_loop:
+                with workers.loop(trainer, steps, summary) as run_loop:
                     run_loop.run()
 
 
@@ -101,22 +87,18 @@ class PPOTrainer(SamplingTrainer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        config = self.config
-        self.kl_controller = make_kl_controller(config.trainer.ppo)
-        self.kl_in_reward = kl_in_reward(config)
-        self.starts_at_sampler = starts_at_sampler(config)
-        self.needs_reference = needs_reference(config)
-        # Rows that need no separate pass for log-probs, by whether the step trains the policy.
-        self._scored_rows = {
-            trains: rows_scored_by_training(config, trains) for trains in (True, False)
-        }
-        self.credit = Credit(
-            config.trainer.ppo,
-            self.kl_in_reward,
-            config.model.ppo.num_rollouts_per_prompt,
-            config.model.ppo.length_params.max_length,
-            self.estimator,
-        )
+        config, ppo = self.config, self.config.trainer.ppo
+        controller, weight = ppo.kl_controller, ppo.initial_policy_kl_penalty
+        self.kl_controller = KLController(weight)
+        if controller.mode == "adaptive":
+            self.kl_controller = KLController(weight, controller.target, controller.horizon)
+        self.kl_in_reward, self.needs_reference = kl_in_reward(config), needs_reference(config)
+        self.starts_at_sampler = config.model.ppo.correction.old_logprobs == "sampler"
+        # Rows that need no separate pass for log-probs, without and with training of the policy.
+        self._scored_rows = [rows_scored_by_training(config, trains) for trains in (False, True)]
+        model = config.model.ppo
+        per_prompt, longest = model.num_rollouts_per_prompt, model.length_params.max_length
+        self.credit = Credit(ppo, self.kl_in_reward, per_prompt, longest, self.estimator)
         self.value_loss = PPOValueLoss(None if config.critic is None else config.critic.value_clip)
 
     def step(self, step: int, timers: PhaseTimers) -> StepResult:
@@ -168,8 +150,7 @@ class PPOTrainer(SamplingTrainer):
         samples = samples_of(batch, step, "train", self.config.exp_manager.samples_per_step)
         idle = idle_roles(policy=policy_passes, critic=critic_passes)
         # Without an update between sampler and trainer their log-probs must agree. If the sampler
-        # replaces the old policy, the updates measure the gap, and only the first has no update
-        # before it.
+        # replaces the old policy, the updates measure the gap, and only the first has none before.
         warnings: tuple[str, ...] = ()
         if is_untrained and not (self.starts_at_sampler and self.policy_updates > 1):
             warnings = gap_warnings(metrics, self.config.trainer.precision)
@@ -177,23 +158,18 @@ class PPOTrainer(SamplingTrainer):
 
     @property
     def is_out_of_data(self) -> bool:
-        """True if ``max_epochs`` is reached before the last scheduled step.
-
-        With dynamic sampling the number of rollouts of a step is unknown in advance.
-        """
+        """True if dynamic sampling reached ``max_epochs`` before the last scheduled step."""
         return self.config.trainer.ppo.dynamic_sampling.enabled and self._prompts_left() == 0
 
     def _prompts_left(self) -> int:
         return self.sampler.left_in(self.config.trainer.ppo.max_epochs)
 
-    # Stages -----------------------------------------------------------------------------------
-
     def _scored_rollout(
         self, step: int, timers: PhaseTimers
     ) -> tuple[BatchedDataDict, dict[str, float]]:
         """Return the step's scored rollout batch, and metrics of the responses sampled first."""
-        sampling = self.config.trainer.ppo.dynamic_sampling
-        score_metrics: list[dict[str, float]] = []
+        ppo, model = self.config.trainer.ppo, self.config.model.ppo
+        sampling, score_metrics = ppo.dynamic_sampling, list[dict[str, float]]()
 
         def sample_rollout(prompts: int | None = None) -> BatchedDataDict:
             with timers("generate"):
@@ -210,26 +186,22 @@ class PPOTrainer(SamplingTrainer):
             batch = sample_rollout()
             return batch, prefixed("train_rollouts", score_metrics[0])
         # Sample until enough prompts have responses of different rewards.
-        per_prompt = self.config.model.ppo.num_rollouts_per_prompt
+        per_prompt = model.num_rollouts_per_prompt
         batch, sampled = fill_with_varied_groups(
             sample_rollout,
-            prompts=self.config.model.ppo.num_rollout_samples // per_prompt,
+            prompts=model.num_rollout_samples // per_prompt,
             rollouts_per_prompt=per_prompt,
             max_rollouts=sampling.max_rollouts,
             prompts_left=self._prompts_left,
             pad_id=self.pad_id,
-            credit=self.config.trainer.ppo.advantage.credit,
+            credit=ppo.advantage.credit,
         )
-        return batch, {
-            **prefixed("train_rollouts", score_metrics[0]),
-            "train_rollouts/samples_drawn": sampled,
-        }
+        return batch, prefixed("train_rollouts", {**score_metrics[0], "samples_drawn": sampled})
 
     def _add_logprobs(self, batch: BatchedDataDict, scored_rows: int) -> None:
         """Add ``prev_logprobs`` [B, S]. The first ``scored_rows`` rows get the sampler's.
 
-        These rows are trained without the column. Their sampler's log-probs can enter the KL
-        penalty, but enter the ratio only if ``correction.old_logprobs`` is ``sampler``.
+        These can enter the KL penalty, and the ratio if ``correction.old_logprobs`` is ``sampler``.
         """
         batch["prev_logprobs"] = batch["generation_logprobs"].clone()
         if scored_rows < batch.size:
@@ -262,20 +234,18 @@ class PPOTrainer(SamplingTrainer):
         self.policy_updates += count_updates(policy_passes)
         metrics: dict[str, float] = {}
         if critic_passes:
-            metrics |= prefixed("critic", update_metrics(critic_passes))
-            metrics["critic/optimizer_steps"] = self.critic_updates
+            passes = {**update_metrics(critic_passes), "optimizer_steps": self.critic_updates}
+            metrics |= prefixed("critic", passes)
         # Metrics without an entry in the catalogue come from a user's loss.
         if policy_passes:
-            policy = update_metrics(policy_passes)
-            for name, value in policy.items():
+            for name, value in update_metrics(policy_passes).items():
                 names = (f"{group}/{name}" for group in ("sampler", "train_optim"))
                 metrics[next(filter(describe, names), f"custom/{name}")] = value
-        metrics["train_optim/optimizer_steps"] = self.policy_updates
-        metrics["progress/epoch"] = self.sampler.epoch
-        metrics["progress/consumed_samples"] = self.consumed_samples
-        return metrics
-
-    # Run state --------------------------------------------------------------------------------
+        return metrics | {
+            "train_optim/optimizer_steps": self.policy_updates,
+            "progress/epoch": self.sampler.epoch,
+            "progress/consumed_samples": self.consumed_samples,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the base and of the KL controller."""

@@ -10,13 +10,12 @@ from aligner.errors import ConfigError
 from aligner.importing import check_call, load_function, named_by, user_errors
 
 KEY = "trainer.ppo.advantage.estimator"
-# Possible arguments of the function.
-_ALWAYS = (
+# Possible arguments of the function, in addition to ``values`` in runs with a critic.
+_ARGUMENTS = (
     *("rewards", "groups", "penalty", "token_mask", "sample_mask", "is_end", "input_ids"),
     *("input_lengths", "prompt_lengths", "generation_logprobs", "prev_logprobs"),
     *("discount_factor", "gae_lambda"),
 )
-_WITH_CRITIC = ("values",)
 
 
 class AdvantageEstimator(Protocol):
@@ -59,24 +58,18 @@ class UserEstimator:
     """An `AdvantageEstimator` with its keyword arguments."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], *, has_critic: bool) -> None:
-        """Import the function ``name``.
-
-        Raises:
-            ConfigError: the function cannot be imported, or names an unavailable argument.
-        """
+        """Import the function ``name``. Refuse a function that names an unavailable argument."""
         self.name, self._kwargs, self._has_critic = name, dict(kwargs), has_critic
         self._function = load_function(name, key=KEY)
-        offered = [*_ALWAYS, *(_WITH_CRITIC if has_critic else ())]
+        offered = [*_ARGUMENTS, *(["values"] if has_critic else [])]
         accepted = named_by(self._function, offered) - self._kwargs.keys()
         self._names = [name for name in offered if name in accepted]
         note = "" if has_critic else " (values only in a run with a critic)"
-        check_call(
-            self._function,
-            [*self._names, *self._kwargs],
-            str(self),
+        remedy = (
             f"Possible arguments are {', '.join(offered)}{note}. Anything else it needs goes into "
-            "trainer.ppo.advantage.kwargs",
+            "trainer.ppo.advantage.kwargs"
         )
+        check_call(self._function, [*self._names, *self._kwargs], str(self), remedy)
 
     def __str__(self) -> str:
         return f"{KEY}={self.name}"
@@ -86,13 +79,7 @@ class UserEstimator:
         return bool(named_by(self._function, [name]))
 
     def __call__(self, rollout: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Return advantages and, with a critic, its targets: float32 [B, S], 0 if masked.
-
-        ``rollout`` contains all arguments of `AdvantageEstimator`.
-
-        Raises:
-            ConfigError: the function returned something else, or non-finite values.
-        """
+        """Return advantages and, with a critic, its targets: float32 [B, S], 0 if masked."""
         # Copy tensors: an in-place change of an argument must not affect the run.
         arguments = {
             name: value.clone() if isinstance(value := rollout[name], Tensor) else value
@@ -100,12 +87,12 @@ class UserEstimator:
         }
         result = self._function(**arguments, **self._kwargs)
         expected = "a pair: advantages and the critic's targets" if self._has_critic else "a tensor"
-        if isinstance(result, tuple) != self._has_critic or (self._has_critic and len(result) != 2):
+        columns = result if isinstance(result, tuple) else (result,)
+        if isinstance(result, tuple) != self._has_critic or len(columns) != 1 + self._has_critic:
             raise ConfigError(f"{self}: returned {_shown(result)}. Return {expected}, float [B, S]")
-        advantages, *targets = result if self._has_critic else (result,)
         mask = rollout["token_mask"].bool() & rollout["sample_mask"].bool()[:, None]
-        columns = [self._checked(column, mask) for column in (advantages, *targets)]
-        return columns[0], columns[1] if self._has_critic else None
+        advantages, *targets = (self._checked(column, mask) for column in columns)
+        return advantages, targets[0] if targets else None
 
     def _checked(self, column: Any, mask: Tensor) -> Tensor:
         """Return ``column`` as float32 [B, S], 0 where ``mask`` is False."""
@@ -127,11 +114,7 @@ class UserEstimator:
         return spread
 
     def try_out(self, rollouts_per_prompt: int) -> None:
-        """Call the function with a test rollout: ``rollouts_per_prompt`` responses to 2 prompts.
-
-        Raises:
-            ConfigError: the function raised an exception, or `__call__` rejects its result.
-        """
+        """Call the function with a test rollout: ``rollouts_per_prompt`` responses to 2 prompts."""
         # Two prompts of 2 tokens, and responses of 2 to 4 tokens.
         rows, width = 2 * rollouts_per_prompt, 6
         generator = torch.Generator().manual_seed(0)

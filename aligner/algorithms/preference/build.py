@@ -1,33 +1,49 @@
-"""Preference optimisation: pairs or labelled responses, loss, and log-probs of the reference."""
+"""Preference optimisation: pairs or labelled responses, loss, and log-probs of the reference.
 
-from collections.abc import Callable, Mapping
+The reference is the policy before its first update, so the policy scores the responses before a run
+state is restored. A file keeps the float32 log-probs of the learned tokens, concatenated.
+"""
+
+import hashlib
+import os
+import pickle
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
+import torch
+from rich.console import Console
+from torch import Tensor
+
 from aligner.algorithms.run.directory import log_dir
+from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.supervised.build import (
-    check_sequences,
-    example_sampler,
-    load_split,
-    supervised_summary,
-)
-from aligner.algorithms.supervised.trainer import ExampleSet, SupervisedTrainer, Task
+from aligner.algorithms.supervised.build import load_split, train_supervised
+from aligner.algorithms.supervised.trainer import ExampleSet, Task
+from aligner.checkpoint.durable import atomic_file
 from aligner.config import LOSS_OPTIONS, DPORunConfig, TrainerDPOConfig
 from aligner.data.dataset import Dataset
 from aligner.data.preferences import (
     MISMATCHED,
+    Labelled,
     LabelledDataset,
+    Pair,
     PairDataset,
     collate_labelled,
     collate_pairs,
 )
+from aligner.data.supervised import Example, collate_examples
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss, kto_kl_baseline
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.collectives import on_rank_zero
 from aligner.types import LossFunction
 
+Item = TypeVar("Item", Pair, Labelled)
 _LOSSES: dict[str, Callable[..., LossFunction]] = {
     "dpo": DPOLoss,
     "ipo": IPOLoss,
@@ -43,22 +59,17 @@ def train_dpo(config: DPORunConfig) -> None:
         config, loop, pad_id = run.config, run.config.trainer.dpo, run.tokenizer.pad_id
         kind: type[Dataset[Any]] = PairDataset if loop.is_paired else LabelledDataset
         examples, longest = load_split(run, kind)
-        check_sequences(run, longest)
-        sets = examples.named
-        task = preference_task(config, sets, pad_id)
-        for attempt in run.attempts():
-            with attempt:
-                sampler, steps = example_sampler(config, examples.train)
-                policy = attempt.start_policy(steps)
-                if loop.has_reference:  # before the first update
-                    path = log_dir(config) / "reference_logprobs.pt"
-                    reference = ReferenceLogprobs(policy, path, pad_id, run.console)
-                    task = preference_task(config, reference.of(sets, config), pad_id)
-                limit = loop.limit_val_examples
-                trainer = SupervisedTrainer(policy, task, sampler, limit_val_examples=limit)
-                summary = supervised_summary(config, attempt, examples, steps, longest)
-                with attempt.loop(trainer, steps, summary) as run_loop:
-                    run_loop.run()
+
+        def start(workers: Workers, steps: int) -> tuple[Policy, Task[Any]]:
+            policy = workers.start_policy(steps)
+            sets: Mapping[str, ExampleSet[Any]] = examples.named
+            if loop.has_reference:  # before the first update
+                path = log_dir(config) / "reference_logprobs.pt"
+                reference = ReferenceLogprobs(policy, path, pad_id, run.console)
+                sets = reference.of(sets, config)
+            return policy, preference_task(config, sets, pad_id)
+
+        train_supervised(run, examples, longest, start)
 
 
 def preference_loss(loop: TrainerDPOConfig) -> LossFunction:
@@ -75,13 +86,9 @@ def preference_task(
     """Return the task for the sets ``training`` and, if present, ``validation``."""
     loop = config.trainer.dpo
     collate: Callable[..., BatchedDataDict] = collate_pairs if loop.is_paired else collate_labelled
-    return Task(
-        sets["training"],
-        sets.get("validation"),
-        partial(collate, pad_id=pad_id),
-        preference_loss(loop),
-        complete=None if loop.is_paired else add_kl_baseline,
-    )
+    complete, loss = None if loop.is_paired else add_kl_baseline, preference_loss(loop)
+    collate = partial(collate, pad_id=pad_id)
+    return Task(sets["training"], sets.get("validation"), collate, loss, complete)
 
 
 def add_kl_baseline(policy: Policy, batch: BatchedDataDict, consumed: int | None) -> None:
@@ -100,3 +107,122 @@ def add_kl_baseline(policy: Policy, batch: BatchedDataDict, consumed: int | None
         mismatched["sample_mask"],
     )
     batch["kl_baseline"] = baseline.expand(batch.size)
+
+
+class WithReference(Generic[Item]):
+    """A data set whose examples contain their log-probs under the reference."""
+
+    def __init__(self, items: ExampleSet[Item], logprobs: Tensor) -> None:
+        """Store ``logprobs``, float32 [N], of the N learned tokens of all examples in order."""
+        counts = [example.learned_tokens for example in _examples(items)]
+        self._items: ExampleSet[Item] = items
+        self._logprobs, self._bounds = logprobs, list(pairwise(accumulate(counts, initial=0)))
+        assert logprobs.shape == (sum(counts),), (logprobs.shape, sum(counts))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Item:
+        item = self._items[index]
+        first = index * len(item.examples)
+        bounds = self._bounds[first : first + len(item.examples)]
+        examples = [
+            replace(example, ref_logprobs=self._logprobs[start:end])
+            for example, (start, end) in zip(item.examples, bounds, strict=True)
+        ]
+        return item.with_examples(examples)
+
+
+@dataclass(frozen=True)
+class ReferenceLogprobs:
+    """Log-probs under ``policy`` with its initial weights, or from the file ``path``."""
+
+    policy: Policy
+    path: Path
+    pad_id: int
+    console: Console
+
+    def of(
+        self, sets: Mapping[str, ExampleSet[Item]], config: DPORunConfig
+    ) -> dict[str, WithReference[Item]]:
+        """Return ``sets`` with log-probs. A file with log-probs of other inputs is replaced."""
+        fingerprint = fingerprint_of(config, sets)
+        reasons = on_rank_zero(lambda: _mismatches(self.path, fingerprint))
+        # No reasons: the file fits. None: there is no file.
+        if reasons == []:
+            logprobs = torch.load(self.path, weights_only=True, mmap=True)["logprobs"]
+            return {name: WithReference(items, logprobs[name]) for name, items in sets.items()}
+        if reasons:
+            self._say(f"{self.path} cannot be used: {', '.join(reasons)}")
+        count = sum(len(items[0].examples) * len(items) for items in sets.values())
+        self._say(f"computing reference log-probs of {count:,} sequences, once")
+        rows = config.model.global_batch_size
+        logprobs = {name: self._compute(_examples(items), rows) for name, items in sets.items()}
+
+        def write() -> None:
+            with atomic_file(self.path) as file:
+                torch.save({"fingerprint": fingerprint, "logprobs": logprobs}, file)
+
+        on_rank_zero(write)
+        return {name: WithReference(items, logprobs[name]) for name, items in sets.items()}
+
+    def _compute(self, examples: Sequence[Example], rows: int) -> Tensor:
+        """Return float32 log-probs of the learned tokens, from batches of ``rows`` examples."""
+        self.policy.prepare_for_lp_inference()
+        parts = []
+        for start in range(0, len(examples), rows):
+            batch = collate_examples(examples[start : start + rows], self.pad_id)
+            logprobs = self.policy.get_logprobs(batch)["logprobs"].cpu()
+            parts.append(logprobs[batch["token_mask"].bool()])
+        return torch.cat(parts)
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+
+def fingerprint_of(config: DPORunConfig, sets: Mapping[str, ExampleSet[Any]]) -> dict[str, str]:
+    """Return fingerprints of everything that the log-probs depend on, by a name for messages."""
+    adapters = config.model.peft.restore_from_path
+    return {
+        "model": _digest(_files(config.model.restore_from_path)),
+        **({} if adapters is None else {"adapters": _digest(_files(adapters))}),
+        "precision": f"{config.trainer.precision}, fp8 {config.model.fp8}",
+        **{f"{name} examples": _digest(_tokens(items)) for name, items in sets.items()},
+    }
+
+
+def _files(source: str) -> list[bytes]:
+    path = Path(source).expanduser().absolute()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [(str(file), os.stat(file)) for file in files if file.is_file()]
+    return [f"{name} {stat.st_size} {stat.st_mtime_ns}\n".encode() for name, stat in stats]
+
+
+def _tokens(items: ExampleSet[Any]) -> list[bytes]:
+    return [
+        array("q", [len(example.ids), *example.ids, *chain(*example.learned)]).tobytes()
+        for example in _examples(items)
+    ]
+
+
+def _digest(parts: Sequence[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _examples(items: ExampleSet[Any]) -> list[Example]:
+    return [example for index in range(len(items)) for example in items[index].examples]
+
+
+def _mismatches(path: Path, fingerprint: Mapping[str, str]) -> list[str] | None:
+    """Return why the stored log-probs cannot be used, or None without a file."""
+    if not path.is_file():
+        return None
+    try:
+        stored = torch.load(path, weights_only=True, mmap=True)["fingerprint"]
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError):
+        return ["it is damaged"]
+    names = sorted(stored.keys() | fingerprint.keys())
+    return [f"{name} changed" for name in names if stored.get(name) != fingerprint.get(name)]

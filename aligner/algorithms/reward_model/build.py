@@ -1,23 +1,19 @@
 """Training of a reward model from comparisons or ratings."""
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from aligner.algorithms.run.engine import run_settings
+from aligner.algorithms.run.engine import Workers, run_settings
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.supervised.build import (
-    check_sequences,
-    example_sampler,
-    load_split,
-    supervised_summary,
-)
+from aligner.algorithms.supervised.build import load_split, train_supervised
 from aligner.algorithms.supervised.trainer import ExampleSet, SupervisedTrainer, Task
 from aligner.checkpoint.model_source import open_model
 from aligner.config import RewardRunConfig
-from aligner.data.dataset import Dataset, Split
+from aligner.data.dataset import Dataset
 from aligner.data.preferences import (
     OrderedPairDataset,
     Pair,
@@ -26,43 +22,41 @@ from aligner.data.preferences import (
     collate_pairs,
     collate_rated,
 )
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.models.gpt.role.reward import Standardization, saved_attributes
 from aligner.models.reward.reward_model import RewardModel
+from aligner.types import LossFunction
 
 
 def train_reward_model(config: RewardRunConfig) -> None:
     """Train a reward model from start to end and print the paths of the run's files."""
     with Run.open(config) as run:
-        config = run.config
+        config, loop, pad_id = run.config, run.config.trainer.reward_model, run.tokenizer.pad_id
         check_head(config)
-        # Data, checked before a model is built.
         examples, longest = load_split(run, kind_of(config))
-        check_sequences(run, longest)
-        task = reward_task(config, examples, run.tokenizer.pad_id)
-        for attempt in run.attempts():
-            with attempt:
-                # Model and trainer.
-                sampler, steps = example_sampler(config, examples.train)
-                model = attempt.own(
-                    RewardModel(
-                        attempt.clusters.policy,
-                        config.model,
-                        run.tokenizer,
-                        run_settings(config),
-                        attributes=config.data.attribute_columns,
-                        max_optimizer_steps=steps,
-                        backend=config.policy.backend,
-                    )
-                )
-                limit = config.loop.limit_val_examples
-                trainer = RewardModelTrainer(
-                    model, task, sampler, limit_val_examples=limit, config=config
-                )
-                summary = supervised_summary(config, attempt, examples, steps, longest)
-                with attempt.loop(trainer, steps, summary, saved_as="reward_model") as run_loop:
-                    run_loop.run()
+        collate: Callable[..., BatchedDataDict] = partial(collate_pairs, pad_id=pad_id)
+        loss: LossFunction = BradleyTerryLoss(loop.variant)
+        if loop.loss == "regression":
+            collate, loss = partial(collate_rated, pad_id=pad_id), AttributeRegressionLoss()
+        task = Task[Any](examples.train, examples.validation, collate, loss)
+
+        def start(workers: Workers, steps: int) -> tuple[RewardModel, Task[Any]]:
+            model = RewardModel(
+                workers.clusters.policy,
+                config.model,
+                run.tokenizer,
+                run_settings(config, steps),
+                attributes=config.data.attribute_columns,
+                backend=config.policy.backend,
+            )
+            return workers.own(model), task
+
+        make_trainer = partial(RewardModelTrainer, config=config)
+        train_supervised(
+            run, examples, longest, start, make_trainer=make_trainer, saved_as="reward_model"
+        )
 
 
 @dataclass(eq=False)
@@ -80,8 +74,14 @@ class RewardModelTrainer(SupervisedTrainer):
         sets = {"train": train, "validation": self.task.validation, None: None}
         examples = sets[loop.standardize_on]
         if examples is not None:
-            rewards = measure(self.role, self.task, examples, loop.limit_standardize_examples)
-            self.role.standardize(rewards.mean, rewards.std)
+            count, rewards = min(len(examples), loop.limit_standardize_examples), []
+            self.role.prepare_for_inference()
+            for start in range(0, count, 256):  # in batches of limited size
+                part = [examples[index] for index in range(start, min(start + 256, count))]
+                rewards.append(self.role.get_rewards(self.task.collate(part))["rewards"].cpu())
+            self.role.finish_inference()
+            spread = Standardization.measure(torch.cat(rewards))
+            self.role.standardize(spread.mean, spread.std)
         self.role.save_checkpoint(path)
 
 
@@ -99,28 +99,6 @@ def last_token(examples: ExampleSet[Any]) -> int | None:
     sequences = [item.examples if isinstance(item, Pair) else (item.example,) for item in items]
     ends = {example.ids[-1] for pair in sequences for example in pair}
     return ends.pop() if len(ends) == 1 else None
-
-
-def reward_task(config: RewardRunConfig, examples: Split[Any], pad_id: int) -> Task[Any]:
-    """Return the task of learning from comparisons or from ratings."""
-    loop, sets = config.trainer.reward_model, (examples.train, examples.validation)
-    if loop.loss == "regression":
-        return Task(*sets, partial(collate_rated, pad_id=pad_id), AttributeRegressionLoss())
-    return Task(*sets, partial(collate_pairs, pad_id=pad_id), BradleyTerryLoss(loop.variant))
-
-
-def measure(
-    model: RewardModel, task: Task[Any], examples: ExampleSet[Any], limit: int
-) -> Standardization:
-    """Return mean and standard deviation of the rewards of the first ``limit`` examples."""
-    count = min(len(examples), limit)
-    model.prepare_for_inference()
-    rewards = []
-    for start in range(0, count, 256):  # in batches of limited size
-        part = [examples[index] for index in range(start, min(start + 256, count))]
-        rewards.append(model.get_rewards(task.collate(part))["rewards"].cpu())
-    model.finish_inference()
-    return Standardization.measure(torch.cat(rewards))
 
 
 def check_head(config: RewardRunConfig) -> None:

@@ -4,10 +4,9 @@
          ▲                      │      ▲                                            │
          └──────── calls ───────┘      └──────────────── tokens ────────────────────┘
 
-The driver thread starts conversations, resumes each with the reply to its last request and kills
-calls that exceed a time limit. A conversation occupies one slot of the process pool. Random numbers
-depend on the sample and the attempt, so tokens do not depend on the order of events. The engine
-delays a batch for slow conversations by at most `ConversationRollouts.gather_s`.
+A conversation occupies one slot of the process pool. Random numbers depend on the sample and the
+attempt, so tokens do not depend on the order of events. The engine delays a batch for slow
+conversations by at most `ConversationRollouts.gather_s`.
 """
 
 import logging
@@ -52,38 +51,27 @@ class ConversationFailedError(Exception):
 
 @dataclass
 class Episode:
-    """State of one row of the rollout until its conversation has ended.
-
-    Times are ``time.monotonic()``. ``seed`` seeds the environment. ``failures`` are the reasons of
-    failed attempts. ``session`` is the HTTP session with which the called process queries the
-    policy. ``silent_s`` counts seconds since the call began or the policy last answered. ``used_s``
-    counts seconds of all calls, without waiting for the policy. ``reply`` is the engine's reply,
-    None until it arrives.
-    """
+    """State of one row of the rollout until its conversation has ended. Times are monotonic."""
 
     row: int
     sample_id: int
-    seed: int
+    seed: int  # of the environment
     columns: dict[str, Any]
-    failures: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # reasons of failed attempts
     slot: int = -1
     steps: Steps = field(init=False)
     call: Call | None = None
-    session: "Session | None" = None
+    session: "Session | None" = None  # with which the called process queries the policy
     job: RowJob | None = None
     reply: Progress | Exception | None = None
     checked_at: float = 0.0
-    silent_s: float = 0.0
-    used_s: float = 0.0
+    silent_s: float = 0.0  # since the call began or the policy last answered
+    used_s: float = 0.0  # by all calls, without waiting for the policy
     answers: int = 0  # of the session at the last check
 
     @property
     def attempt(self) -> int:
-        """Index of the attempt, from which random numbers are computed.
-
-        An attempt that an engine error ended is repeated with the same index, so the result is the
-        same as without the error.
-        """
+        """Index of the attempt, for random numbers. A repetition after an engine error keeps it."""
         return sum(reason != "engine_error" for reason in self.failures)
 
 
@@ -99,12 +87,12 @@ class Driver:
     ) -> None:
         self._config, self._maybe_pool = config, pool
         self._queue, self._conduct = queue, conduct
-        self._waiting: deque[Episode] = deque()
-        self._active: list[Episode] = []
+        self._waiting, self._active = deque[Episode](), list[Episode]()
         self._free_slots = deque(range(config.concurrency))
         self._ended: dict[int, Trajectory] = {}
         self._failures: list[Failure] = []
-        self._stopping, self._over = threading.Event(), threading.Event()
+        self._stopping = threading.Event()
+        self.is_over = False  # all conversations have ended or the rollout has failed
         self._error: Exception | None = None
         self._wake_reader, self._wake_writer = Pipe(duplex=False)
         self._thread = threading.Thread(target=self._run, name="conversations", daemon=True)
@@ -114,16 +102,8 @@ class Driver:
         assert self._maybe_pool is not None, "only rank 0 owns the environments"
         return self._maybe_pool
 
-    @property
-    def is_over(self) -> bool:
-        """True once all conversations have ended or the rollout has failed."""
-        return self._over.is_set()
-
     def is_complete(self, rows: int) -> bool:
-        """Return whether every conversation that can run now has a row in the queue.
-
-        ``rows``: number of queued rows.
-        """
+        """Return whether all conversations that can run now have one of ``rows`` queued rows."""
         unfinished = len(self._active) + len(self._waiting)
         return rows >= min(self._config.concurrency, unfinished)
 
@@ -143,11 +123,7 @@ class Driver:
             self._thread.join(_MAX_JOIN_S)
 
     def trajectories(self) -> list[Trajectory]:
-        """Return the trajectories in the order of their rows.
-
-        Raises:
-            EnvironmentCallError: too many conversations failed, or none was scored.
-        """
+        """Return trajectories in the order of rows. Raise if too many failed or none was scored."""
         if self._error is not None:
             raise self._error
         trajectories = [self._ended[row] for row in sorted(self._ended)]
@@ -165,8 +141,6 @@ class Driver:
             log.warning("%s%s", text, limits)
         return trajectories
 
-    # In the driver thread -------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             while (self._waiting or self._active) and not self._stopping.is_set():
@@ -178,7 +152,7 @@ class Driver:
             for episode in self._active:
                 episode.steps.close()
                 self._pool.kill(episode.slot)
-            self._over.set()
+            self.is_over = True
             self._queue.wake()
 
     def _fill_slots(self) -> None:
@@ -230,31 +204,21 @@ class Driver:
         failure = None if session is None else session.engine_failure
         if failure is None and is_answered:
             return self._pool.receive(episode.call, now)
-        failure = failure or self._timeout(episode)
+        config, text = self._config, ""
+        if episode.silent_s > config.timeout_s:
+            event = "did not answer" if session is None else "neither called the policy nor ended"
+            text = f"{event} within environment.timeout_s={config.timeout_s:g} seconds"
+        elif episode.used_s > config.total_timeout_s:
+            text = (
+                f"took more than environment.total_timeout_s={config.total_timeout_s:g} seconds "
+                "(without time spent waiting for the policy)"
+            )
+        if text and failure is None:
+            remedy = "Raise the limit, or make the environment faster"
+            failure = Failure("env_timeout", f"{self._pool.name} {text} and was killed. {remedy}")
         if failure is not None:
             self._pool.kill(episode.slot)
         return failure
-
-    def _timeout(self, episode: Episode) -> Failure | None:
-        config, name = self._config, self._pool.name
-        if episode.silent_s > config.timeout_s:
-            event = "did not answer"
-            if episode.session is not None:
-                event = "neither called the policy nor ended"
-            return Failure(
-                "env_timeout",
-                f"{name} {event} within environment.timeout_s={config.timeout_s:g} seconds and was "
-                "killed. Raise the limit, or make the environment faster",
-            )
-        # The limit of the whole conversation.
-        if episode.used_s > config.total_timeout_s:
-            return Failure(
-                "env_timeout",
-                f"{name} took more than environment.total_timeout_s={config.total_timeout_s:g} "
-                "seconds (without time spent waiting for the policy) and was killed. Raise the "
-                "limit, or make the environment faster",
-            )
-        return None
 
     def _resume(
         self, replies: Sequence[tuple[Episode, CallAnswer | Progress | Failure | None]]
@@ -310,28 +274,21 @@ class Driver:
                 self._waiting.append(episode)
                 self._active.remove(episode)
                 return
-            assert trajectory is not None
-            trajectory.fail(failure.text)
-        assert trajectory is not None
         # The trajectory becomes a row of the batch.
+        assert trajectory is not None
+        if failure is not None:
+            trajectory.fail(failure.text)
         trajectory.failures = episode.failures
         self._ended[episode.row] = trajectory
         self._active.remove(episode)
         self._queue.wake()  # the next batch waits for one conversation fewer
 
     def _becomes_sample(self, failure: Failure, turns: int) -> bool:
-        """Return whether a failed conversation of ``turns`` turns is a sample of reward 0.
+        """Return whether a failed conversation is a sample of reward 0. Otherwise it is repeated.
 
-        Otherwise the conversation is repeated. If several conversations waited for one failed
-        engine call, they share one `Failure`, which counts once. Counted per conversation, one
-        failed call would exceed any ``environment.retries`` below ``environment.concurrency``.
-
-        Raises:
-            EnvironmentCallError: a repetition would fail in the same way, or
-                ``environment.retries`` is exceeded. The cause is the engine's
-                exception if the engine failed last.
+        Raises `EnvironmentCallError` if a repetition would fail, or after ``environment.retries``.
+        Conversations that waited for one failed engine call share a `Failure`, which counts once.
         """
-        retries = self._config.retries
         if failure.is_final:
             text = f"{failure.text}. The conversation is not repeated: it would fail again"
             raise EnvironmentCallError(text) from failure.cause
@@ -347,9 +304,9 @@ class Driver:
             # Messages of this library's errors are complete without a stack trace.
             exc_info=None if isinstance(failure.cause, AlignerError) else failure.cause,
         )
-        if len(self._failures) > retries:
+        if len(self._failures) > self._config.retries:
             raise EnvironmentCallError(
                 f"{len(self._failures)} conversations or engine calls failed in a rollout, more "
-                f"than environment.retries={retries}. The last failure: {failure.text}"
+                f"than environment.retries={self._config.retries}. The last failure: {failure.text}"
             ) from failure.cause
         return False

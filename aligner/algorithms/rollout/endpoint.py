@@ -1,10 +1,6 @@
 """Rollouts of agents: programs that query the policy over HTTP and return a reward.
 
-    agent's process ─ HTTP requests ─► session (records answers) ─ rows ─► engine
-          └─ reward ─► driver ─► trajectory of the session
-
-An agent's clock stops while the engine owes the agent an answer. The tokens of a trajectory depend
-only on the run's seed, the sample id and the agent's requests.
+The tokens of a trajectory depend only on the run's seed, the sample id and the agent's requests.
 """
 
 import dataclasses
@@ -25,8 +21,8 @@ from aligner.environments.pool import Call, Failure
 from aligner.environments.protocol import Turn, check_total
 from aligner.environments.trajectory import Limits, Trajectory, TurnRecord
 from aligner.errors import DataError
-from aligner.generation.rows import sample_id
 from aligner.http.tokens import new_token
+from aligner.kernels.counter_hash import text_hash
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.served import Request, Served
@@ -42,10 +38,7 @@ _RUN_FIELDS = ("temperature", "top_p", "top_k", "repetition_penalty", "min_token
 
 @dataclass(frozen=True)
 class PolicyServed(Served):
-    """The policy of a run, sampled with the run's settings in place of the request's.
-
-    A request chooses ``stop``, and ``max_tokens`` up to the run's response length.
-    """
+    """The policy of a run. A request chooses only ``stop``, and ``max_tokens`` up to a limit."""
 
     _logged_fields: set[str] = field(default_factory=set)
 
@@ -72,11 +65,7 @@ class PolicyServed(Served):
 
 
 class EndpointRollouts(ConversationRollouts):
-    """Trajectories of agents in place of single responses.
-
-    Rank 0 owns the agents' processes and an HTTP server on loopback, with a separate key for each
-    session, until ``closing`` closes.
-    """
+    """Trajectories of agents, which query an HTTP server on loopback with a key per session."""
 
     gather_s = 0.02  # agents that were answered together send the next requests close together
     runs_agents = True
@@ -98,24 +87,20 @@ class EndpointRollouts(ConversationRollouts):
 
         def listen() -> None:
             setting = f"environment.kind=endpoint on {_HOST}"
-            address = closing.enter_context(policy_server((_HOST, 0), self._service, setting))
-            self._base_url = f"http://{address[0]}:{address[1]}/v1"
+            host, port = closing.enter_context(policy_server((_HOST, 0), self._service, setting))
+            self._base_url = f"http://{host}:{port}/v1"
 
         on_rank_zero(listen)
 
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
-        """Run an agent once, with a session that records its requests.
-
-        Once the session has exceeded a limit, the agent's result is ignored, unless the engine
-        failed.
-        """
+        """Run an agent once, with a session that records its requests."""
         # Validation may sample with other options than training.
         defaults, sessions = options or self._options, self._service.sessions
         if self._service.served.defaults is not defaults:
             self._service.served = dataclasses.replace(self._service.served, defaults=defaults)
-        names = ("rollout", seed, episode.sample_id, episode.attempt)
+        session_id = text_hash("rollout", seed, episode.sample_id, episode.attempt)
         limits = Limits(self._config.max_turns, self._config.max_tokens)
-        episode.session = session = sessions.begin(sample_id(*names), limits)
+        episode.session = session = sessions.begin(session_id, limits)
         assert session is not None, "the server must have room for one session of each slot"
         argument = (self._base_url, session.key, episode.seed, episode.columns)
         turn, failure = Turn(), None
@@ -157,16 +142,14 @@ class EndpointRollouts(ConversationRollouts):
 def trajectory_of(session: Session, tokenizer: Tokenizer, info: Mapping[str, Any]) -> Trajectory:
     """Return the trajectory of a session: its sequences in the order of their first requests.
 
-    Turns are numbered in the order of requests, not of answers or columns. A reward belongs to the
-    last requested answer of the answers that arrived since the previous reward. A reward set before
-    any answer belongs to turn 1. ``info`` belongs to the last turn.
+    Turns are numbered in the order of requests. A reward belongs to the last requested answer of
+    the answers that arrived since the previous reward, or to turn 1. ``info``: of the last turn.
     """
     turn_of = {answer: turn for turn, answer in enumerate(sorted(session.answers), start=1)}
     answers_of: dict[int, list[RecordedAnswer]] = {}
     for answer in session.answers:
         answers_of.setdefault(answer.sequence, []).append(answer)
-    trajectory = Trajectory(tokenizer)
-    prompt_texts, turns = dict[int, str](), dict[int, TurnRecord]()
+    trajectory, prompt_texts, turns = Trajectory(tokenizer), dict[int, str](), {}
     # Append the sequences, each as alternating prompt tokens and sampled tokens.
     for answers in sorted(answers_of.values(), key=lambda answers: turn_of[answers[0]]):
         sequence = session.sequences[answers[0].sequence]

@@ -1,17 +1,13 @@
 """Rollouts of many turns: conversations of the policy with environments.
 
-    rank 0, a thread:  processes of the environments ─► rows that wait for the engine
-    all ranks:         trajectories ◄─ batches of the engine ◄─┘
-
 The tokens of a conversation depend only on the run's seed, its sample id and the environment's
 messages, not on ranks or layouts. Concurrent conversations only affect the rounding of logits. No
-conversation runs between steps, so a resumed run starts the conversations of its step from their
-seeds.
+conversation runs between steps, so a resumed run starts the conversations of its step anew.
 """
 
 import logging
 import traceback
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,7 +30,7 @@ from aligner.environments.conversation import ChatRenderer, Conversation, Rewrit
 from aligner.environments.pool import Call, CallName, EnvironmentPool, Failure
 from aligner.environments.trajectory import EndReason, KeptTokens, Limits, Trajectory
 from aligner.errors import AlignerError, DataError, WorkerError
-from aligner.generation.batching import EngineSettings, ServingEngine
+from aligner.generation.batching import ServingEngine
 from aligner.generation.rows import Row
 from aligner.http.queue import JobQueue
 from aligner.importing import describe_exception
@@ -49,7 +45,7 @@ END_REASONS: tuple[EndReason, ...] = get_args(EndReason)
 # Errors of the request or the code, not of the engine: the next call would fail again.
 _CALLER_ERRORS = (
     *(AttributeError, LookupError, NameError, TypeError, ValueError),
-    *(AssertionError, NotImplementedError),
+    *(AssertionError, NotImplementedError, AlignerError),
 )
 FAILURE_REASONS = ("env_timeout", "env_error", "engine_error")
 
@@ -58,7 +54,7 @@ _TURN, _ATTEMPT = 1 << 40, 1 << 51
 _QUEUE_ROWS = 4096  # at least 4 rows per conversation
 
 
-class ConversationRollouts(RolloutSource):
+class ConversationRollouts(RolloutSource, ABC):
     """Base of the kinds of environments: conversations in place of single responses."""
 
     gather_s: ClassVar[float]  # a batch waits at most this long for conversations without a row
@@ -118,37 +114,29 @@ class ConversationRollouts(RolloutSource):
     ) -> BatchedDataDict:
         """Return a rollout batch (`aligner.types`) of conversations up to ``generation_logprobs``.
 
-        ``data`` is a `aligner.algorithms.rollout.rollout.prompts_batch`, of which sample ids and
-        columns are used. The environments of ``per_prompt`` adjacent rows share a seed. In addition
-        to the columns of a single-turn rollout, the batch contains ``turn_ids`` int64 [B, S],
-        ``turn_rewards`` float32 [B, S], ``is_scored`` float32 [B], and the lists ``responses``,
-        ``turns``, ``reward_parts``, ``end_reasons``, ``forks`` and ``failures``. If conversations
-        may fork, the batch also contains ``position_ids`` int64 [B, S]. If the engine records kept
-        tokens, the batch also contains ``kept_ids`` int32 [B, S, K].
+        The environments of ``per_prompt`` adjacent rows share a seed. The batch also contains
+        ``turn_ids`` int64 [B, S], ``turn_rewards`` float32 [B, S], ``is_scored`` float32 [B], the
+        lists ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks`` and
+        ``failures``, and if needed ``position_ids`` int64 [B, S] and ``kept_ids`` int32 [B, S, K].
 
         Raises:
             EnvironmentCallError: more conversations or engine calls failed than
-                ``environment.retries``, or no conversation was scored. A conversation fails if its
-                messages cannot be rendered or leave no room for an answer.
+                ``environment.retries``, or no conversation was scored.
             Exception: the engine's exception, if `engine_survives` returns False.
-            RewrittenHistoryError: a template rewrites earlier messages, and the configuration
-                rejects such templates.
+            RewrittenHistoryError: a template rewrites earlier messages, which the run forbids.
         """
         generation.prepare_for_generation()
-        batch = self._collect(
-            generation, data, seed=seed, per_prompt=per_prompt, options=sampling_options
-        )
+        collect = partial(self._collect, generation, data, seed=seed, per_prompt=per_prompt)
+        batch = collect(options=sampling_options)
         generation.finish_generation()
         return batch
 
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
     ) -> PendingGeneration:
-        """See `RolloutSource.begin`."""
-        # The engine already contains the weights to sample with.
-        return ConversationsAhead(
-            partial(self._collect, generation, data, seed=seed, per_prompt=per_prompt)
-        )
+        """See `RolloutSource.begin`. The engine already contains the weights to sample with."""
+        collect = partial(self._collect, generation, data, seed=seed, per_prompt=per_prompt)
+        return ConversationsAhead(collect)
 
     def _collect(
         self,
@@ -164,7 +152,9 @@ class ConversationRollouts(RolloutSource):
         config, pad_id = self._config, self._tokenizer.pad_id
         conduct = partial(self.conduct, seed=seed, options=options)
         driver = Driver(config, self._pool, self._queue, conduct)
-        settings = EngineSettings(
+        engine = ServingEngine(
+            generation,
+            self._queue,
             rows=config.concurrency,
             positions=config.max_tokens,
             pad_id=pad_id,
@@ -172,9 +162,9 @@ class ConversationRollouts(RolloutSource):
             seed=seed,
             listens=False,
             has_peers=True,
+            survives=partial(engine_survives, generation),
+            is_complete=driver.is_complete,
         )
-        survives = partial(engine_survives, generation)
-        engine = ServingEngine(generation, self._queue, settings, survives, driver.is_complete)
         # Serve requests until all conversations have ended.
         try:
             if is_rank_zero():
@@ -187,11 +177,8 @@ class ConversationRollouts(RolloutSource):
             return data
         # Build the batch on rank 0 and send it to all ranks.
         forks, unscored = config.rewritten_history == "fork", config.unscored
-        return on_rank_zero(
-            lambda: rollout_batch(
-                data, driver.trajectories(), pad_id, with_positions=forks, unscored=unscored
-            )
-        )
+        batch = partial(rollout_batch, pad_id=pad_id, with_positions=forks, unscored=unscored)
+        return on_rank_zero(lambda: batch(data, driver.trajectories()))
 
 
 class EnvironmentRollouts(ConversationRollouts):
@@ -210,7 +197,6 @@ class EnvironmentRollouts(ConversationRollouts):
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
         """Alternate messages of the policy and environment calls."""
         del seed
-        assert self._pool is not None
         conversation, failure, is_alive = None, None, True
         try:
             start = yield self._call(episode, "begin", (episode.seed, episode.columns))
@@ -222,9 +208,9 @@ class EnvironmentRollouts(ConversationRollouts):
             failure = error.failure
             is_alive = failure.reason == "engine_error"
         except Exception as error:  # any exception of a tokenizer or a template
+            assert self._pool is not None
             text = f"{self._pool.name}: {describe_exception(error)}"
             failure = Failure("env_error", text, error)
-        # Close the environment, unless one of its calls failed.
         if is_alive:
             try:
                 yield self._call(episode, "close")
@@ -274,10 +260,8 @@ class EnvironmentReward:
         """Return the sum of each conversation's rewards, and the sums of its parts (`total_parts`).
 
         Reads ``turn_rewards`` float32 [B, S], ``turn_ids`` int64 [B, S] and the lists of
-        `ConversationRollouts.collect`. A part that a conversation lacks counts as 0. The reward of
-        a conversation without any reward is 0.
+        `ConversationRollouts.collect`. A missing part or reward counts as 0.
         """
-        # Every conversation gets a value for every part.
         parts = data["reward_parts"]
         names = dict.fromkeys(name for row in parts for name in row)
         ends, failed = Counter(data["end_reasons"]), Counter(chain(*data["failures"]))
@@ -297,18 +281,12 @@ class EnvironmentReward:
 
 
 def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
-    """Return whether conversations may restart after ``generate`` raised on all ranks.
+    """Return on all ranks whether conversations may restart after ``generate`` raised ``error``.
 
-    False if the error on any rank comes from the request instead of the engine, or if ``generate``
-    cannot be called again. Call this function on all ranks after ``generate`` has raised on all
-    ranks: a worker group raises one worker's error everywhere, but ranks that generate together may
-    still wait for each other. If True, memory of the failed call, such as a cache on the device, is
-    released.
+    False if the error on any rank comes from the request instead of the engine, or if the engine
+    cannot generate again. Otherwise memory of the failed call, such as a cache, is released.
     """
-    if isinstance(error, AlignerError):
-        of_engine = isinstance(error, WorkerError)
-    else:
-        of_engine = not isinstance(error, _CALLER_ERRORS)
+    of_engine = isinstance(error, WorkerError) or not isinstance(error, _CALLER_ERRORS)
     if not (generation.recover() and all(gather_objects(of_engine))):
         return False
     cause: BaseException | None = error
@@ -328,14 +306,10 @@ def rollout_batch(
 ) -> BatchedDataDict:
     """Return a rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
 
-    Args:
-        data: a `aligner.algorithms.rollout.rollout.prompts_batch` with the rows of ``rows``.
-        rows: the conversations.
-        pad_id: id of the padding on the right.
-        with_positions: whether rows may contain several sequences. If so, the batch contains
-            ``position_ids`` int64 [B, S], which restart at each sequence.
-        unscored: see `EnvironmentConfig`. A conversation that its environment ended without a
-            reward does not count in any case.
+    ``data``: a `prompts_batch` with the rows of ``rows``. ``with_positions``: whether rows may
+    contain several sequences, and the batch ``position_ids`` int64 [B, S], which restart at each
+    sequence. ``unscored``: see `EnvironmentConfig`. A conversation that its environment ended
+    without a reward does not count in any case.
     """
     # Unscored conversations that ended for these reasons count with reward 0.
     counted = {"failed"} if unscored == "mask" else {"failed", "max_turns", "max_tokens"}
@@ -378,7 +352,7 @@ def rollout_batch(
 
 
 def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
-    """Return int32 [B, width, K], the kept ids at sampled tokens and -1 elsewhere."""
+    """Return int32 [B, width, K], -1 except at sampled tokens."""
     size = next(kept.ids.shape[1] for row in rows for kept in row)
     result = torch.full((len(rows), width, size), PAD_VALUES["kept_ids"], dtype=torch.int32)
     for index, row in enumerate(rows):

@@ -1,29 +1,52 @@
-"""Inputs of a run that samples: prompts, environments and the sampling engine."""
+"""Inputs of a run that samples: prompts, environments, the reward and the sampling engine."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from aligner.algorithms.rollout.environments import EnvironmentReward
+from aligner.algorithms.rollout.kinds import EnvironmentKind
 from aligner.algorithms.rollout.rollout import RolloutSource
-from aligner.algorithms.run.dry_run import longest_set
-from aligner.algorithms.run.engine import Workers
+from aligner.algorithms.run.dry_run import MadeUpRewards
+from aligner.algorithms.run.engine import Engine, Workers, run_settings
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import check_lengths, check_room, dropped_note
+from aligner.algorithms.run.startup import check_room, dropped_note, role_memory
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.model_source import open_model
+from aligner.checkpoint.nemo.archive import named_by
 from aligner.config import (
     AskedDataConfig,
     DataConfig,
+    DynamicBatchingConfig,
     EngineStart,
     PromptSourceConfig,
+    RewardModelConfig,
+    RunConfig,
     SamplingRunConfig,
+    SequencePackingConfig,
+    TrainedModelConfig,
+    check_layout,
 )
 from aligner.config.parse import refuse
-from aligner.data.dataset import PromptSampler, Split
-from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
+from aligner.data.dataset import Split
+from aligner.data.prompts import EpisodeDataset, PromptDataset
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.models.gpt.role.reward import rated_attributes
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
+from aligner.models.reward.reward_model import RewardModel
+from aligner.models.value.lm_value import Value
+from aligner.observe.startup import RoleMemory
+from aligner.rewards.interface import Reward, RewardInterface, check_weights
+from aligner.rewards.model import ModelReward, SharedBackboneReward, VerifiedReward
+from aligner.rewards.sequences import SequenceEncoder
+
+# Options that affect a model's start, training or output layer. The critic lacks the output layer.
+_NON_BODY_FIELDS = {"attention_dropout", "family", "hidden_dropout", "init_std", "tie_embeddings"}
 
 
 @dataclass(frozen=True)
@@ -42,18 +65,6 @@ class Prompts(Split[PromptDataset]):
         """All validation sets. The keys are the prefixes of their metrics."""
         sets = {} if self.validation is None else {"val_rollouts": self.validation}
         return {**sets, **{f"val_sets/{name}": prompts for name, prompts in self.sets.items()}}
-
-    def sampler(self, config: SamplingRunConfig) -> PromptSampler:
-        """Return the sampler that draws the training prompts of each step."""
-        rollout = config.model.rollout
-        return PromptSampler(
-            len(self.train),
-            rollout.num_rollout_samples // rollout.num_rollouts_per_prompt,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-            may_change=config.exp_manager.data_may_change,
-            shares=self.train.shares,
-        )
 
     def notes(self) -> list[str]:
         """Return notes on dropped prompts and prompts in both sets for the start-up report."""
@@ -79,10 +90,12 @@ def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
     if config.environment.is_set:
         return prompts
     # Every prompt leaves room for a response, validation prompts for a validation response, too.
-    validation_sets = prompts.held_out.values()
+    key, lengths = f"{config.model.rollout_key}.length_params", config.model.rollout.length_params
+    validation_sets, max_response = prompts.held_out.values(), config.validation.max_length
     for dataset in (prompts.train, *validation_sets):
-        check_lengths(config, run.architecture, dataset.max_length)
-    max_response = config.validation.max_length
+        refuse(config.length_problems(dataset.max_length))
+        longest = dataset.max_length
+        check_room(run.architecture, longest, f"{key}.max_length", lengths.max_length)
     if max_response is not None:
         for dataset in validation_sets:
             check_room(run.architecture, dataset.max_length, "validation.max_length", max_response)
@@ -95,10 +108,7 @@ def prompt_loader(
     tokenizer: Tokenizer,
     architecture: GPTArchitecture,
 ) -> Callable[[PromptSourceConfig], PromptDataset]:
-    """Return a function that reads a source into a dataset.
-
-    The rows are prompts or, if the run has an environment, the first rows of conversations.
-    """
+    """Return a function that reads a source into prompts, or first rows of conversations."""
     if not config.environment.is_set:
         return lambda source: PromptDataset.load(source, tokenizer, data)
     max_length = longest_opening(config, architecture)
@@ -117,14 +127,6 @@ def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) ->
     return environment.max_tokens - config.model.rollout.length_params.max_length
 
 
-def load_environments(run: Run[SamplingRunConfig], prompts: Prompts) -> RolloutSource | None:
-    """Start the environments of a run until the run ends (see `open_environments`)."""
-    sets = {"data.train": prompts.train, "data.validation": prompts.validation}
-    sets |= {f"validation.sets.{name}": prompts for name, prompts in prompts.sets.items()}
-    columns = columns_of_rows(sets)
-    return open_environments(run.config, run.tokenizer, run.architecture, columns, run.closing)
-
-
 def open_environments(
     config: SamplingRunConfig,
     tokenizer: Tokenizer,
@@ -132,30 +134,15 @@ def open_environments(
     columns: Mapping[str, str | None],
     closing: ExitStack,
 ) -> RolloutSource | None:
-    """Start the environments, with processes on rank 0. Return their rollout source.
+    """Start the environments, which ``closing`` ends, and return their rollout source.
 
-    Return None if the run has no environment, and in a dry run, which samples single responses of
-    the maximum length of a conversation instead. ``columns``: see `columns_of_rows`. ``closing``
-    ends the environments.
-
-    Raises:
-        ConfigError: the class or function cannot be imported or does not accept the columns, or
-            the command's program does not exist.
+    Returns None without an environment, and in a dry run, which samples single responses of the
+    maximum length of a conversation. ``columns``: see `columns_of_rows`.
     """
-    environment = config.environment
-    if not environment.is_set or config.dry_run:
+    if not config.environment.is_set or config.dry_run:
         return None
-    rollouts: RolloutSource = environment.kind_class.open(
-        config, tokenizer, architecture, columns, closing
-    )
-    return rollouts
-
-
-def of_dry_run(run: Run[SamplingRunConfig], prompts: Prompts) -> Prompts:
-    """Return ``prompts``, or for a dry run generated prompts of the maximum length."""
-    if not run.config.dry_run:
-        return prompts
-    return Prompts(longest_set(run.config, prompts.train, run.tokenizer, run.architecture))
+    kind: type[EnvironmentKind] = config.environment.kind_class
+    return kind.open(config, tokenizer, architecture, columns, closing)
 
 
 def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[str]:
@@ -164,12 +151,11 @@ def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[
         return []
     trained = {tuple(train[index].ids) for index in range(len(train))}
     count = sum(tuple(validation[index].ids) in trained for index in range(len(validation)))
-    if not count:
-        return []
-    return [
+    text = (
         f"{count} of {len(validation)} validation prompts are training prompts as well: "
         "validation overestimates the accuracy"
-    ]
+    )
+    return [text] if count else []
 
 
 def start_generation(
@@ -181,15 +167,163 @@ def start_generation(
         return None
     # Engines reserve memory for the longest sequence of training and validation.
     response = max(config.model.rollout.length_params.max_length, config.validation.max_length or 0)
-    return workers.own(
-        engine.start(
-            EngineStart(
-                workers.clusters.generation,
-                config,
-                workers.tokenizer,
-                workers.architecture,
-                policy,
-                longest_prompt + response,
+    clusters, length = workers.clusters, longest_prompt + response
+    start = EngineStart(
+        clusters.generation, config, workers.tokenizer, workers.architecture, policy, length
+    )
+    return workers.own(engine.start(start))
+
+
+@dataclass(frozen=True)
+class RatingModel:
+    """A reward model that is not started yet."""
+
+    architecture: GPTArchitecture
+    encoder: SequenceEncoder
+    weights: Tensor | None  # float32 [attributes], None: one reward
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """Reward of a run before any model is built."""
+
+    config: SamplingRunConfig
+    tokenizer: Tokenizer  # of the policy
+    scorer: RewardInterface | None  # a function or server, None if ``model`` has to be started
+    verifier: Reward | None  # a function in addition to a model or a server
+    model: RatingModel | None = None
+
+    def start(self, workers: Workers, value: Value | None = None) -> RewardInterface:
+        """Return the reward. A dry run has no real responses and calls no function or server."""
+        model = None if self.model is None else self._started(self.model, workers, value)
+        if self.config.dry_run:
+            return MadeUpRewards(model, self.config.seed)
+        scorer = self.scorer or model
+        assert scorer is not None, "a source must have a scorer or a model"
+        return scorer if self.verifier is None else VerifiedReward(scorer, self.verifier)
+
+    def notes(self) -> list[str]:
+        """Return notes on the function for the start-up report."""
+        functions = [each for each in (self.scorer, self.verifier) if isinstance(each, Reward)]
+        return [text for function in functions for text in function.notes()]
+
+    def memory(self) -> list[RoleMemory]:
+        """Return the memory of a reward model per process, empty without a separate body."""
+        model = self.config.reward.model
+        if self.model is None or (model is not None and model.share_body_with_critic):
+            return []
+        architecture = self.model.architecture
+        return [role_memory(self.config, architecture, 1, "reward model", trainable=False)]
+
+    def _started(self, rating: RatingModel, workers: Workers, value: Value | None) -> ModelReward:
+        config, model = self.config, self.config.reward.model
+        assert model is not None, "checked with the configuration"
+        tokenizer = rating.encoder.tokenizer
+        frozen, run = frozen_config(config.model, model), run_settings(config)
+        handle: RewardModel | SharedBackboneReward
+        if model.share_body_with_critic:
+            assert value is not None, "checked with the configuration"
+            handle = SharedBackboneReward(value, frozen, tokenizer, run)
+        else:
+            handle = RewardModel(
+                workers.clusters.reward,
+                frozen,
+                tokenizer,
+                run,
+                init_optimizer=False,
+                offload_weights=model.offload_weights,
             )
+            workers.own(handle)
+        # The policy's responses are decoded and encoded for the reward model.
+        return ModelReward(
+            handle,
+            rating.encoder,
+            self.tokenizer,
+            weights=rating.weights,
+            micro_batch_size=model.micro_batch_size,
+            end_strings=config.model.rollout.sampling_params.end_strings,
         )
+
+
+def load_reward(
+    config: SamplingRunConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    columns: frozenset[str],
+    closing: ExitStack,
+) -> RewardSource:
+    """Import the reward function, query the server, or read the reward model's header."""
+    reward, rollout = config.reward, config.model.rollout
+    if reward.kind == "environment":
+        return RewardSource(config, tokenizer, EnvironmentReward(), None)
+    # A function is the reward, or verifies in addition to a model or a server.
+    function = None
+    if reward.function is not None:
+        function = Reward.load(reward, tokenizer)
+        closing.callback(function.shutdown)
+        function.check_columns(columns)
+    if reward.kind == "function":
+        return RewardSource(config, tokenizer, function, None)
+    if reward.server is not None:
+        from aligner.rewards.server.client import RemoteReward  # imports httpx
+
+        remote = RemoteReward(
+            reward.server,
+            tokenizer,
+            weights=reward.attribute_weights,
+            end_strings=rollout.sampling_params.end_strings,
+        )
+        return RewardSource(config, tokenizer, remote, function)
+    assert reward.model is not None, "checked with the configuration"
+    # The model must have a head and fit the layout.
+    model, path = reward.model, reward.model.restore_from_path
+    with named_by("reward.model.restore_from_path"), open_model(path) as checkpoint:
+        attributes = rated_attributes(checkpoint, path)
+        architecture = checkpoint.architecture
+        encoder = SequenceEncoder.of_checkpoint(checkpoint, model.add_bos)
+    weights = check_weights(reward.attribute_weights, attributes, path)
+    check_layout(architecture, config.model.parallel, model.workers or engine.worlds[0])
+    if model.share_body_with_critic:
+        check_one_body(config, architecture)
+    rating = RatingModel(architecture, encoder, weights)
+    return RewardSource(config, tokenizer, None, function, rating)
+
+
+def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> None:
+    """Raise if the reward model's weights do not fit into the critic's body."""
+    assert isinstance(config, RunConfig), "checked with the configuration"
+    assert config.critic is not None, "checked with the configuration"
+    assert config.reward.model is not None, "checked with the configuration"
+    key, path = "critic.restore_from_path", config.critic.restore_from_path
+    if path is None:
+        key, path = "model.restore_from_path", config.model.restore_from_path
+    with open_model(path) as checkpoint:
+        body = checkpoint.architecture
+    # Compare all fields that affect the body.
+    differing = [
+        f"{name} ({getattr(architecture, name)}, {getattr(body, name)})"
+        for name in (option.name for option in dataclasses.fields(GPTArchitecture))
+        if name not in _NON_BODY_FIELDS and getattr(architecture, name) != getattr(body, name)
+    ]
+    if differing:
+        raise ConfigError(
+            "reward.model.share_body_with_critic=true, but reward.model.restore_from_path="
+            f"{config.reward.model.restore_from_path} and {key}={path} differ in "
+            f"{', '.join(differing)}. Start both from one model, or set it to false"
+        )
+
+
+def frozen_config(policy: TrainedModelConfig, model: RewardModelConfig) -> TrainedModelConfig:
+    """Return a frozen reward model's configuration, with the layout of the policy."""
+    return TrainedModelConfig(
+        restore_from_path=model.restore_from_path,
+        micro_batch_size=model.micro_batch_size,
+        sequence_packing=SequencePackingConfig(enabled=False),
+        dynamic_batching=DynamicBatchingConfig(enabled=False),
+        **{
+            option.name: getattr(policy, option.name)
+            for option in dataclasses.fields(TrainedModelConfig)
+            if option.name.endswith(("_parallel_size", "_pipeline_stage"))
+            or option.name in ("sequence_parallel", "fp8", "layer_spec", "fusions")
+        },
     )

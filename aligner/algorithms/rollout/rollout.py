@@ -1,11 +1,5 @@
-"""Collection of rollouts: prompts → responses → rewards, for every algorithm that samples.
+"""Collection of rollouts: prompts → responses → rewards, for every algorithm that samples."""
 
-Groups without a learning signal may be replaced (DAPO's dynamic sampling, Yu et al., 2025). If all
-responses to a prompt earn the same reward, their advantages are 0. Other groups replace them, so
-that every update learns from the same number of samples.
-"""
-
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -33,10 +27,9 @@ def prompts_batch(
 ) -> BatchedDataDict:
     """Return a batch for a sampling engine: one row per response, rows of a prompt adjacent.
 
-    Row i is sample ``first_sample_id + i``. In addition to tensors, the batch contains the lists
-    ``prompts``, ``ground_truths`` and ``columns`` (one dict per row).
+    Row i is sample ``first_sample_id + i``. The batch also contains the lists ``prompts``,
+    ``ground_truths`` and ``columns`` (one dict per row).
     """
-    # Columns of the data by row.
     columns = [
         {name: values[row] for name, values in prompts.columns.items()}
         for row in range(len(prompts))
@@ -54,14 +47,9 @@ def prompts_batch(
     return data
 
 
-class RolloutSource(ABC):
-    """Source of rollout batches: one response per prompt (`SingleTurn`), or conversations.
+class RolloutSource:
+    """Source of rollout batches: one response per row, or in a subclass conversations."""
 
-    All sources sample with `GenerationInterface.generate`. Later stages (rewards, advantages,
-    updates, validation, prefetching, run states) do not depend on the source.
-    """
-
-    @abstractmethod
     def collect(
         self,
         generation: GenerationInterface,
@@ -73,75 +61,30 @@ class RolloutSource(ABC):
     ) -> BatchedDataDict:
         """Return a rollout batch (`aligner.types`) on the host, up to ``generation_logprobs``.
 
-        ``data`` is a `prompts_batch`, whose lists the batch contains. ``per_prompt`` adjacent rows
+        ``data``: a `prompts_batch`, whose lists the batch contains. ``per_prompt`` adjacent rows
         belong to one prompt. ``sampling_options`` replaces the engine's lengths and sampling.
         """
-
-    @abstractmethod
-    def begin(
-        self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
-    ) -> PendingGeneration:
-        """Begin `collect` in the background, while the policy trains."""
-
-
-class SingleTurn(RolloutSource):
-    """Source of single responses, one per row."""
-
-    def collect(
-        self,
-        generation: GenerationInterface,
-        data: BatchedDataDict,
-        *,
-        seed: int,
-        per_prompt: int = 1,
-        sampling_options: SamplingOptions | None = None,
-    ) -> BatchedDataDict:
-        """See `RolloutSource.collect`."""
-        del per_prompt
-        options: dict[str, Any] = {}
-        if sampling_options is not None:
-            options["sampling_options"] = sampling_options
         generation.prepare_for_generation()
-        output = generation.generate(data, seed=seed, **options).to("cpu")
+        output = generation.generate(data, seed=seed, sampling_options=sampling_options).to("cpu")
         generation.finish_generation()
         return rollout_of(data, output)
 
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
     ) -> PendingGeneration:
-        """See `RolloutSource.begin`."""
-        del per_prompt
-        return _ResponsesAhead(generation.generate_in_background(data, seed=seed), data)
-
-
-class _ResponsesAhead:
-    """Single responses that an engine is sampling (`PendingGeneration`)."""
-
-    def __init__(self, pending: PendingGeneration, data: BatchedDataDict) -> None:
-        self._pending, self._data = pending, data
-
-    def result(self) -> BatchedDataDict:
-        """Wait for the responses, and return them as a rollout batch."""
-        return rollout_of(self._data, self._pending.result().to("cpu"))
-
-    def abandon(self) -> None:
-        """Stop sampling and discard the responses."""
-        self._pending.abandon()
+        """Begin `collect`. The result may be an engine's output, which `rollout_of` converts."""
+        return generation.generate_in_background(data, seed=seed)
 
 
 class ConversationsAhead:
     """Conversations that a thread collects while the policy trains (`PendingGeneration`).
 
-    All conversations use the weights from before the training. Only engines on Ray sample while the
-    policy trains, driven by a single process, so the thread calls no collective.
+    Until `result` or `abandon` returns, only the thread may use engine and environments. Engines on
+    Ray are driven by one process, so the thread calls no collective.
     """
 
     def __init__(self, collect: Callable[[Callable[[], bool]], BatchedDataDict]) -> None:
-        """Call ``collect(is_abandoned)``, which stops early once ``is_abandoned()`` is True.
-
-        Until `result` or `abandon` returns, only this thread may use the engine or the
-        environments.
-        """
+        """Call ``collect(is_abandoned)``, which stops early once ``is_abandoned()`` is True."""
         self._abandoned = Event()
         thread = ThreadPoolExecutor(1, thread_name_prefix="collect")
         self._future = thread.submit(collect, self._abandoned.is_set)
@@ -158,10 +101,7 @@ class ConversationsAhead:
 
 
 def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDict:
-    """Return a rollout batch (`aligner.types`) with all columns up to ``generation_logprobs``.
-
-    ``data`` is a `prompts_batch`, whose lists the batch contains, and ``output`` its responses.
-    """
+    """Return the rollout batch of a `prompts_batch` and its responses (`GenerationOutputSpec`)."""
     prompt_lengths, lengths = data["input_lengths"], output["unpadded_sequence_lengths"]
     kept_ids = {"kept_ids": output["kept_ids"]} if "kept_ids" in output else {}
     return BatchedDataDict(
@@ -185,17 +125,15 @@ def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDic
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, width: int) -> Tensor:
     """Return float32 [B, width], 1 for generated tokens: prompt_length <= t < length."""
     position = torch.arange(width)
-    inside = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
-    return inside.float()
+    return ((position >= prompt_lengths[:, None]) & (position < lengths[:, None])).float()
 
 
 def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     """Add ``rewards``, ``responses`` and ``is_right`` to a rollout batch, and return its metrics.
 
     ``is_right``: float32 [B], the reward's part ``accuracy``, or without this part whether the
-    reward is at least 1. Metric names have no prefix. Means of rewards and parts exclude
-    conversations that do not count (``sample_mask`` float32 [B]). ``accuracy_of_answered`` is the
-    mean over scored conversations (``is_scored`` float32 [B]).
+    reward is at least 1. Means of rewards and parts exclude conversations that do not count
+    (``sample_mask`` float32 [B]). ``accuracy_of_answered``: mean over scored conversations.
     """
     scored = reward.get_rewards(batch)
     batch["rewards"], batch["responses"] = scored.rewards, scored.responses
@@ -230,8 +168,7 @@ def shape_rewards(
         shaped = shaped.clamp(-shaping.clip, shaping.clip)
     if improper.mode == "penalize":
         shaped = torch.where(is_end, shaped, shaped - improper.penalty)
-    counts = is_end.float() if improper.mode == "mask" else torch.ones_like(rewards)
-    return shaped, counts
+    return shaped, is_end.float() if improper.mode == "mask" else torch.ones_like(rewards)
 
 
 def shape_turn_rewards(
@@ -241,8 +178,8 @@ def shape_turn_rewards(
 
     ``R <- clamp(scale * R, ±clip)`` for each turn, then the penalty for an improper end in the last
     turn. Reads ``turn_rewards`` float32 [B, S], ``token_mask`` [B, S], ``is_end`` bool [B] and
-    ``sample_mask`` float32 [B]. Without ``sample_mask``, conversations count that were scored
-    (``is_scored``) or did not end properly. Returns float32 [B, S] and a sample mask [B].
+    ``sample_mask`` float32 [B] (by default 1 if scored (``is_scored``) or not properly ended).
+    Returns float32 [B, S] and a sample mask [B].
     """
     shaped, ended = shaping.scale * batch["turn_rewards"], batch["is_end"].float()
     if shaping.clip is not None:
@@ -292,20 +229,24 @@ def fill_with_varied_groups(
 ) -> tuple[BatchedDataDict, int]:
     """Return a scored rollout batch of ``prompts`` groups and the number of samples drawn for it.
 
-    ``sample(n)`` returns the next scored rollout of n prompts, with ``sample_mask`` and
-    ``shaped_rewards`` and ``rollouts_per_prompt`` adjacent responses to each prompt. After the
-    first rollout only missing groups are sampled, so every group with signal is used, and all
-    groups come from the same weights (verl and NeMo-RL sample full rollouts and drop the surplus).
+    Dynamic sampling of DAPO (Yu et al., 2025): if all responses to a prompt earn the same reward,
+    their advantages are 0, so other groups replace them. After the first rollout only missing
+    groups are sampled: all groups come from the same weights, and none with signal is dropped.
 
-    Sampling ends after ``max_rollouts`` times ``prompts`` prompts, or once ``prompts_left()``, the
-    number of prompts that the run may still sample, is 0. Groups without signal then replace
-    missing groups, the earliest first. Their samples count, but their advantages are 0. Groups keep
-    the order of sampling. ``pad_id`` pads shorter rows. ``credit``: see `teaches`.
+    Args:
+        sample: returns the next scored rollout of n prompts, with ``sample_mask`` and
+            ``shaped_rewards`` and ``rollouts_per_prompt`` adjacent responses to each prompt.
+        prompts: number of groups.
+        rollouts_per_prompt: number of responses in a group.
+        max_rollouts: sampling ends after ``max_rollouts * prompts`` prompts. Groups without signal
+            then fill the batch, the earliest first.
+        prompts_left: returns how many prompts the run may still sample.
+        pad_id: id that pads shorter rows.
+        credit: see `teaches`.
     """
     with_signal: list[BatchedDataDict] = []
     without_signal: list[BatchedDataDict] = []
-    sampled = 0
-    missing = count = prompts
+    sampled, missing, count = 0, prompts, prompts
     allowed = max_rollouts * prompts
     while count:
         batch = sample(count)
@@ -331,9 +272,8 @@ def teaches(
     """Return bool [B], true if the rewards of the row's group differ before and after shaping.
 
     DAPO compares the verifier's rewards, without the length penalty. A limit of rewards
-    (``trainer.ppo.reward.clip``) may remove the difference. All rows of a group get the same value.
-    A sample that does not count (``sample_mask`` 0) is not compared. With ``credit="turn"``,
-    rewards of turns are compared if the batch contains conversations.
+    (``trainer.ppo.reward.clip``) may remove the difference. A sample that does not count
+    (``sample_mask`` 0) is not compared. ``credit="turn"`` compares rewards of turns, if any.
     """
     groups = torch.arange(batch.size) // rollouts_per_prompt
     counts = batch["sample_mask"]

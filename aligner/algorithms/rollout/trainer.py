@@ -4,13 +4,11 @@ Rollouts of the training prompts are sampled when a step needs them, or one step
 (asynchronous, one step off-policy)::
 
     step k     take rollout k, refit, begin rollout k+1 ─── score, train on rollout k
-    engines                           └─ sample rollout k+1 with the weights before that training ─┐
-    step k+1   take rollout k+1, refit, begin rollout k+2 ...                                  ◄─┘
+    engines                           └─ sample rollout k+1 with the weights before that training
 
-A validation or a run state between two steps drains the rollout in flight. As configured, the
-rollout is either finished with its old weights, or abandoned, and the next step samples its prompts
-again with the new weights. Neither result depends on the progress of the rollout, so an interrupted
-and an uninterrupted run see the same rollouts.
+A validation or a run state between two steps finishes the rollout in flight with its old weights,
+or abandons the rollout, and the next step samples its prompts again. Neither result depends on the
+progress of the rollout, so an interrupted and an uninterrupted run see the same rollouts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,27 +18,28 @@ from typing import Any, TypeVar
 
 from aligner.algorithms.rollout.inputs import (
     Prompts,
-    load_environments,
+    RewardSource,
     load_prompts,
-    of_dry_run,
+    load_reward,
+    open_environments,
     start_generation,
 )
-from aligner.algorithms.rollout.reward_source import RewardSource, load_reward
 from aligner.algorithms.rollout.rollout import (
     ConversationsAhead,
     RolloutSource,
-    SingleTurn,
     prompts_batch,
     rollout_of,
 )
 from aligner.algorithms.rollout.validation import validate_on_prompts
+from aligner.algorithms.run.directory import sampler_and_steps
+from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.loop import Learner, StepResult
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import role_memory, startup_summary
-from aligner.config import SamplingRunConfig
+from aligner.config import RunConfig, SamplingRunConfig
 from aligner.data.dataset import PromptSampler
-from aligner.data.prompts import PromptDataset, collate_prompts
+from aligner.data.prompts import PromptDataset, collate_prompts, columns_of_rows
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.models.policy.lm_policy import Policy
@@ -53,64 +52,55 @@ from aligner.rewards.interface import RewardInterface
 _DATA_COLUMNS = ("ground_truths", "columns")
 
 
+@dataclass(eq=False)
 class Rollouts:
-    """The training rollouts of a run, in the order of ``sampler``, which the caller shares.
+    """Training rollouts of a run, in the order of the caller's ``sampler``."""
 
-    ``config.generation`` decides about prefetching. The default ``source`` is `SingleTurn`.
-    """
-
-    def __init__(
-        self,
-        config: SamplingRunConfig,
-        generation: GenerationInterface,
-        prompts: PromptDataset,
-        sampler: PromptSampler,
-        pad_id: int,
-        source: RolloutSource | None = None,
-    ) -> None:
-        self.source = source or SingleTurn()
-        self._ahead = config.generation.async_rollouts
-        self._abandons = config.generation.in_flight == "abandon"
-        self._changes = config.exp_manager.resume_changed + config.exp_manager.accept_changed
-        self._seed = config.seed
-        self._per_prompt = config.model.rollout.num_rollouts_per_prompt
-        self._generation = generation
-        self._prompts, self._sampler, self.pad_id = prompts, sampler, pad_id
-        # Prompts of the next rollout if it has begun, and its future or its batch.
-        self._indices: list[int] | None = None
-        self._pending: PendingGeneration | None = None
-        self._batch: BatchedDataDict | None = None
+    config: SamplingRunConfig
+    generation: GenerationInterface
+    prompts: PromptDataset
+    sampler: PromptSampler
+    pad_id: int
+    source: RolloutSource = field(default_factory=RolloutSource)
+    # Prompts of the next rollout if it has begun, and its future or its batch.
+    _indices: list[int] | None = field(default=None, init=False)
+    _pending: PendingGeneration | None = field(default=None, init=False)
+    _batch: BatchedDataDict | None = field(default=None, init=False)
 
     def take(
         self, first_sample_id: int, *, more: bool, prompts: int | None = None
     ) -> BatchedDataDict:
-        """Return the next rollout batch (`RolloutSource.collect`) and begin the one after it.
+        """Return the next rollout batch (`RolloutSource.collect`) and begin the following rollout.
 
-        ``first_sample_id`` is the id of the first row. ``more`` means that another step follows.
-        ``prompts`` is the number of prompts of a rollout that has not begun, by default the
-        sampler's batch size.
+        ``first_sample_id``: id of the first row. ``more``: whether another step follows.
+        ``prompts``: number of prompts of a rollout that has not begun, by default the sampler's
+        batch size.
         """
         # Use the rollout that was begun, or sample one now.
         self._finish()
         indices, batch = self._indices, self._batch
         self._indices = self._batch = None
         if indices is None:
-            indices = self._sampler.next_batch(prompts)
+            indices = self.sampler.next_batch(prompts)
         data = self._data(indices, first_sample_id)
+        seed, per_prompt = self.config.seed, self.config.model.rollout.num_rollouts_per_prompt
         if batch is None:
-            batch = self.source.collect(
-                self._generation, data, seed=self._seed, per_prompt=self._per_prompt
-            )
-        elif "output_ids" in batch:  # an older run state contains the engine's output
+            batch = self.source.collect(self.generation, data, seed=seed, per_prompt=per_prompt)
+        elif "output_ids" in batch:  # the output of an engine
             batch = rollout_of(data, batch)
         # Begin the next one before this one is scored and trained on.
-        if self._ahead and more:
-            self._begin(first_sample_id + data.size)
+        if self.config.generation.async_rollouts and more:
+            engine = self.generation
+            assert isinstance(engine, BackgroundGeneration), "see `EngineConfig.draws_ahead`"
+            engine.prepare_for_generation()
+            self._indices = self.sampler.next_batch()
+            following = self._data(self._indices, first_sample_id + data.size)
+            self._pending = self.source.begin(engine, following, seed=seed, per_prompt=per_prompt)
         return BatchedDataDict({**batch, **{name: data[name] for name in _DATA_COLUMNS}})
 
     def drain(self) -> None:
         """Finish or abandon the rollout in flight, as configured."""
-        if self._pending is not None and self._abandons:
+        if self._pending is not None and self.config.generation.in_flight == "abandon":
             self._pending.abandon()
             self._pending = None
         self._finish()
@@ -124,48 +114,33 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Return the prompts that are drawn but not yet used by a step, and their responses."""
         self.drain()
-        output = None
-        if self._batch is not None:
-            output = {
-                name: column for name, column in self._batch.items() if name not in _DATA_COLUMNS
-            }
+        batch = self._batch
+        output = batch and {name: batch[name] for name in batch if name not in _DATA_COLUMNS}
         return {"indices": self._indices, "output": output}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Invert `state_dict`. If settings may have changed, responses are sampled again."""
         indices, output = state["indices"], state["output"]
-        if self._changes:
-            output, indices = None, indices if max(indices or [0]) < len(self._prompts) else None
+        if self.config.exp_manager.resume_changed or self.config.exp_manager.accept_changed:
+            output, indices = None, indices if max(indices or [0]) < len(self.prompts) else None
         self._indices = None if indices is None else list(indices)
         self._batch = None if output is None else BatchedDataDict(output)
         self._pending = None
 
-    def _begin(self, first_sample_id: int) -> None:
-        assert isinstance(self._generation, BackgroundGeneration), "see `EngineConfig.draws_ahead`"
-        self._indices = self._sampler.next_batch()
-        self._generation.prepare_for_generation()
-        data = self._data(self._indices, first_sample_id)
-        self._pending = self.source.begin(
-            self._generation, data, seed=self._seed, per_prompt=self._per_prompt
-        )
-
     def _finish(self) -> None:
         if self._pending is not None:
-            self._batch = self._pending.result()
+            self._batch = self._pending.result().to("cpu")
             self._pending = None
 
     def _data(self, indices: list[int], first_sample_id: int) -> BatchedDataDict:
-        prompts = collate_prompts([self._prompts[index] for index in indices], self.pad_id)
-        return prompts_batch(prompts, first_sample_id, self._per_prompt)
+        prompts = collate_prompts([self.prompts[index] for index in indices], self.pad_id)
+        per_prompt = self.config.model.rollout.num_rollouts_per_prompt
+        return prompts_batch(prompts, first_sample_id, per_prompt)
 
 
 @dataclass(kw_only=True, eq=False)
 class SamplingTrainer(Learner):
-    """Base of a trainer whose steps begin with a rollout.
-
-    ``generation`` samples the responses: the policy itself, or its engines. ``total_steps`` is the
-    last step that a rollout may begin for, or None if unknown.
-    """
+    """Base of a trainer whose steps begin with a rollout."""
 
     config: SamplingRunConfig
     policy: Policy
@@ -173,23 +148,17 @@ class SamplingTrainer(Learner):
     reward: RewardInterface
     prompts: Prompts
     sampler: PromptSampler
-    generation: GenerationInterface
+    generation: GenerationInterface  # the policy or its engines
     pad_id: int
-    total_steps: int | None = None
-    rollout_source: RolloutSource | None = None
+    total_steps: int | None = None  # the last step that a rollout may begin for, if known
+    rollout_source: RolloutSource = field(default_factory=RolloutSource)
     consumed_samples: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         critic = {} if self.value is None else {"value": self.value}
         self.roles = {"policy": self.policy, **critic}
-        self.rollouts = Rollouts(
-            self.config,
-            self.generation,
-            self.prompts.train,
-            self.sampler,
-            self.pad_id,
-            self.rollout_source,
-        )
+        train, pad_id, source = self.prompts.train, self.pad_id, self.rollout_source
+        self.rollouts = Rollouts(self.config, self.generation, train, self.sampler, pad_id, source)
 
     def has_next(self, step: int) -> bool:
         """Return whether another step follows ``step``."""
@@ -197,15 +166,13 @@ class SamplingTrainer(Learner):
 
     def validate(self, step: int, timers: PhaseTimers) -> StepResult:
         """Sample and score responses to the validation prompts, as ``validation`` configures."""
-        held_out = self.prompts.held_out
+        held_out, source = self.prompts.held_out, self.rollouts.source
         if not held_out:
             return StepResult({})
         with timers("validate"):
-            # A rollout in flight was begun with older weights.
-            self.rollouts.drain()
-            source, generation = self.rollouts.source, self.generation
+            self.rollouts.drain()  # a rollout in flight was begun with older weights
             return validate_on_prompts(
-                self.config, source, generation, self.reward, held_out, step, self.pad_id
+                self.config, source, self.generation, self.reward, held_out, step, self.pad_id
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,11 +201,24 @@ class SamplingInputs:
     @classmethod
     def load(cls, run: Run[SamplingRunConfig]) -> "SamplingInputs":
         """Read the prompts, load the reward and start the environments, all until the run ends."""
+        config, tokenizer, architecture = run.config, run.tokenizer, run.architecture
         prompts = load_prompts(run)
-        columns = prompts.train.column_names
-        reward = load_reward(run.config, run.engine, run.tokenizer, columns, run.closing)
-        environments = load_environments(run, prompts)
-        return cls(run.config, of_dry_run(run, prompts), reward, environments)
+        names = prompts.train.column_names
+        reward = load_reward(config, run.engine, tokenizer, names, run.closing)
+        # Environments receive the columns of all sets.
+        sets = {"data.train": prompts.train, "data.validation": prompts.validation}
+        sets |= {f"validation.sets.{name}": prompts for name, prompts in prompts.sets.items()}
+        columns = columns_of_rows(sets)
+        environments = open_environments(config, tokenizer, architecture, columns, run.closing)
+        if config.dry_run:
+            prompts = Prompts(longest_set(config, prompts.train, tokenizer, architecture))
+        return cls(config, prompts, reward, environments)
+
+    def sampler_and_steps(self) -> tuple[PromptSampler, int]:
+        """Return the sampler of each step's prompts, and the number of steps."""
+        rollout = self.config.model.rollout
+        count = rollout.num_rollout_samples // rollout.num_rollouts_per_prompt
+        return sampler_and_steps(self.config, self.prompts.train, count)
 
     def start(
         self,
@@ -251,11 +231,7 @@ class SamplingInputs:
         value: Value | None = None,
         **options: Any,
     ) -> Trainer:
-        """Start the sampling engines and the reward, and return a trainer of the class ``kind``.
-
-        A reward model may share the body of the critic ``value``. ``options`` are additional
-        arguments of ``kind``.
-        """
+        """Start sampling engines and the reward, and return a trainer of the class ``kind``."""
         engines = start_generation(self.config, workers, policy, self.prompts.max_length)
         trainer = kind(
             config=self.config,
@@ -267,7 +243,7 @@ class SamplingInputs:
             generation=engines or policy,
             pad_id=workers.tokenizer.pad_id,
             total_steps=steps,
-            rollout_source=self.environments,
+            rollout_source=self.environments or RolloutSource(),
             **options,
         )
         workers.closing.callback(trainer.rollouts.close)
@@ -279,54 +255,40 @@ class SamplingInputs:
         trainer: SamplingTrainer,
         steps: int,
         *,
-        critic: TrainedRole | None = None,
         passes: int = 1,
         with_reference: bool = False,
         restores: Sequence[str],
         notes: Sequence[str],
     ) -> StartupSummary:
-        """Return the start-up report of a run of ``steps`` steps.
-
-        Policy and ``critic`` train ``passes`` times on every rollout. ``with_reference`` means that
-        the initial policy is kept. ``restores``: names of the parts of a run state besides the
-        roles. ``notes`` are additional lines.
-        """
-        config, architecture, rollout = self.config, workers.architecture, self.config.model.rollout
-        data_size = config.model.parallel.data_size(workers.clusters.policy.world_size())
-        model = config.model
-        # Batches and updates of a step.
-        policy = TrainedRole("policy", model.global_batch_size, model.micro_batch_size)
-        batches = batch_arithmetic(
-            rollout,
-            [policy] if critic is None else [critic, policy],
+        """Return the start-up report. ``restores``: parts of a run state besides the roles."""
+        config, model, architecture = self.config, self.config.model, workers.architecture
+        data_size = model.parallel.data_size(workers.clusters.policy.world_size())
+        # Batches and memory of the trained roles.
+        roles = [TrainedRole("policy", model.global_batch_size, model.micro_batch_size)]
+        memory = [role_memory(config, architecture, data_size, "policy")]
+        if isinstance(config, RunConfig) and config.critic is not None:
+            critic, layout = config.critic, config.value_parallel
+            parts = layout.model_parallel_size
+            size = layout.data_size(workers.clusters.value.world_size())
+            batches = (critic.global_batch_size, critic.micro_batch_size)
+            roles.insert(0, TrainedRole("critic", *batches, size, parts))
+            memory += [role_memory(config, architecture, size, "critic", model_parallel_size=parts)]
+        if with_reference and model.peft.lora is None:  # with LoRA: the policy without adapters
+            memory += [role_memory(config, architecture, data_size, "reference", trainable=False)]
+        sentences = batch_arithmetic(
+            model.rollout,
+            roles,
             steps=steps,
             train_prompts=len(self.prompts.train),
             data_parallel_size=data_size,
             passes=passes,
         )
-        # Memory of all roles per process.
-        memory = [role_memory(config, architecture, data_size, "policy")]
-        if critic is not None:
-            size = critic.data_parallel_size or data_size
-            layout = critic.model_parallel_size
-            memory.append(
-                role_memory(config, architecture, size, "critic", model_parallel_size=layout)
-            )
-        if with_reference and model.peft.lora is None:  # with LoRA: the policy without adapters
-            memory.append(
-                role_memory(config, architecture, data_size, "reference", trainable=False)
-            )
-        generation_note = trainer.generation.in_words()
+        engine = filter(None, [trainer.generation.in_words()])
         return startup_summary(
             workers,
-            batches,
+            sentences,
             [*memory, *self.reward.memory()],
-            self.prompts.train.max_length + rollout.length_params.max_length,
-            restores=["policy", *([] if critic is None else ["critic"]), *restores],
-            notes=[
-                *notes,
-                *self.prompts.notes(),
-                *self.reward.notes(),
-                *filter(None, [generation_note]),
-            ],
+            self.prompts.train.max_length + model.rollout.length_params.max_length,
+            restores=[*(role.name for role in reversed(roles)), *restores],
+            notes=[*notes, *self.prompts.notes(), *self.reward.notes(), *engine],
         )

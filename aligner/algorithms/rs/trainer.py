@@ -12,7 +12,6 @@ from torch import Tensor
 
 from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
 from aligner.algorithms.rollout.trainer import SamplingInputs, SamplingTrainer
-from aligner.algorithms.run.directory import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
 from aligner.config import RSRunConfig
@@ -29,26 +28,20 @@ def train_rs(config: RSRunConfig) -> None:
         config, rs = run.config, run.config.model.rs
         inputs = SamplingInputs.load(run)
         for attempt in run.attempts():
-            with attempt:
-                sampler = inputs.prompts.sampler(config)
-                steps = total_steps(config, sampler)
+            with attempt as workers:
+                sampler, steps = inputs.sampler_and_steps()
                 # The optimizer's schedule counts updates on selected samples.
                 selected = sampler.batch_size * rs.top_n_rollouts
                 updates = steps * (selected // config.model.global_batch_size)
-                policy = attempt.start_policy(updates)
-                trainer = inputs.start(RSTrainer, attempt, policy, sampler, steps)
+                policy = workers.start_policy(updates)
+                trainer = inputs.start(RSTrainer, workers, policy, sampler, steps)
                 note = (
                     f"A step trains on the best {rs.top_n_rollouts} of every "
                     f"{rs.num_rollouts_per_prompt} samples: {selected}"
                 )
-                summary = inputs.summary(
-                    attempt,
-                    trainer,
-                    steps,
-                    restores=["optimizer", "schedule", "data position"],
-                    notes=[note],
-                )
-                with attempt.loop(trainer, steps, summary) as run_loop:
+                restores = ["optimizer", "schedule", "data position"]
+                summary = inputs.summary(workers, trainer, steps, restores=restores, notes=[note])
+                with workers.loop(trainer, steps, summary) as run_loop:
                     run_loop.run()
 
 
@@ -83,7 +76,6 @@ class RSTrainer(SamplingTrainer):
             self.generation.weights_changed()
         self.consumed_samples += batch.size
         self.updates += count_updates([result])
-        # Metrics and samples of the step.
         metrics |= {
             **prefixed("train_optim", update_metrics([result])),
             "train_optim/optimizer_steps": self.updates,

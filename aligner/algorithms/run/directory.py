@@ -1,16 +1,13 @@
 """The directory of a run: whether a command continues, rejects or sets aside an earlier run.
 
-A command continues only the run that it started. ``run.json`` and every run state identify the run
-of a directory (`RunIdentity`). Nothing is deleted here: if a run starts anew in a directory, files
-of the earlier run move to ``earlier_001/``, ``earlier_002/`` and so on.
-
-`total_steps` counts the steps of a run in samples, independently of batch sizes.
+``run.json`` and every run state identify the run of a directory (`RunIdentity`). Nothing is deleted
+here: files of an earlier run move to ``earlier_001/``, ``earlier_002/`` and so on.
 """
 
 import copy
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,10 +16,10 @@ from typing import Any
 
 from aligner.algorithms.run.identity import RunIdentity, flat
 from aligner.checkpoint.durable import atomic_file, storing, sync_path
-from aligner.checkpoint.run_state.store import RunStateStore
-from aligner.config import BaseRunConfig
+from aligner.checkpoint.run_state.store import RunStateStore, SavedState
+from aligner.config import BaseRunConfig, SamplingRunConfig, SupervisedRunConfig
 from aligner.config.parse import defaults_of
-from aligner.data.dataset import PromptSampler
+from aligner.data.dataset import Dataset, PromptSampler
 from aligner.errors import CheckpointError, ConfigError, DamagedStateError
 from aligner.observe.jsonl import read_lines
 from aligner.observe.run_lock import LOCK_FILE
@@ -50,20 +47,11 @@ class RunDirectory:
     store: RunStateStore
 
     def prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
-        """Check that the directory is empty or contains this run, and return notes.
-
-        The caller must hold the directory's `RunLock` until the run has ended.
-
-        Raises:
-            ConfigError: another run is there, or any run with ``resume_if_exists=false``.
-            CheckpointError: the run there cannot be continued.
-            StorageError: the directory cannot be written.
-        """
-        exp = config.exp_manager
-        notes, start_time = [], None
+        """Check that the locked directory is empty or contains this run, and return notes."""
+        exp, aside, start_time = config.exp_manager, None, None
         # Set an earlier run aside if the user wants that.
         if exp.start_anew:
-            notes += self._set_aside("exp_manager.start_anew=true")
+            aside, reason = set_aside(self.folder), "exp_manager.start_anew=true"
         self.store.recover()
         states, damaged = self.store.survey()
         record = self._record()
@@ -78,16 +66,24 @@ class RunDirectory:
                 f"exp_manager.resume_if_exists=false, but {self.folder} holds a run (newest: "
                 f"{newest}). Set it to true to continue, or {self._remedy()}"
             )
-        # Without a state, an earlier run may only have been killed before its first save.
-        if not states:
-            self._check_not_lost(damaged, record, last)
-            if last is not None and (last > 0 or record.get("identity") != identity.as_dict()):
-                notes += self._set_aside("no run state had been saved")
-        else:
+        if states:
             start_time = self._check_same(identity, config)
+        elif damaged:
+            raise CheckpointError(
+                f"no run state in {self.store.root} can be read: {', '.join(damaged)}. Restore "
+                f"a copy of one, or {self._remedy()}"
+            )
+        elif last is not None and last > 0 and record.get("saved", True):
+            raise CheckpointError(
+                f"{self.folder} holds the metrics of a run up to step {last} and no run state to "
+                f"continue from. Restore {self.store.root.name}/, or {self._remedy()}"
+            )
+        elif last is not None and (last > 0 or record.get("identity") != identity.as_dict()):
+            # An earlier run was killed before its first save.
+            aside, reason = set_aside(self.folder), "no run state had been saved"
         start_time = start_time or self.start_time or datetime.now().isoformat()
         self._write({"identity": identity.as_dict(), "saved": bool(states), "began": start_time})
-        return notes
+        return [] if aside is None else [f"{reason}: the files of an earlier run are in {aside}"]
 
     @property
     def start_time(self) -> str | None:
@@ -110,20 +106,12 @@ class RunDirectory:
                 self.folder.rmdir()
 
     def _check_same(self, identity: RunIdentity, config: BaseRunConfig) -> str | None:
-        """Raise if the newest readable run state belongs to another run.
-
-        Damaged states are skipped, as the loop does. Returns the run's start time if known.
-        """
-        for saved in reversed(self.store.states()):
-            try:
-                state = self.store.load(saved.path).state
-                saved_identity = RunIdentity.saved(state)
-            except DamagedStateError:
-                continue
-            exp = config.exp_manager
-            reasons = identity.refusals(
-                saved_identity, exp.accept_changed, exp.resume_changed, defaults_of(config)
-            )
+        """Raise if the newest readable state is another run's. Return the run's start time."""
+        exp = config.exp_manager
+        for saved, state in _readable_states(self.store):
+            accepted, changed = exp.accept_changed, exp.resume_changed
+            saved_identity, defaults = RunIdentity.saved(state), defaults_of(config)
+            reasons = identity.refusals(saved_identity, accepted, changed, defaults)
             if reasons:
                 raise ConfigError(
                     f"{self.folder} holds another run ({saved.path.name}): {', '.join(reasons)}. "
@@ -132,30 +120,11 @@ class RunDirectory:
             return state.get("began")
         return None
 
-    def _check_not_lost(
-        self, damaged: Sequence[str], record: Mapping[str, Any], last: int | None
-    ) -> None:
-        if damaged:
-            raise CheckpointError(
-                f"no run state in {self.store.root} can be read: {', '.join(damaged)}. Restore "
-                f"a copy of one, or {self._remedy()}"
-            )
-        # A run that was killed before its first save has no state to continue from.
-        if last is not None and last > 0 and record.get("saved", True):
-            raise CheckpointError(
-                f"{self.folder} holds the metrics of a run up to step {last} and no run state to "
-                f"continue from. Restore {self.store.root.name}/, or {self._remedy()}"
-            )
-
     def _remedy(self) -> str:
         return (
             "set exp_manager.explicit_log_dir to another directory, or begin anew there with "
             f"exp_manager.start_anew=true (files there move into {_next_earlier(self.folder)})"
         )
-
-    def _set_aside(self, reason: str) -> list[str]:
-        target = set_aside(self.folder)
-        return [] if target is None else [f"{reason}: the files of an earlier run are in {target}"]
 
     def _record(self) -> dict[str, Any]:
         try:
@@ -170,10 +139,7 @@ class RunDirectory:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move the files of a run in ``folder`` to a new directory there, if there are any.
-
-    If the process is killed in between, the next start moves the remaining files.
-    """
+    """Move the files of a run in ``folder`` to a new directory there, if any, and return it."""
     paths = [folder / name for name in _RUN_FILES if (folder / name).exists()]
     paths = [path for path in paths if path.is_dir() or path.stat().st_size > 0]
     if not paths:
@@ -200,10 +166,7 @@ def log_dir(config: BaseRunConfig) -> Path:
 
 
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return ``key: old -> new`` for every leaf that differs.
-
-    An empty value of a key that an earlier version lacked does not differ.
-    """
+    """Return ``key: old -> new`` for every leaf that differs, except new keys with empty values."""
     old, new = flat(saved), flat(current)
     new = {key: value for key, value in new.items() if key in old or value != []}
     return [
@@ -213,12 +176,23 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
     ]
 
 
-def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
-    """Return the number of steps: ``max_epochs`` epochs of data, at most ``max_steps``.
+def sampler_and_steps(
+    config: SamplingRunConfig | SupervisedRunConfig, train: Dataset[Any], batch_size: int
+) -> tuple[PromptSampler, int]:
+    """Return the sampler of each step's ``batch_size`` items, and the number of steps."""
+    sampler = PromptSampler(
+        len(train),
+        batch_size,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        may_change=config.exp_manager.data_may_change,
+        shares=train.shares,
+    )
+    return sampler, total_steps(config, sampler)
 
-    A run that continues with another batch size takes, after the steps of its newest run state, as
-    many steps as its remaining data fills.
-    """
+
+def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
+    """Return the steps of ``max_epochs`` epochs, at most ``max_steps``, with any batch size."""
     loop = config.loop
     steps, state = sampler.batches_left(loop.max_epochs), on_rank_zero(lambda: _newest(config))
     if state is not None:
@@ -231,14 +205,9 @@ def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
 
 
 def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
-    """Return length and position of the newest readable run state, or None without a state.
-
-    ``steps`` counts finished steps and a step whose rollout has begun.
-    """
-    store = RunStateStore(log_dir(config) / "run_state")
-    for saved in reversed(store.states()):
-        try:
-            state = store.load(saved.path).state
+    """Return length and position of the newest readable run state, with a begun step, or None."""
+    for saved, state in _readable_states(RunStateStore(log_dir(config) / "run_state")):
+        with suppress(KeyError):  # the restore reports the error
             learner, loop = state["learner"], flat(state["config"])
             has_rollout = learner.get("rollouts", {}).get("indices") is not None
             limits = [loop[f"{config.section}.{name}"] for name in ("max_epochs", "max_steps")]
@@ -250,6 +219,11 @@ def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
                 "total_steps": state.get("total_steps"),
                 "limits": limits,
             }
-        except (DamagedStateError, KeyError):  # the restore reports the error
-            continue
     return None
+
+
+def _readable_states(store: RunStateStore) -> Iterator[tuple[SavedState, Mapping[str, Any]]]:
+    """Yield the run states with their content, newest first, without damaged states."""
+    for saved in reversed(store.states()):
+        with suppress(DamagedStateError):
+            yield saved, store.load(saved.path).state

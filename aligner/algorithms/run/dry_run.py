@@ -1,11 +1,8 @@
 """Dry run: two steps of the real run on the longest batch, to measure memory and time.
 
-    configuration ─► same set-up ─► longest batch of random tokens ─► step 1, step 2 ─► peaks
-
 Everything except the tokens of that batch (labels, ratings, columns) belongs to the run's data. The
 first step creates state that later steps reuse: the optimizer's moments, CUDA graphs, workspaces.
-Peaks are the larger ones of both steps. Seconds are those of the second. The run's directory is
-neither read nor written.
+Peaks are of both steps, seconds of the second. The run's directory is neither read nor written.
 """
 
 import contextlib
@@ -22,9 +19,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from aligner.algorithms.run.calls import Calls
+from aligner.algorithms.run.engine import Clusters
 from aligner.algorithms.run.loop import Learner
 from aligner.architecture import GPTArchitecture
+from aligner.catalog import ENGINES
 from aligner.config import BaseRunConfig, RunConfig, SamplingRunConfig, SupervisedRunConfig
 from aligner.config.commands.changes import overrides_of, single_changes
 from aligner.config.commands.lengths import longest_lengths, samples_responses
@@ -47,28 +45,20 @@ Config = TypeVar("Config", bound=BaseRunConfig)
 Kind = TypeVar("Kind", bound=Dataset[Any])
 STEPS = 2
 _GIB = 1 << 30
-_OF_A_CARD = (
-    "GiB of the card: memory of tensors, torch's memory for tensors, and memory of contexts, NCCL "
-    "and other programs"
-)
-_OF_A_PROCESS = (
-    "GiB resident in the fullest process, including libraries and memory that earlier phases have "
-    "freed. The share is that of all processes of the machine"
-)
-
-
-# Before the run --------------------------------------------------------------------------------
+# Names of roles by prefixes of their workers, and of phases by methods of workers.
+_ROLES = {"lm_policy": "policy", "lm_value": "critic", **dict.fromkeys(ENGINES, "policy")}
+_PHASES = {
+    "get_reference_policy_logprobs": "reference_logprobs",
+    "get_topk_logits": "teacher",
+    "prepare_for_training": "train",
+    "prepare_for_generation": "generate",
+    "start_generation": "generate",
+}
 
 
 @contextlib.contextmanager
 def temporary_config(config: Config) -> Iterator[Config]:
-    """Yield the `dry_config` of ``config``, whose files are deleted at the end of the block.
-
-    On Ray the logs of workers are kept if a worker failed.
-
-    Raises:
-        DeviceMemoryError: the run needed more memory than available. It names phase and remedies.
-    """
+    """Yield the `dry_config` of ``config``, whose files are deleted at the end of the block."""
     folder = Path(tempfile.mkdtemp(prefix="aligner-dry-run-"))
     keeps_logs = False
     try:
@@ -83,10 +73,7 @@ def temporary_config(config: Config) -> Iterator[Config]:
 
 
 def dry_config(config: Config, folder: Path) -> Config:
-    """Return ``config`` with `STEPS` steps that train every role, and without loggers.
-
-    Responses do not end before ``max_length``. Temporary files go to ``folder``.
-    """
+    """Return ``config`` with `STEPS` steps, which train every role on the longest responses."""
     # Steps and their length.
     loop_name = config.section.partition(".")[2]
     loop = replace(getattr(config.trainer, loop_name), max_epochs=STEPS, max_steps=STEPS)
@@ -100,15 +87,11 @@ def dry_config(config: Config, folder: Path) -> Config:
         section = getattr(model, name)
         lengths = replace(section.length_params, min_length=section.length_params.max_length)
         model = replace(model, **{name: replace(section, length_params=lengths)})
+    loggers: dict[str, Any] = {"create_tensorboard_logger": False, "create_wandb_logger": False}
     return replace(
         config,
         model=model,
-        exp_manager=replace(
-            config.exp_manager,
-            explicit_log_dir=str(folder),
-            create_tensorboard_logger=False,
-            create_wandb_logger=False,
-        ),
+        exp_manager=replace(config.exp_manager, explicit_log_dir=str(folder), **loggers),
         cluster=replace(config.cluster, max_restarts=0),
         trainer=replace(config.trainer, **{loop_name: loop}),
     )
@@ -119,10 +102,8 @@ def explain_out_of_memory(config: BaseRunConfig, phase: Callable[[], str]) -> It
     """Turn a failed allocation in the block into an error that names the phase and remedies."""
     try:
         yield
-    except DeviceMemoryError:
-        raise
     except Exception as error:
-        if not accelerator.is_out_of_memory(error):
+        if isinstance(error, DeviceMemoryError) or not accelerator.is_out_of_memory(error):
             raise
         changes = [" ".join(overrides_of(change)) for change in single_changes(config, saving=True)]
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -134,16 +115,10 @@ def explain_out_of_memory(config: BaseRunConfig, phase: Callable[[], str]) -> It
         ) from error
 
 
-# The longest batch -------------------------------------------------------------------------------
-
-
 def longest_set(
     config: BaseRunConfig, data: Kind, tokenizer: Tokenizer, *readers: GPTArchitecture
 ) -> Kind:
-    """Make the items of one step, each as long as the run permits, with random tokens.
-
-    ``data``: the training data of the run. ``readers``: the models that read the items.
-    """
+    """Make the items of one step, each as long as the run and its models (``readers``) permit."""
     positions = min(reader.max_position_embeddings for reader in readers)
     vocab_size = min(tokenizer.vocab_size, *(reader.vocab_size for reader in readers))
     prompt, length = longest_lengths(config, positions, read=data.max_length)
@@ -158,7 +133,10 @@ def longest_set(
     else:
         assert isinstance(config, SupervisedRunConfig), type(config)
         count = config.model.global_batch_size // config.rows_per_example
-    items = [_lengthened(data[index % len(data)], random_ids) for index in range(count)]
+    order = range(len(data))
+    if data.shares is not None:
+        order = data.shares.order(config.seed, 0, shuffle=False).tolist()
+    items = [_lengthened(data[order[index % len(order)]], random_ids) for index in range(count)]
     return type(data)(items, dropped_too_long=data.dropped_too_long, taken=data.taken)
 
 
@@ -180,13 +158,7 @@ def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:
 
 
 class MadeUpRewards:
-    """Alternating rewards 0 and 1 for any response.
-
-    Args:
-        model: reward model of the run, if any. It scores random sequences as long as the sequences
-            of the rollout, and its scores are ignored.
-        seed: seed of the random tokens.
-    """
+    """Alternating rewards 0 and 1. A reward ``model`` scores random sequences, without effect."""
 
     def __init__(self, model: ModelReward | None, seed: int) -> None:
         self.model, self._seed = model, seed
@@ -196,13 +168,10 @@ class MadeUpRewards:
         if self.model is not None:
             encoder, role = self.model.encoder, self.model.model
             generator = torch.Generator().manual_seed(self._seed)
+            size, lengths = encoder.tokenizer.vocab_size, data["input_lengths"]
             sequences = [
-                torch.randint(
-                    encoder.tokenizer.vocab_size,
-                    (min(length, encoder.max_length),),
-                    generator=generator,
-                ).tolist()
-                for length in data["input_lengths"].tolist()
+                torch.randint(size, (length,), generator=generator).tolist()
+                for length in lengths.clamp(max=encoder.max_length).tolist()
             ]
             role.prepare_for_inference()
             role.get_rewards(encoder.collate(sequences), self.model.micro_batch_size)
@@ -211,7 +180,52 @@ class MadeUpRewards:
         return ScoredResponses([""] * data.size, rewards, {})
 
 
-# The run ---------------------------------------------------------------------------------------
+def role_named(prefix: str) -> str:
+    """Return the name of the role whose workers have the prefix ``prefix``."""
+    return _ROLES.get(prefix, prefix.replace("_", " "))
+
+
+def phase_named(method: str) -> str:
+    """Return the name of the phase in which a worker's method is called."""
+    return _PHASES.get(method, method.removeprefix("get_"))
+
+
+class Calls:
+    """Role and phase of the last worker call in each timed phase of a step, in order."""
+
+    def __init__(self) -> None:
+        self.phase = ""  # the phase that is being timed
+        self.names: dict[str, tuple[str, str]] = {}
+
+    def watch(self, clusters: Clusters) -> Clusters:
+        """Return ``clusters`` with worker groups that report their calls."""
+        return Clusters(*(_Watched(cluster, self) for cluster in vars(clusters).values()))
+
+
+class _Watched:
+    """A cluster or a worker group that reports each call of workers before making it."""
+
+    def __init__(self, target: Any, calls: Calls, role: str = "") -> None:
+        self._target, self._calls, self._role = target, calls, role
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> Any:
+        """See `Cluster`."""
+        group = self._target.start_workers(worker_class, name_prefix, **kwargs)
+        return _Watched(group, self._calls, role_named(name_prefix))
+
+    def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> Any:
+        """See `WorkerGroup`."""
+        if method_name in _PHASES:
+            self._calls.names[self._calls.phase] = self._role, phase_named(method_name)
+        return self._target.run_all_workers_single_data(method_name, **kwargs)
+
+    def run_all_workers_sharded_data(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """See `WorkerGroup`."""
+        self._calls.names[self._calls.phase] = self._role, phase_named(method_name)
+        return self._target.run_all_workers_sharded_data(method_name, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -238,32 +252,21 @@ class DevicePeak:
 
 
 def fullest(uses: Sequence[tuple[int, MemoryUse]]) -> DevicePeak:
-    """Find the device with the largest used share of memory.
-
-    ``uses``: rank and memory use of each process. Roles that share a process report it repeatedly.
-    """
+    """Find the device with the largest used share. ``uses``: rank and memory of each process."""
     devices: dict[str, dict[str, tuple[int, MemoryUse]]] = {}
     for rank, use in uses:
         devices.setdefault(use.device, {})[use.process] = (rank, use)
     peaks = []
     for processes in devices.values():
         rank, most = max(processes.values(), key=lambda process: process[1].reserved)
-        shares = [use for _, use in processes.values()]
-        uncounted = 0
+        shares, uncounted = [use for _, use in processes.values()], 0
         if most.has_gpu:
             free = min(use.free for use in shares)
             uncounted = max(0, most.total - free - sum(use.current for use in shares))
-        peaks.append(
-            DevicePeak(
-                most.has_gpu,
-                sum(use.allocated for use in shares),
-                sum(use.reserved for use in shares),
-                uncounted,
-                most.total,
-                rank,
-                most.reserved,
-            )
-        )
+        allocated = sum(use.allocated for use in shares)
+        reserved = sum(use.reserved for use in shares)
+        sizes = (allocated, reserved, uncounted, most.total)
+        peaks.append(DevicePeak(most.has_gpu, *sizes, rank, most.reserved))
     return max(peaks, key=lambda peak: peak.share)
 
 
@@ -299,11 +302,7 @@ class MeasuredPhases(PhaseTimers):
 
 @dataclass(frozen=True)
 class DryLoop:
-    """Loop of a dry run, which makes `STEPS` steps of the trainer in place of `RunLoop`.
-
-    ``roles``: the models of the run. Of models that share a process, one is sufficient. ``calls``:
-    recorded calls of the models' workers.
-    """
+    """Loop of a dry run, which makes `STEPS` steps of the trainer in place of `RunLoop`."""
 
     config: BaseRunConfig
     learner: Learner
@@ -312,11 +311,7 @@ class DryLoop:
     console: Console
 
     def run(self) -> None:
-        """Make the steps and print memory and time of each phase.
-
-        Raises:
-            DeviceMemoryError: a phase needed more memory than available.
-        """
+        """Make the steps and print memory and time of each phase."""
         phases, names = MeasuredPhases(self.roles, self.calls), self.calls.names
         names.clear()  # of the set-up
         seconds: Mapping[str, float] = {}
@@ -333,9 +328,6 @@ class DryLoop:
         self.console.print(report(names, phases.peaks, seconds, idle, accelerator.description()))
 
 
-# The report --------------------------------------------------------------------------------------
-
-
 def report(
     names: Mapping[str, tuple[str, str]],
     peaks: Mapping[str, DevicePeak],
@@ -343,11 +335,7 @@ def report(
     idle: Sequence[str],
     device: str,
 ) -> Group:
-    """Build a table with a row for every phase, and a summary of the table.
-
-    ``names``: role and phase by the name of the timer, which is the key of ``peaks``. ``idle``:
-    roles without an update.
-    """
+    """Build a table of the phases, by the names of their timers, and a summary."""
     shown = {phase: peaks[phase] for phase in names if phase in peaks}
     has_gpu = any(peak.has_gpu for peak in shown.values())
     # A row for every phase.
@@ -367,8 +355,15 @@ def report(
     # The summary.
     phase = max(shown, key=lambda name: shown[name].used)
     peak, (role, name) = shown[phase], names[phase]
+    unit = (
+        "GiB of the card: memory of tensors, torch's memory for tensors, and memory of contexts, "
+        "NCCL and other programs"
+        if has_gpu
+        else "GiB resident in the fullest process, including libraries and memory that earlier "
+        "phases have freed. The share is that of all processes of the machine"
+    )
     lines = [
-        f"peaks on the fullest device in {_OF_A_CARD if has_gpu else _OF_A_PROCESS}",
+        f"peaks on the fullest device in {unit}",
         f"fullest in {role}, {name}: {peak.used / _GIB:.2f} of {peak.total / _GIB:.2f} GiB of "
         f"{device if has_gpu else 'the machine'}",
         f"a step on this batch takes {seconds.get('timers/total', 0.0):.2f} s. Nothing was saved",

@@ -1,10 +1,6 @@
-"""Placement of a run's workers, in the run's own processes or on Ray, and their roles.
-
-Trainers do not depend on the placement.
-"""
+"""Placement of a run's workers and roles, in the run's own processes or on Ray."""
 
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +42,7 @@ class Clusters:
         return cls(cluster, cluster, cluster, cluster)
 
     def describe(self, config: BaseRunConfig) -> str:
-        """Describe the layout, including the critic's layout if it differs."""
+        """Describe the layout, and the critic's layout if it differs."""
         policy = describe_layout(config.model.parallel, self.policy.world_size())
         if not config.value_world_size:
             return policy
@@ -89,17 +85,25 @@ class RayEngine:
             )
         self.max_restarts = config.cluster.max_restarts
         self.worlds = (config.trainer.world_size, config.value_world_size)
-        self._config, self._closing = config, closing
-        self._log_dir = log_dir / "workers"
+        self._config, self._closing, self._log_dir = config, closing, log_dir / "workers"
         closing.enter_context(accelerator.gpus_left_to_others())
         self._is_connected = False
 
     def clusters(self, closing: ExitStack) -> Clusters:
         """Reserve bundles that the roles share, or separate bundles for each role."""
+        from aligner.distributed.ray.session import ray_session
         from aligner.distributed.virtual_cluster import RayVirtualCluster
 
-        self._connect()
         config, trainer = self._config, self._config.trainer
+        if not self._is_connected:  # until the run ends, for all attempts
+            workers = trainer.world_size + config.generation_world_size + config.reward_world_size
+            workers += 0 if config.cluster.colocated else config.value_world_size
+            cpus = workers * config.cluster.cpus_per_worker
+            session = ray_session(config.cluster.address, cpus, config.cluster.object_store_mb)
+            self._closing.enter_context(session)
+            self._is_connected = True
+        template_time = os.environ.get(TEMPLATE_TIME)
+        env_vars = {} if template_time is None else {TEMPLATE_TIME: template_time}
 
         def cluster(
             name: str, counts: list[int], groups: int, parallel: ParallelConfig | None = None
@@ -113,44 +117,24 @@ class RayEngine:
                 seed=config.seed,
                 timeout_s=config.cluster.timeout_s,
                 log_dir=self._log_dir,
-                env_vars={
-                    **{name: os.environ[name] for name in (TEMPLATE_TIME,) if name in os.environ},
-                    **config.cluster.env_vars,
-                },
+                env_vars={**env_vars, **config.cluster.env_vars},
             )
             closing.callback(reserved.shutdown)
             return reserved
 
         # Roles share the policy's bundles unless they have separate workers.
         policy = cluster("policy", [trainer.devices] * trainer.num_nodes, _ROLES_PER_BUNDLE)
-        value = generation = policy
+        value = generation = reward = policy
         if not config.cluster.colocated and config.value_world_size:
             # As many nodes as the policy's, with workers spread evenly.
             nodes, workers = trainer.num_nodes, config.value_world_size
             counts = [workers // nodes + (node < workers % nodes) for node in range(nodes)]
             value = cluster("critic", [*filter(None, counts)], 1, config.value_parallel)
-        if config.generation_world_size:
-            generation = cluster(
-                "generation", _filled(config.generation_world_size, trainer.devices), 1
-            )
-        reward = policy
-        if config.reward_world_size:
-            reward = cluster("reward", _filled(config.reward_world_size, trainer.devices), 1)
+        if workers := config.generation_world_size:
+            generation = cluster("generation", _filled(workers, trainer.devices), 1)
+        if workers := config.reward_world_size:
+            reward = cluster("reward", _filled(workers, trainer.devices), 1)
         return Clusters(policy, value, generation, reward)
-
-    def _connect(self) -> None:
-        if self._is_connected:
-            return
-        from aligner.distributed.ray.session import ray_session
-
-        config = self._config
-        workers = config.trainer.world_size
-        if not config.cluster.colocated:
-            workers += config.value_world_size
-        workers += config.generation_world_size + config.reward_world_size
-        cpus, store_mb = workers * config.cluster.cpus_per_worker, config.cluster.object_store_mb
-        self._closing.enter_context(ray_session(config.cluster.address, cpus, store_mb))
-        self._is_connected = True
 
 
 # ``worlds``: numbers of workers of the policy and of the critic (0: no critic). A launcher may have
@@ -159,34 +143,22 @@ Engine = LocalEngine | RayEngine
 
 
 def open_engine(config: BaseRunConfig, closing: ExitStack) -> Engine:
-    """Return the configured engine, which ends when ``closing`` closes.
-
-    Raises:
-        VersionError: a library has an incompatible version.
-        MissingPackageError: a setting needs a package that is not installed.
-    """
+    """Check installed packages and return the engine, which ends when ``closing`` closes."""
     check_versions()
-    for extra, setting in _extras_of(config):
-        require_extra(extra, setting)
+    if config.cluster.engine == "ray":
+        require_extra("ray", "cluster.engine=ray")
+    if config.exp_manager.create_wandb_logger:
+        require_extra("wandb", "exp_manager.create_wandb_logger=true")
+    if isinstance(config, SamplingRunConfig):
+        if config.reward.kind == "server":
+            require_extra("serve", "reward.kind=server")
+        if (extra := config.environment.kind_class.extra) is not None:
+            require_extra(extra, f"environment.kind={config.environment.kind}")
     if config.trainer.deterministic:
         accelerator.make_deterministic()
     if config.cluster.engine == "ray":
         return RayEngine(config, log_dir(config), closing)
     return LocalEngine(config, closing)
-
-
-def _extras_of(config: BaseRunConfig) -> Iterator[tuple[str, str]]:
-    """Yield each extra of this package that the run needs, with the setting that needs it."""
-    if config.cluster.engine == "ray":
-        yield "ray", "cluster.engine=ray"
-    if config.exp_manager.create_wandb_logger:
-        yield "wandb", "exp_manager.create_wandb_logger=true"
-    if isinstance(config, SamplingRunConfig):
-        if config.reward.kind == "server":
-            yield "serve", "reward.kind=server"
-        extra = config.environment.kind_class.extra
-        if extra is not None:
-            yield extra, f"environment.kind={config.environment.kind}"
 
 
 def _filled(workers: int, per_node: int) -> list[int]:
@@ -200,10 +172,7 @@ Resource = TypeVar("Resource", bound=RoleHandle | GenerationInterface)
 
 @dataclass(eq=False)
 class Workers:
-    """Clusters of one start of a run's workers, with everything that is started on them.
-
-    ``closing`` shuts down in reverse order of starting.
-    """
+    """One start of a run's workers, which ``closing`` shuts down, the last one first."""
 
     config: BaseRunConfig
     tokenizer: Tokenizer
@@ -227,22 +196,21 @@ class Workers:
         init_optimizer: bool = True,
     ) -> Policy:
         """Start the run's policy. If ``with_reference``, also keep its initial weights."""
-        return self.own(
-            Policy(
-                self.clusters.policy,
-                self.config.model,
-                self.tokenizer,
-                run=run_settings(self.config),
-                backend=self.config.policy.backend,
-                init_optimizer=init_optimizer,
-                init_reference_model=with_reference,
-                max_optimizer_steps=max_optimizer_steps,
-            )
+        config = self.config
+        policy = Policy(
+            self.clusters.policy,
+            config.model,
+            self.tokenizer,
+            run=run_settings(config, max_optimizer_steps),
+            backend=config.policy.backend,
+            init_optimizer=init_optimizer,
+            init_reference_model=with_reference,
         )
+        return self.own(policy)
 
 
-def run_settings(config: BaseRunConfig) -> RunSettings:
-    """Return the settings that all roles of the run share."""
+def run_settings(config: BaseRunConfig, max_optimizer_steps: int | None = None) -> RunSettings:
+    """Return the settings of a role that are in none of the roles' sections."""
     return RunSettings(
         precision=config.trainer.precision,
         gradient_clip_val=config.loop.gradient_clip_val,
@@ -250,4 +218,5 @@ def run_settings(config: BaseRunConfig) -> RunSettings:
         non_finite_dir=log_dir(config),
         seed=config.seed,
         cuda_graphs=not isinstance(config, SamplingRunConfig) or config.generation.cuda_graphs,
+        max_optimizer_steps=max_optimizer_steps,
     )

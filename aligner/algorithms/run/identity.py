@@ -20,7 +20,7 @@ from aligner.errors import CheckpointError, DataError, raised_as
 # Patterns of keys that may change between two starts of a run. All other keys are its identity.
 MAY_CHANGE = (
     # processes, engines, outputs and waits
-    *("dry_run", "exp_manager.*", "cluster.*", "policy.backend", "validation.*"),
+    *("dry_run", "download", "exp_manager.*", "cluster.*", "policy.backend", "validation.*"),
     *("generation.backend", "generation.cuda_graphs", "generation.in_flight"),
     *("generation.kwargs.*", *(f"generation.{engine}.*" for engine in ENGINES)),
     *("trainer.num_nodes", "trainer.devices", "trainer.deterministic", "trainer.max_time"),
@@ -43,6 +43,7 @@ MAY_CHANGE = (
     *("environment.concurrency", "environment.memory_mb", "environment.retries"),
 )
 _CONTENTS = {"models": "model", "data": "data", "sources": ""}  # value of `accept_changed`
+_ACCEPT = " ('exp_manager.accept_changed=[{}]' continues nevertheless)"
 # Blocks of a fingerprint, and their bytes. A file of up to 4 MiB is read completely.
 _BLOCKS, _BLOCK = 64, 1 << 16
 # Mappings whose keys the user defines.
@@ -51,11 +52,10 @@ _USER_MAPPINGS = ("kwargs", "loss_kwargs", "arguments", "chat_template_kwargs")
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of a run.
+    """Identity of a run: algorithm, contents of files, and all other keys except `MAY_CHANGE`.
 
-    ``models``, ``data`` and ``sources`` (files of functions, classes, commands, templates) map
-    configuration keys to a path and a fingerprint of the content (None if unreadable), so that a
-    file may be moved. ``settings`` are all other keys except `MAY_CHANGE`.
+    ``models``, ``data`` and ``sources``: path and fingerprint of the content (None if unreadable)
+    by key, so that a file may be moved.
     """
 
     algorithm: Algorithm
@@ -80,11 +80,7 @@ class RunIdentity:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> "RunIdentity":
-        """Return the identity in a run state, or for earlier versions in its configuration.
-
-        Raises:
-            CheckpointError: no training script wrote the state.
-        """
+        """Return the identity in a run state, or for earlier versions in its configuration."""
         saved = state.get("identity", {})
         models, data, sources = (saved.get(name, {}) for name in _CONTENTS)
         damage = (KeyError, StopIteration, AttributeError, TypeError)
@@ -107,19 +103,11 @@ class RunIdentity:
     def refusals(
         self,
         saved: "RunIdentity",
-        accepted: Sequence[str],
-        changed: Sequence[str] = (),
-        defaults: Mapping[str, Any] | None = None,
+        accepted: Sequence[str],  # kinds of content that may differ
+        changed: Sequence[str] = (),  # keys or sections that may differ
+        defaults: Mapping[str, Any] | None = None,  # of keys that an earlier version lacks
     ) -> list[str]:
-        """Return reasons why this run does not continue ``saved``, or an empty list.
-
-        Args:
-            saved: identity in the run state.
-            accepted: kinds of content that may differ (``exp_manager.accept_changed``).
-            changed: keys or sections that may differ (``exp_manager.resume_changed``).
-            defaults: defaults of the configuration. A key that ``saved`` lacks may have its
-                default, because an earlier version may have written the state.
-        """
+        """Return reasons why this run does not continue ``saved``, or an empty list."""
         current, previous = self.algorithm, saved.algorithm
         names = f"its algorithm is {previous.name} and this command's is {current.name}"
         if current[1:] != previous[1:]:
@@ -138,34 +126,28 @@ class RunIdentity:
             return []
         reasons = list(differing.values())
         if not is_same and "algorithm" not in accepted:
-            reasons = [f"{names}{_accept('algorithm')}", *reasons]
+            reasons = [f"{names}{_ACCEPT.format('algorithm')}", *reasons]
         changes = f"'exp_manager.resume_changed=[{','.join(differing)}]' accepts the changed keys"
         return [*reasons, changes]
 
     def _differences(
         self, saved: "RunIdentity", defaults: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
-        """Yield each key that differs, with a description of the difference."""
         parts = [(name, getattr(self, name), getattr(saved, name)) for name in _CONTENTS]
         for key in sorted(self.settings.keys() | saved.settings.keys()):
             new, old = self.settings.get(key), saved.settings.get(key)
             unknown = _content(old, None)
-            contents = {
-                name: (mine[key], other.get(key, unknown))
-                for name, mine, other in parts
-                if key in mine
-            }
+            here = [part for part in parts if key in part[1]]
+            contents = {name: (mine[key], other.get(key, unknown)) for name, mine, other in here}
             # A plain setting is compared by value, a file by content.
             if not contents:
                 if new != old and not self._is_of_a_version(key, saved, defaults):
                     yield key, f"{key}: {old} -> {new}"
             elif not all(_same_content(*pair) for pair in contents.values()):
                 path = next(iter(contents.values()))[1]["source"]
-                accept = [_accept(_CONTENTS[name]) for name in contents if _CONTENTS[name]]
-                yield (
-                    key,
-                    f"its {key} was {path} and {key}={new} has another content{''.join(accept)}",
-                )
+                accept = [_ACCEPT.format(_CONTENTS[name]) for name in contents if _CONTENTS[name]]
+                text = f"its {key} was {path} and {key}={new} has another content"
+                yield key, "".join([text, *accept])
 
     def _is_of_a_version(self, key: str, saved: "RunIdentity", defaults: Mapping[str, Any]) -> bool:
         """Return whether ``key`` differs only because one of the versions lacks it."""
@@ -203,11 +185,7 @@ def _current(value: Any) -> Any:
 
 
 def _is_below(key: str, section: str) -> bool:
-    return key == section or key.startswith(f"{section}.")
-
-
-def _accept(kind: str) -> str:
-    return f" ('exp_manager.accept_changed=[{kind}]' continues nevertheless)"
+    return f"{key}.".startswith(f"{section}.")
 
 
 def _content(source: Any, content: str | None) -> dict[str, Any]:
@@ -222,8 +200,7 @@ def _same_content(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
     if None in (new["content"], old["content"]):
         return names[0] == names[1]
     functions = [[name.partition(":")[2] for name in part] for part in names]
-    contents = [_current(entry["content"]) for entry in (new, old)]
-    return contents[0] == contents[1] and functions[0] == functions[1]
+    return _current(new["content"]) == _current(old["content"]) and functions[0] == functions[1]
 
 
 def _code_content(key: str, value: Any) -> str | None:
@@ -269,11 +246,7 @@ def _data_content(source: Source) -> str | None:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Compute the SHA-256 of a file's size and of evenly spaced blocks, including both ends.
-
-    Training changes every weight, so blocks are enough to distinguish models. Two large files that
-    differ only between the blocks have the same fingerprint.
-    """
+    """Compute the SHA-256 of a file's size and evenly spaced blocks: training changes them all."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -2,7 +2,10 @@
 
 import ast
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +20,36 @@ _PATHS = (".restore_from_path", ".explicit_log_dir", ".source", ".tokenizer")
 
 
 def check_inputs(config: Any) -> None:
-    """Refuse models and data that do not exist, and a reward function with a wrong signature.
-
-    Args:
-        config: configuration of a run or of another command, with ``as_dict``.
-
-    Raises:
-        CheckpointNotFoundError: a model does not exist.
-        DataError: a file of data does not exist or has an unsupported format.
-        ConfigError: a path is too long, the file of the reward function does not exist, or the
-            signature does not fit.
-    """
+    """Refuse models, data and functions of a command that do not exist or have wrong signatures."""
     values = flat(config.as_dict())
     for key, value in values.items():
-        if key.endswith(_PATHS) and value:
-            _check_length(key, [value] if isinstance(value, str) else value)
+        paths = [value] if isinstance(value, str) else value
+        for path in paths if paths and key.endswith(_PATHS) else ():
+            # Linux cannot open longer paths, nor longer names in a path.
+            names = [os.fsencode(name) for name in path.split("/")]
+            if max(map(len, names)) > 255 or len(os.fsencode(path)) > 4095:
+                raise ConfigError(
+                    f"{key}={path[:60]!r}…: the path has {len(os.fsencode(path))} bytes. Use at "
+                    "most 4095 bytes, and at most 255 bytes between two slashes"
+                )
         if key.endswith(".restore_from_path") and value and not Path(value).exists():
             with named_by(key):
                 ArchiveReader(value)  # raises
-        elif key in ("data.train.source", "data.validation.source") and value:
-            for source in [value] if isinstance(value, str) else value:
+        elif value and re.fullmatch(r"(data|validation\.sets)\.(sets\.)?[^.]+\.source", key):
+            for source in paths:
                 source_files(source)
     reward: Any = getattr(config, "reward", None)
-    if reward is not None and isinstance(reward.function, str) and ".py:" in reward.function:
+    if reward is not None and isinstance(reward.function, str):
         _check_signature(reward.function, reward.kwargs)
 
 
-def _check_length(key: str, paths: Iterable[str]) -> None:
-    """Refuse paths that Linux cannot open: names of 256 bytes, paths of 4,096 bytes."""
-    for path in paths:
-        name = max(path.split("/"), key=len)
-        if len(os.fsencode(name)) > 255 or len(os.fsencode(path)) > 4095:
-            raise ConfigError(
-                f"{key}={path[:60]!r}…: the path has {len(os.fsencode(path))} bytes. Use at most"
-                " 4095 bytes, and at most 255 bytes between two slashes"
-            )
-
-
 def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Check the signature of ``path/to/file.py:function`` without running the file.
-
-    The reward process checks decorated, nested and imported functions after it loaded the file.
-    """
-    path, _, function = name.rpartition(":")
-    file = Path(path).expanduser()
+    """Check the signature of a reward function without running its file."""
+    module, _, function = name.rpartition(":" if ":" in name else ".")
+    file = Path(module).expanduser() if module.endswith(".py") else _file_of(module)
     if not file.is_file():
-        load_function(name, key="reward.function")  # raises
+        load_function(name, key="reward.function")  # raises, or finds a module without a file
+        return
     try:
         statements = ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -72,6 +59,16 @@ def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:
             continue
         if node.name == function and not node.decorator_list:
             LoadedFunction(_without_body(node), name, kwargs)
+
+
+def _file_of(module: str) -> Path:
+    """Return the file of a module that is not imported, or a path that does not exist."""
+    folders: Sequence[str] | None = [*sys.path, os.getcwd()]
+    spec = None
+    for part in module.split("."):
+        spec = None if folders is None else PathFinder.find_spec(part, folders)
+        folders = None if spec is None else spec.submodule_search_locations
+    return Path((spec and spec.origin) or "")
 
 
 def _without_body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:

@@ -1,13 +1,5 @@
 """The loop of a run: resume, validate, step, log, save, stop. The same for every algorithm.
 
-::
-
-    resume or validate (step 0)
-    for each step:  learner.step → learner.validate when due → metrics line → run state when due
-    at the end:     run state, trained .nemo, report
-
-Callbacks (`callbacks.Callback`) are called at each stage and may end the run as ``max_time`` does.
-
 A step's line of metrics is written before its run state, so the line of a restored step always
 exists. When the run resumes, lines of later steps are removed, and their steps are computed again,
 to the bit.
@@ -18,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,33 +37,25 @@ from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import MetricsWriter, PhaseTimers
 from aligner.observe.progress import ConsoleProgress
 from aligner.observe.samples import Sample, SampleWriter, sample_table
-from aligner.parallel.collectives import any_rank, from_rank_zero, is_rank_zero, on_rank_zero
+from aligner.parallel.collectives import from_rank_zero, gather_objects, is_rank_zero, on_rank_zero
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics by full name, and samples for display, of a step or a validation.
+    """Results of a step or a validation."""
 
-    ``idle_roles`` are roles without a finite update in the step. ``warnings`` are printed.
-    """
-
-    metrics: dict[str, float]
-    samples: list[Sample] = field(default_factory=list)
-    idle_roles: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    metrics: dict[str, float]  # by full name
+    samples: list[Sample] = field(default_factory=list)  # for display
+    idle_roles: tuple[str, ...] = ()  # roles without a finite update in the step
+    warnings: tuple[str, ...] = ()  # for the console
 
 
 class Learner(ABC):
-    """Base of an algorithm's trainer, which provides steps and its part of a run state.
+    """Base of an algorithm's trainer, which provides steps and its part of a run state."""
 
-    A subclass sets ``roles``, handles by their folder in a run state with the trained role first,
-    and ``sampler``, which draws the data of a step. ``counters`` names attributes that count from
-    the first step of the run and are part of run states.
-    """
-
-    counters: ClassVar[tuple[str, ...]] = ("consumed_samples", "updates")
-    roles: Mapping[str, RoleHandle]
-    sampler: PromptSampler
+    counters: ClassVar[tuple[str, ...]] = ("consumed_samples", "updates")  # in run states
+    roles: Mapping[str, RoleHandle]  # by folder in a run state, the trained role first
+    sampler: PromptSampler  # draws the data of a step
 
     @property
     def is_out_of_data(self) -> bool:
@@ -122,7 +106,8 @@ class Schedule:
 
     def validates(self, step: int) -> bool:
         """Return whether ``step`` is followed by a validation."""
-        return step == self.total_steps or _due(step, self.val_check_interval)
+        interval = self.val_check_interval
+        return step == self.total_steps or (interval > 0 and step % interval == 0)
 
     @property
     def saves_in_background(self) -> bool:
@@ -131,7 +116,8 @@ class Schedule:
 
     def saves(self, step: int) -> bool:
         """Return whether ``step`` is followed by saving."""
-        return step == self.total_steps or _due(step, self.save_interval)
+        interval = self.save_interval
+        return step == self.total_steps or (interval > 0 and step % interval == 0)
 
 
 @dataclass(frozen=True)
@@ -146,12 +132,7 @@ class Restoration:
 
 @dataclass(eq=False)
 class RunLoop:
-    """Loop that runs a learner to its end, or until a signal or a limit.
-
-    ``config`` and ``identity`` become part of run states. ``monitor`` is the metric that ranks
-    states. ``layout`` describes the number of processes and sizes of all parallel axes.
-    ``on_saved`` is called on rank 0 after every run state. ``defaults``: see `defaults_of`.
-    """
+    """Loop that runs a learner to its end, or until a signal or a limit."""
 
     learner: Learner
     schedule: Schedule
@@ -160,13 +141,13 @@ class RunLoop:
     metrics: MetricsWriter
     samples: SampleWriter
     console: Console
-    config: Mapping[str, Any]
-    monitor: str
-    layout: str = "1 process"
+    config: Mapping[str, Any]  # part of run states, as ``identity``
+    monitor: str  # metric that ranks run states
+    layout: str = "1 process"  # number of processes and sizes of all parallel axes
     identity: Mapping[str, Any] = field(default_factory=dict)
-    on_saved: Callable[[], None] = lambda: None
+    on_saved: Callable[[], None] = lambda: None  # called on rank 0 after every run state
     callbacks: Callbacks = field(default_factory=Callbacks)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # see `defaults_of`
 
     def __post_init__(self) -> None:
         self.step = 0  # the last finished step
@@ -178,12 +159,7 @@ class RunLoop:
         self._idle_steps = 0  # consecutive, up to the current step
 
     def run(self) -> None:
-        """Run from ``resumed_step`` on. A new run (None) begins with a validation.
-
-        The run ends normally (last step, ``max_time``, or a callback that stops it) or is
-        ``interrupted``. In both cases its last run state is complete. After an error it is complete
-        if every worker could write its share.
-        """
+        """Run from ``resumed_step`` on. A new run (None) begins with a validation."""
         total, resumed_step = self.schedule.total_steps, self.resumed_step or 0
         with (
             self._running(),
@@ -205,14 +181,17 @@ class RunLoop:
                 self.step = step
                 self.callbacks.notify("on_step_end", step, result.metrics)
                 # All ranks agree on whether the run ends here.
-                interrupted = any_rank(stopped.name is not None)
+                interrupted = any(gather_objects(stopped.name is not None))
                 seconds, limit = time.monotonic() - self._started, self.schedule.max_seconds
                 out_of_time = from_rank_zero(limit is not None and seconds >= limit)
                 is_last = step == total or self.learner.is_out_of_data
                 is_stopped = out_of_time or self.callbacks.stop_reason is not None
                 # Not after a signal: the resumed run must write the lines of an uninterrupted run.
                 if is_last or self.schedule.validates(step) or (is_stopped and not interrupted):
-                    result = _joined(result, self._validate(step, timers))
+                    validation = self._validate(step, timers)
+                    samples = [*result.samples, *validation.samples]
+                    metrics = {**result.metrics, **validation.metrics}
+                    result = replace(result, metrics=metrics, samples=samples)
                 # Write the step's line, and the run state when due.
                 written = self._record(step, result, timers, progress)
                 finished = step - resumed_step if is_last else None
@@ -222,14 +201,13 @@ class RunLoop:
                 self._save_when_due(step, written, timers, is_end)
                 if (interrupted or is_stopped) and not is_last:
                     self.interrupted = interrupted
-                    reason = f"a callback: {self.callbacks.stop_reason}"
+                    self.ended_by = f"a callback: {self.callbacks.stop_reason}"
                     if interrupted:
-                        reason = stopped.name or "a signal"
+                        self.ended_by = stopped.name or "a signal"
                     elif out_of_time:
-                        reason = "trainer.max_time"
-                    self.ended_by = reason
+                        self.ended_by = "trainer.max_time"
                     self._say(
-                        f"stopped by {reason} after step {step} of {total}. The run state "
+                        f"stopped by {self.ended_by} after step {step} of {total}. The run state "
                         f"{self.store.path(step)} is saved, and the same command continues"
                     )
                     return
@@ -278,22 +256,17 @@ class RunLoop:
             self.callbacks.notify("on_save", step, self.store.path(step))
 
     def restore(self) -> Restoration | None:
-        """Restore the newest readable run state, if there are any.
+        """Restore the newest readable run state, if any, and remove lines of later steps.
 
-        Lines after that state are removed, or all lines without a state (`run.directory` decides
-        before whether that is allowed). Random states belong to processes: workers restore their
-        own (`worker_state`), and this method restores rank 0's.
-
-        Raises:
-            CheckpointError: there are run states, and none can be read. Nothing is removed.
+        Workers restore their random states, this method that of rank 0. Raises `CheckpointError` if
+        there are states and none can be read. Nothing is removed.
         """
         self.store.recover()
         states, damaged = self.store.survey()
         restored = None
         for reason in damaged:
             self._say(f"skipped: {reason}", "bold red")
-        # Newest first.
-        for saved in reversed(states):
+        for saved in reversed(states):  # newest first
             try:
                 restored = self._continue_from(saved.path)
                 break
@@ -340,30 +313,24 @@ class RunLoop:
         progress.step(step, metrics)
         for warning in result.warnings:
             self._say(f"step {step}: {warning}", "yellow")
-        is_shown = step <= 1 or self.schedule.validates(step)
-        for split in ("train", "val") if is_rank_zero() and is_shown else ():
-            if samples := [sample for sample in result.samples if sample.split == split]:
-                self.console.print(sample_table(samples))  # samples.jsonl contains every step
+        if is_rank_zero() and (step <= 1 or self.schedule.validates(step)):
+            for split in ("train", "val"):
+                if samples := [sample for sample in result.samples if sample.split == split]:
+                    self.console.print(sample_table(samples))  # samples.jsonl has every step
         return metrics
 
     def _check_learning(self, step: int, idle: tuple[str, ...], finished: int | None) -> None:
-        """Warn of a step without an update. Raise after many in a row, or if no step had one.
-
-        ``finished``: after the last step, the number of steps of this process.
-        """
+        """Warn of a step without an update. Raise after many in a row, or if no step had one."""
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if not idle:
             return
-        steps = (
-            f"step {step}"
-            if self._idle_steps == 1
-            else f"steps {step - self._idle_steps + 1} to {step}"
-        )
+        steps = f"step {step}"
+        if self._idle_steps > 1:
+            steps = f"steps {step - self._idle_steps + 1} to {step}"
         message = (
             f"{steps}: no update of the {' and the '.join(idle)} was made, because every loss or "
             "gradient was NaN or infinite"
         )
-        # Too many consecutive steps, or all steps of this run.
         if self._idle_steps in (self.schedule.max_skipped_steps, finished):
             raise NonFiniteError(
                 f"{message}. The run learns nothing and ends. The samples are in "
@@ -376,8 +343,7 @@ class RunLoop:
     def _save(self, step: int, metrics: Mapping[str, float], in_background: bool) -> None:
         self.store.finish()
         self._announce()
-        # Callbacks without state leave no key.
-        callback_states = self.callbacks.state_dict()
+        callback_states = self.callbacks.state_dict()  # empty: no key in the state
         self.store.save(
             step,
             {
@@ -399,18 +365,4 @@ class RunLoop:
         self._announce()
 
     def _say(self, text: str, style: str | None = None) -> None:
-        if is_rank_zero():
-            self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-
-def _due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0
-
-
-def _joined(first: StepResult, second: StepResult) -> StepResult:
-    return StepResult(
-        {**first.metrics, **second.metrics},
-        [*first.samples, *second.samples],
-        (*first.idle_roles, *second.idle_roles),
-        (*first.warnings, *second.warnings),
-    )
+        self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)

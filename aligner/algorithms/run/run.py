@@ -1,33 +1,20 @@
-"""A run of any algorithm, from its processes to its report.
-
-::
-
-    with Run.open(config) as run:          processes, console, the run's directory, callbacks, model
-        prompts = ...                      read and check all input before models are built
-        for attempt in run.attempts():     once, and on Ray again after a worker died
-            with attempt:
-                policy = attempt.start_policy(...)
-                with attempt.loop(PPOTrainer(...), ...) as run_loop:
-                    run_loop.run()
-"""
+"""A run of any algorithm, from its processes to its report."""
 
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import yaml
 from rich.console import Console
 
 from aligner.algorithms.callbacks import Callbacks
 from aligner.algorithms.run import dry_run
-from aligner.algorithms.run.calls import Calls
 from aligner.algorithms.run.directory import RunDirectory, log_dir
-from aligner.algorithms.run.engine import Engine, Workers, open_engine
+from aligner.algorithms.run.engine import Clusters, Engine, Workers, open_engine
 from aligner.algorithms.run.identity import RunIdentity
 from aligner.algorithms.run.loop import Learner, Restoration, RunLoop, Schedule
 from aligner.algorithms.run.startup import describe_model_of
@@ -56,14 +43,11 @@ Config_co = TypeVar("Config_co", bound=BaseRunConfig, covariant=True)
 
 @dataclass(frozen=True)
 class Run(Generic[Config_co]):
-    """Objects that a run owns until it ends, created by `open`.
-
-    A dry run changes ``config``. ``console`` is quiet on every rank except the first.
-    """
+    """Objects that a run owns until it ends, created by `open`. A dry run changes ``config``."""
 
     config: Config_co
     engine: Engine
-    console: Console
+    console: Console  # quiet on every rank except the first
     callbacks: Callbacks
     tokenizer: Tokenizer
     architecture: GPTArchitecture
@@ -72,14 +56,7 @@ class Run(Generic[Config_co]):
     @staticmethod
     @contextmanager
     def open(config: Config) -> Iterator["Run[Config]"]:
-        """Start the processes, prepare the run's directory and read the header of the model's file.
-
-        A dry run (``config.dry_run``) writes to another directory.
-
-        Raises:
-            ConfigError: the directory is another run's, or the processes cannot share a batch.
-            LayoutError: the model cannot be laid out over the processes.
-        """
+        """Start the processes, prepare the run's directory and read the model file's header."""
         with ExitStack() as closing:
             if config.dry_run:
                 config = closing.enter_context(dry_run.temporary_config(config))
@@ -88,35 +65,45 @@ class Run(Generic[Config_co]):
             callbacks = Callbacks.load(config.trainer.callbacks)
             for note in [] if config.dry_run else prepare_log_dir(config, closing):
                 console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
+            console.print("starting: reading the model's description and the data")
             tokenizer, architecture = describe_model_of(config)
             check_roles(config, architecture, engine.worlds)
             yield Run(config, engine, console, callbacks, tokenizer, architecture, closing)
 
-    @property
-    def world_size(self) -> int:
-        """Number of workers of the policy, or of the only trained model."""
-        return self.engine.worlds[0]
+    def attempts(self) -> Iterator[AbstractContextManager["Attempt"]]:
+        """Yield a context that starts the workers, and another one each time a worker died."""
+        started, restarts = time.monotonic(), self.engine.max_restarts
+        has_failed = False
 
-    def attempts(self) -> Iterator["Attempt"]:
-        """Yield a start of the workers, and another one each time a worker died.
+        @contextmanager
+        def attempt(index: int) -> Iterator[Attempt]:
+            nonlocal has_failed
+            try:
+                with ExitStack() as closing:
+                    yield Attempt(self, self.engine.clusters(closing), closing, started)
+            except WorkerDiedError as error:  # in the block, or while the others were shut down
+                has_failed = True
+                if index == restarts:
+                    raise
+                self.console.print(
+                    f"{error}\nThe workers are restarted, and the run continues from its last "
+                    f"state (restart {index + 1} of cluster.max_restarts={restarts})",
+                    highlight=False,
+                    markup=False,
+                    soft_wrap=True,
+                )
 
-        ``cluster.max_restarts`` limits restarts. The local engine never restarts workers.
-        """
-        started = time.monotonic()
-        for index in range(self.engine.max_restarts + 1):
-            attempt = Attempt(self, index, started)
-            yield attempt
-            if not attempt.has_failed:
+        for index in range(restarts + 1):
+            has_failed = False
+            yield attempt(index)
+            if not has_failed:
                 return
 
 
 def check_roles(
     config: BaseRunConfig, architecture: GPTArchitecture, worlds: tuple[int, int]
 ) -> None:
-    """Raise if workers cannot share the layouts or batches of the trained roles.
-
-    ``worlds``: number of workers of the policy and of the critic (0: no critic).
-    """
+    """Raise if workers (of policy, of critic or 0) cannot share the layouts or the batches."""
     check_layout(architecture, config.model.parallel, worlds[0])
     if worlds[1] and config.value_parallel != config.model.parallel:
         check_layout(architecture, config.value_parallel, worlds[1], "critic")
@@ -126,64 +113,22 @@ def check_roles(
 
 
 class Attempt(Workers):
-    """One start of the workers, as a context that shuts the workers down at its end.
+    """One start of the workers of a run. ``started``: monotonic time of the run's first start."""
 
-    Unlike a loop around it, a context can suppress an exception of its block: while restarts
-    remain, the death of a worker ends the block without an error, and `Run.attempts` restarts.
-    """
-
-    def __init__(self, run: Run[BaseRunConfig], index: int, started: float) -> None:
-        """Begin attempt ``index``. ``started``: monotonic time at which the run's time began."""
-        self._run, self._index, self._started = run, index, started
-        self._calls = Calls()
-        self.has_failed = False
-
-    def __enter__(self) -> Self:
-        with ExitStack() as closing:
-            run, clusters = self._run, self._run.engine.clusters(closing)
-            if run.config.dry_run:
-                clusters = self._calls.watch(clusters)
-            workers = closing.pop_all()
-        super().__init__(run.config, run.tokenizer, run.architecture, clusters, workers)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        # The death of a worker may show only while the others are shut down.
-        restarts = self._run.engine.max_restarts
-        is_last = self._index == restarts
-        try:
-            self.closing.__exit__(kind, error, traceback)
-        except WorkerDiedError as shutdown_error:  # a death noticed during the shutdown
-            if is_last:
-                raise
-            error = shutdown_error
-        if is_last or not isinstance(error, WorkerDiedError):
-            return False
-        self.has_failed = True
-        self._run.console.print(
-            f"{error}\nThe workers are restarted, and the run continues from its last state "
-            f"(restart {self._index + 1} of cluster.max_restarts={restarts})",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-        return True
+    def __init__(
+        self, run: Run[BaseRunConfig], clusters: Clusters, closing: ExitStack, started: float
+    ) -> None:
+        self._run, self._started, self._calls = run, started, dry_run.Calls()
+        run.console.print("starting: building the models and loading their weights")
+        if run.config.dry_run:
+            clusters = self._calls.watch(clusters)
+        super().__init__(run.config, run.tokenizer, run.architecture, clusters, closing)
 
     @contextmanager
     def loop(
         self, trainer: Learner, steps: int, summary: StartupSummary, *, saved_as: str = "policy"
     ) -> Iterator[RunLoop | dry_run.DryLoop]:
-        """Yield the loop of the trainer's steps, which the block runs.
-
-        The loop restores the newest run state, if any, and the start-up report is printed. At the
-        end of the block the run's report and the trained model are written. The loop of a dry run
-        measures two steps and writes nothing. ``saved_as`` is the name of the trained `.nemo`.
-        """
+        """Restore and report the newest run state, yield the loop to run, and write the model."""
         config, console = self.config, self._run.console
         if config.dry_run:
             console.print(startup_report(replace(summary, is_dry=True)))
@@ -193,12 +138,12 @@ class Attempt(Workers):
         # Restore before the report, which says what was restored.
         restoration = loop.restore()
         notes = [*_notes(config, steps, restoration, loop.layout), *summary.notes]
+        summary = replace(summary, notes=notes)
         if restoration is not None:
             random = ["random states"] if restoration.saved_layout is None else []
-            restores = [*summary.restores, *random]
             restored = (restoration.step, str(restoration.path))
-            summary = replace(summary, restored=restored, restores=restores)
-        console.print(startup_report(replace(summary, notes=notes)))
+            summary = replace(summary, restored=restored, restores=[*summary.restores, *random])
+        console.print(startup_report(summary))
         try:
             yield loop
             self._finish(loop, trainer, saved_as, summary.device.description)
@@ -208,7 +153,6 @@ class Attempt(Workers):
         loop.callbacks.notify("on_run_end", loop.step, loop.ended_by)
 
     def _loop(self, trainer: Learner, steps: int) -> RunLoop:
-        """Return the run loop, with its files below ``exp_manager.explicit_log_dir``."""
         config, run = self.config, self._run
         exp, folder = config.exp_manager, log_dir(config)
         # The store of run states, and a function that starts the loggers.
@@ -223,23 +167,18 @@ class Attempt(Workers):
         )
 
         def loggers() -> "Sequence[Logger]":
-            latest = store.states()
-            restored = latest[-1].step if latest else None
+            restored = max((state.step for state in store.states()), default=None)
             return make_loggers(folder, exp, restored_step=restored, config=config.as_dict())
 
         # The loop and its files.
         run.callbacks.begin(config.as_dict(), folder, steps)
-        limit = config.trainer.max_seconds
+        limit, section = config.trainer.max_seconds, config.loop
+        seconds = None if limit is None else limit - (time.monotonic() - self._started)
+        intervals = (section.val_check_interval, section.save_interval)
+        schedule = Schedule(steps, *intervals, seconds, section.max_skipped_steps, exp.async_save)
         loop = RunLoop(
             trainer,
-            Schedule(
-                steps,
-                config.loop.val_check_interval,
-                config.loop.save_interval,
-                None if limit is None else limit - (time.monotonic() - self._started),
-                config.loop.max_skipped_steps,
-                exp.async_save,
-            ),
+            schedule,
             store=store,
             metrics=MetricsWriter(folder, rank=this_rank(), loggers=loggers),
             samples=SampleWriter(folder, rank=this_rank()),
@@ -257,20 +196,15 @@ class Attempt(Workers):
         return loop
 
     def _finish(self, loop: RunLoop, trainer: Learner, saved_as: str, device: str) -> None:
-        """Write the report and, if the run was not interrupted, the trained model.
-
-        ``device`` describes the workers' devices.
-        """
+        """Write the report and, if the run was not interrupted, the trained model."""
         config, folder, is_complete = self.config, log_dir(self.config), not loop.interrupted
         # Files to name.
-        paths = {"report": folder / "report.html"}
+        paths, samples = {"report": folder / "report.html"}, folder / "samples.jsonl"
         if is_complete:
-            samples = folder / "samples.jsonl"
             if on_rank_zero(lambda: samples.exists() and samples.stat().st_size > 0):
                 paths["samples"] = samples
             paths["metrics"] = folder / "metrics.jsonl"
-            states = loop.store.states()
-            if states:
+            if states := loop.store.states():
                 paths["checkpoint"] = states[-1].path
         # The trained model, unless its weights are not finite.
         suffix = self._run.architecture.suffix
@@ -288,10 +222,8 @@ class Attempt(Workers):
                 paths["its adapters"] = adapters_beside(str(trained.absolute()))
         # The report.
         status = [] if is_complete else ["Stopped by a signal. The same command continues the run."]
-        status += [
-            f"{note[0].upper()}{note[1:]}."
-            for note in _cut_short(config, loop.schedule.total_steps)
-        ]
+        limits = _cut_short(config, loop.schedule.total_steps)
+        status += [f"{note[0].upper()}{note[1:]}." for note in limits]
         record = RunRecord(
             title=f"{config.algorithm} of {Path(config.model.restore_from_path).name}",
             config=yaml.safe_dump(config.as_dict(), sort_keys=False),
@@ -313,31 +245,26 @@ class Attempt(Workers):
 
 
 def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
-    """Check names, lock the run's directory until ``closing`` closes, and prepare it.
-
-    Returns notes on the directory (see `RunDirectory.prepare`).
-    """
+    """Lock the run's directory until ``closing`` closes, and prepare it. Return notes."""
     check_names([config.monitor])
-    # No other process may write to the directory until the run ends.
     folder = log_dir(config)
     directory = RunDirectory(folder, RunStateStore(folder / "run_state"))
 
-    def prepare() -> list[str]:
+    def prepare() -> tuple[list[str], str | None]:
         is_new = not folder.exists()
-        closing.callback(RunLock(folder).release)
+        closing.callback(RunLock(folder).release)  # no other process may write there until then
         if is_new:
             closing.callback(directory.remove_if_unused)  # a refused run leaves no files
-        return directory.prepare(RunIdentity.of(config), config)
+        return directory.prepare(RunIdentity.of(config), config), directory.start_time
 
-    notes = on_rank_zero(prepare)
-    start_time = on_rank_zero(lambda: directory.start_time)
+    notes, start_time = on_rank_zero(prepare)
     if start_time is not None:
         closing.enter_context(fixed_time(start_time))
     return notes
 
 
 def _rename_directory(source: Path, target: Path) -> None:
-    """Rename ``source`` to ``target``, which is replaced, if ``source`` is a directory."""
+    """Replace ``target`` by ``source``, if that is a directory."""
     if source.is_dir():
         shutil.rmtree(target, ignore_errors=True)
         source.rename(target)
@@ -347,29 +274,27 @@ def _notes(
     config: BaseRunConfig, steps: int, restoration: Restoration | None, layout: str
 ) -> list[str]:
     """Return notes on limits that make a run shorter, and on changes since the state was saved."""
-    limits = _cut_short(config, steps)
     if restoration is None:
-        return limits
-    changes = [f"changed since the saved run: {change}" for change in restoration.changes]
+        return _cut_short(config, steps)
+    notes = [f"changed since the saved run: {change}" for change in restoration.changes]
     if restoration.saved_layout is not None:
-        changes.append(
+        notes.append(
             f"saved on {restoration.saved_layout}, continued on {layout}: weights and optimizer "
             "states are the same, random generators (dropout) start from the seed"
         )
+    notes += _cut_short(config, steps)
     if restoration.step >= steps:
-        limits.append(
+        notes.append(
             f"nothing is left to do: {restoration.step} steps are finished, and {steps} are "
             f"configured. Raise {config.section}.max_steps or max_epochs to continue"
         )
-    return [*changes, *limits]
+    return notes
 
 
 def _cut_short(config: BaseRunConfig, steps: int) -> list[str]:
-    loop = config.loop
-    if loop.max_steps <= steps:
-        return []
-    return [
-        f"the run has {steps} of {config.section}.max_steps={loop.max_steps} steps, because "
-        f"{config.section}.max_epochs={loop.max_epochs} limits it. Raise max_epochs to go over "
-        "the data again"
-    ]
+    loop, section = config.loop, config.section
+    text = (
+        f"the run has {steps} of {section}.max_steps={loop.max_steps} steps, because {section}."
+        f"max_epochs={loop.max_epochs} limits it. Raise max_epochs to go over the data again"
+    )
+    return [text] if loop.max_steps > steps else []

@@ -10,7 +10,6 @@ from aligner.checkpoint.canonical import Shape, expected_shapes
 from aligner.checkpoint.hf.any_model import parameter_shapes, require_megatron
 from aligner.checkpoint.model_source import open_model
 from aligner.config import BaseRunConfig, SamplingRunConfig, SupervisedRunConfig, TrainedModelConfig
-from aligner.config.parse import refuse
 from aligner.data.tokenizers.loading import (
     named_tokenizer,
     with_chat_template,
@@ -26,11 +25,7 @@ from aligner.packages import find_packages, untried_versions
 
 
 def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture]:
-    """Return tokenizer and architecture of a run's model, with the configured chat template.
-
-    Raises:
-        ConfigError: ``environment.chat_template`` or ``data.chat_template_kwargs`` cannot be used.
-    """
+    """Return tokenizer, with the configured chat template, and architecture of a run's model."""
     tokenizer, architecture = describe_model(config.model, config.policy.backend)
     if config.policy.backend == "megatron":
         require_megatron(architecture)
@@ -44,19 +39,13 @@ def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture
 def describe_model(
     model: TrainedModelConfig, backend: str = "megatron"
 ) -> tuple[Tokenizer, GPTArchitecture]:
-    """Return tokenizer and architecture of the model, without reading its weights.
-
-    ``backend``: ``policy.backend``. Raises for adapters that do not fit the model.
-    """
+    """Return tokenizer and architecture of a model that fits its adapters, without weights."""
     trusted = model.trust_remote_code
     lora, path = model.peft.lora, model.peft.restore_from_path
     source = open_model(model.restore_from_path, backend, lora is not None, trusted=trusted)
     with source as checkpoint:
-        tokenizer = (
-            checkpoint.tokenizer
-            if model.tokenizer is None
-            else named_tokenizer(model.tokenizer, key="model.tokenizer")
-        )
+        name, key = model.tokenizer, "model.tokenizer"
+        tokenizer = checkpoint.tokenizer if name is None else named_tokenizer(name, key=key)
         architecture = checkpoint.architecture
     # Adapters must fit the model.
     if lora is not None:
@@ -76,19 +65,6 @@ def count_parameters(architecture: GPTArchitecture) -> int:
     return sum(math.prod(shape) for shape in shapes_of(architecture).values())
 
 
-def check_lengths(
-    config: SamplingRunConfig, architecture: GPTArchitecture, longest_prompt: int
-) -> None:
-    """Raise if prompts leave no room for a response in the model or in a token budget."""
-    refuse(config.length_problems(longest_prompt))
-    check_room(
-        architecture,
-        longest_prompt,
-        f"{config.model.rollout_key}.length_params.max_length",
-        config.model.rollout.length_params.max_length,
-    )
-
-
 def check_room(
     architecture: GPTArchitecture,
     longest_prompt: int,
@@ -96,21 +72,18 @@ def check_room(
     response: int,
     limit_key: str = "data.max_prompt_length",
 ) -> None:
-    """Raise if prompts leave no room for ``response`` new tokens, the value of ``key``.
-
-    ``limit_key``: the key that limits prompts.
-    """
+    """Raise if prompts leave no room for ``response`` new tokens, the value of ``key``."""
     positions = architecture.max_position_embeddings
     if longest_prompt + response <= positions:
         return
-    remedy = (
-        f"set {limit_key}={positions - response} to drop longer prompts, or lower max_length"
-        if positions > response
-        else f"lower max_length below {positions}"
-    )
+    remedy = f"Lower max_length below {positions}"
+    if positions > response:
+        remedy = (
+            f"Set {limit_key}={positions - response} to drop longer prompts, or lower max_length"
+        )
     raise ConfigError(
         f"the longest prompt has {longest_prompt} tokens and {key}={response} more may follow, but "
-        f"the model has {positions} positions. {remedy[0].upper()}{remedy[1:]}"
+        f"the model has {positions} positions. {remedy}"
     )
 
 
@@ -126,9 +99,9 @@ def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -
     return f"{dropout} (in the checkpoint: {rates}. model.dropout=null restores it)"
 
 
-def repetition_in_words(config: SamplingRunConfig, *, on_gpus: bool) -> str:
-    """Describe how a repeated or resumed GPU run may differ (not at all on a CPU)."""
-    if not on_gpus:
+def repetition_in_words(config: BaseRunConfig, *, on_gpus: bool) -> str:
+    """Describe how a repeated or resumed GPU run that samples may differ (not at all on a CPU)."""
+    if not on_gpus or not isinstance(config, SamplingRunConfig):
         return ""
     engine = config.generation.engine
     samples = "" if engine is None else f" {engine.title}'s samples may differ."
@@ -150,23 +123,11 @@ def startup_summary(
     restores: Sequence[str],
     notes: Sequence[str],
 ) -> StartupSummary:
-    """Return the start-up report of a run, whose first started role is the trained role.
-
-    Args:
-        workers: started workers of the run.
-        batches: sentences on the batches of a step.
-        roles: memory of the models per process.
-        longest: number of tokens of the longest training sequence.
-        restores: names of the parts of a run state.
-        notes: additional lines of the report.
-    """
+    """Return the start-up report. ``longest``: tokens of a sequence, for the memory estimate."""
     config, architecture = workers.config, workers.architecture
-    # Facts of the started workers.
     processes, device = workers.clusters.policy.world_size(), workers.roles[0].device_info()
-    repetition, ignored = "", ", ".join(IGNORED)
-    if isinstance(config, SamplingRunConfig):
-        repetition = repetition_in_words(config, on_gpus=device.has_gpu)
-    # The report. Memory is estimated from the architecture, without a forward pass.
+    text = f"ignored, because no result depends on it here: {', '.join(IGNORED)}"
+    ignored = [text] if IGNORED else []
     return StartupSummary(
         processes=processes,
         device=device,
@@ -186,12 +147,8 @@ def startup_summary(
         restores=restores,
         way=workers.roles[0].way_in_words(),
         dropout=dropout_in_words(config.model, architecture),
-        repetition=repetition,
-        notes=[
-            *notes,
-            *untried_versions(),
-            *([f"ignored, because no result depends on it here: {ignored}"] if ignored else []),
-        ],
+        repetition=repetition_in_words(config, on_gpus=device.has_gpu),
+        notes=[*notes, *untried_versions(), *ignored],
     )
 
 
@@ -204,10 +161,7 @@ def role_memory(
     trainable: bool = True,
     model_parallel_size: int | None = None,
 ) -> RoleMemory:
-    """Return the memory of a role of the run's model, on ``data_size`` data-parallel ranks.
-
-    ``model_parallel_size``: size of the role's layout. Default: the policy's.
-    """
+    """Return the memory of a role on ``data_size`` ranks, by default in the policy's layout."""
     low_precision = config.trainer.precision == "bf16"
     lora = config.model.peft.lora if trainable else None
     adapters = {} if lora is None else adapter_shapes(architecture, lora)
@@ -228,17 +182,12 @@ def working_memory(
 ) -> dict[str, int]:
     """Estimate the bytes per process in addition to the models, by purpose.
 
-    ``KV cache``, in runs that sample: keys and values of the sequences in flight, of ``length``
-    tokens each.
-
-    ``activations``: activations that layers keep for the backward pass of a training micro-batch.
-    The micro-batch fills the token budget of packed or dynamic micro-batches, or contains sequences
-    of ``length`` tokens. A layer keeps 17 values per token and hidden unit (Korthikanti et al.
-    2022, 34 bytes in 16 bit, without attention scores). With full recomputation only each layer's
-    input and the activations of the layer that is being recomputed are kept.
-
-    ``output layer``: float32 hidden states and their gradient, and the two tiles of logits that
-    exist at the same time.
+    ``KV cache``: keys and values of the sequences in flight, of ``length`` tokens each, in runs
+    that sample. ``activations``: kept for the backward pass of a micro-batch, which fills its token
+    budget or contains sequences of ``length`` tokens. A layer keeps 17 values per token and hidden
+    unit (Korthikanti et al. 2022, 34 bytes in 16 bit, without attention scores). With full
+    recomputation, each layer's input and the activations of one layer are kept. ``output layer``:
+    float32 hidden states and their gradient, and two tiles of logits.
 
     Not included: the device's context, buffers of NCCL, fragmentation, feed-forward layers wider
     than 4 times the hidden size, experts, and temporary tensors of the backward pass.

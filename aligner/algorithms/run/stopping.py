@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+_ANNOUNCEMENT = b"Ctrl-C: the run ends after this step is saved. Press again to end at once\n"
 # A terminal sends Ctrl-C to every process, and launchers forward it: ignore such a repetition.
 _ECHO_S = 0.5
 
@@ -21,10 +22,7 @@ class StopRequest:
 
 @contextmanager
 def stop_signal(announce: bool = True) -> Iterator[StopRequest]:
-    """Turn the first SIGTERM or SIGINT (Ctrl-C) into a request. The second has its default effect.
-
-    ``announce``: print the effect of the first Ctrl-C on standard error.
-    """
+    """Turn the first SIGTERM or SIGINT into a request. The second has its default effect."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may handle signals
@@ -35,18 +33,13 @@ def stop_signal(announce: bool = True) -> Iterator[StopRequest]:
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal requested_at
         if request.name is None:
-            # First signal: record the request.
             request.name, requested_at = _NAMES[signal.Signals(number)], time.monotonic()
             if announce and number == signal.SIGINT:
-                os.write(
-                    2,
-                    b"Ctrl-C: the run ends after this step is saved. Press again to end at once\n",
-                )
+                os.write(2, _ANNOUNCEMENT)
         elif time.monotonic() - requested_at > _ECHO_S:
             signal.signal(number, previous[signal.Signals(number)])
             signal.raise_signal(number)
 
-    # Handlers of the caller are restored at the end.
     for number in _NAMES:
         signal.signal(number, handle)
     try:

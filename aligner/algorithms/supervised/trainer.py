@@ -1,9 +1,6 @@
 """Supervised training of a role: one optimizer update per step on a batch of a data set.
 
-    examples ─► next global batch ─► one update of the role with the loss ─► validate, save
-
-Fine-tuning, reward models and preference optimisation differ in their examples, in the conversion
-of examples to a batch, and in the loss.
+examples ─► next global batch ─► one update of the role with the loss ─► validate, save
 """
 
 from collections.abc import Callable, Sequence
@@ -32,17 +29,13 @@ class ExampleSet(Protocol[T_co]):
 
 @dataclass(frozen=True)
 class Task(Generic[T_co]):
-    """Learning task: examples, batches and loss.
-
-    ``collate`` converts a list of examples to a batch for ``loss``, with columns of
-    `aligner.types`. ``complete`` adds the outputs of models that the loss reads, in place. Its last
-    argument is the number of examples that the run has trained on before, None in validation.
-    """
+    """Learning task: examples, batches and loss."""
 
     train: ExampleSet[T_co]
     validation: ExampleSet[T_co] | None
     collate: Callable[[Sequence[T_co]], BatchedDataDict]
     loss: LossFunction
+    # Adds outputs of models, for the number of examples trained on before (None: validation).
     complete: Callable[[Any, BatchedDataDict, int | None], None] | None = None
 
 
@@ -88,10 +81,7 @@ class SupervisedTrainer(Learner):
         )
 
     def validate(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Return loss and metrics over the validation examples as one global batch.
-
-        Means are over all tokens (or pairs), independently of the micro-batch size.
-        """
+        """Return loss and metrics, means over all tokens (or pairs) of the validation examples."""
         examples = self.task.validation
         if examples is None:
             return StepResult({})
@@ -114,7 +104,6 @@ class SupervisedTrainer(Learner):
 
 
 def _filled_up(batch: BatchedDataDict, multiple: int) -> BatchedDataDict:
-    """Pad ``batch`` to a multiple of ``multiple`` rows with copies that do not count."""
     missing = -batch.size % multiple
     if not missing:
         return batch

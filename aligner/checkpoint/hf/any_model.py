@@ -172,11 +172,13 @@ def architecture_of(
     settings: Mapping[str, Any], origin: str, *, trusted: bool = False
 ) -> TransformersArchitecture:
     """Return the architecture of a ``config.json`` in the directory ``origin`` (`read_any`)."""
+    # Code of the directory runs only if the user trusts the directory.
     code = origin if trusted and "auto_map" in settings else ""
     _check_type(settings, origin, bool(code))
     text = json.dumps(dict(settings), sort_keys=True)
     with raised_as(CheckpointError, f"config.json in {origin!r} is incomplete or damaged"):
         config = _config(text, code)
+        # Sizes have other names in other types, and some types lack sizes.
         values = config.to_dict()
         sizes = {name: _size(values, keys) for name, keys in _SIZES.items()}
         heads = sizes["num_attention_heads"] or 1
@@ -206,6 +208,7 @@ def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> Non
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    # What the type is.
     kind, problem = settings.get("model_type"), ""
     version = f"transformers {transformers.__version__}"
     parts = [
@@ -215,6 +218,7 @@ def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> Non
     ]
     causal = settings["auto_map"] if has_code else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     is_causal = ("AutoModelForCausalLM" if has_code else kind) in causal
+    # Why it cannot be trained, if it cannot.
     if kind not in CONFIG_MAPPING_NAMES and not has_code:
         near = difflib.get_close_matches(str(kind), sorted(CONFIG_MAPPING_NAMES), n=3)
         similar = f" Similar types: {', '.join(near)}." if near else ""

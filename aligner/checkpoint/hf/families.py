@@ -355,10 +355,8 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
 def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
     """Return the family and ``config.json`` of an architecture.
 
-    Without a recorded family, the architecture's features determine it.
-
-    Raises:
-        CheckpointError: the family cannot express the architecture.
+    Without a recorded family, the architecture's features determine it. Raises `CheckpointError` if
+    the family cannot express the architecture.
     """
     if not architecture.has_table:
         raise CheckpointError(

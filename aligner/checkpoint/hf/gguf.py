@@ -78,8 +78,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 def read_gguf(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], dict[str, bytes]]:
     """Return ``config.json``, float32 tensors (read when indexed) and tokenizer files of a model.
 
-    Raises:
-        CheckpointError: the file is damaged, or it contains an unsupported key or tensor.
+    Raises `CheckpointError` if the file is damaged, or it contains an unsupported key or tensor.
     """
     reader, values = gguf_values(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -105,13 +104,7 @@ def _names(architecture: str, model_type: str) -> dict[str, str]:
 
 
 def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    architecture = values.get("general.architecture")
-    if architecture not in _MODEL_TYPES or values.get("general.type", "model") != "model":
-        raise CheckpointError(
-            f"general.architecture={architecture!r} of general.type="
-            f"{values.get('general.type', 'model')!r} is not supported. Supported: models of "
-            f"{', '.join(_MODEL_TYPES)}"
-        )
+    architecture, kind = values.get("general.architecture"), values.get("general.type", "model")
     prefix = f"{architecture}."
     settings = {
         # Floats have single precision: the value 1e-05 is read as 9.99999974e-06.
@@ -119,29 +112,38 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
         for key, v in values.items()
         if not key.startswith(_ELSEWHERE)
     }
-    if settings.get("split.count", 1) != 1:
-        raise CheckpointError(
+    # Properties that every supported file has.
+    lacking = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
+    problem = ""
+    if architecture not in _MODEL_TYPES or kind != "model":
+        problem = (
+            f"general.architecture={architecture!r} of general.type={kind!r} is not supported. "
+            f"Supported: models of {', '.join(_MODEL_TYPES)}"
+        )
+    elif settings.get("split.count", 1) != 1:
+        problem = (
             f"the file is one of split.count={settings['split.count']} parts. Join them with "
             "`llama-gguf-split --merge` and give the joined file"
         )
+    elif lacking:
+        problem = f"{', '.join(lacking)} must be present, each one integer"
+    elif "token_embd.weight" not in tensors:
+        problem = "the tensor token_embd.weight is missing"
+    if problem:
+        raise CheckpointError(problem)
     for key in _UNUSED:
         settings.pop(key, None)
-    lacking = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
-    if lacking:
-        raise CheckpointError(f"{', '.join(lacking)} must be present, each one integer")
     for key, neutral in _NEUTRAL.items():
         if settings.get(key, []) in neutral:
             settings.pop(key, None)
     config = {ours: settings.pop(key) for key, ours in _SIZES.items()}
     config |= {ours: settings.pop(key) for key, ours in _OPTIONAL.items() if key in settings}
-    # Sizes of heads and of the vocabulary.
+    # Sizes of heads and of the vocabulary. Other sizes stay in the settings, which are refused.
     head = settings.pop("attention.key_length", None)
     head = head or config["hidden_size"] // config["num_attention_heads"]
     for key in ("attention.value_length", "rope.dimension_count"):
-        if settings.pop(key, head) != head:
-            raise CheckpointError(f"{prefix}{key} other than the {head} of a head is not supported")
-    if "token_embd.weight" not in tensors:
-        raise CheckpointError("the tensor token_embd.weight is missing")
+        if settings.get(key) == head:
+            del settings[key]
     rows = int(tensors["token_embd.weight"].shape[-1])
     config |= {"head_dim": head, "vocab_size": settings.pop("vocab_size", rows)}
     config |= {"tie_word_embeddings": "output.weight" not in tensors}

@@ -17,21 +17,28 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import REWARD_HEAD, LazyTensors, Weights, check_names
 from aligner.checkpoint.durable import sync_path, sync_tree
 from aligner.checkpoint.hf.families import Family, architecture_from_hf, config_to_hf, family_of
-from aligner.checkpoint.hf.tensors import LLAMA_TABLE, HuggingFaceView, HuggingFaceWeights
+from aligner.checkpoint.hf.tensors import LLAMA_TABLE, SCORE, HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
 from aligner.data.tokenizers.loading import (
-    fold_named_templates,
     is_slow,
     load_tokenizer,
+    read_files,
     tokenizer_from_files,
 )
 from aligner.data.tokenizers.tokenizer import (
     GENERATION_CONFIG,
     TOKENIZER_FILES,
     Tokenizer,
+    generation_file,
     is_tokenizer_file,
 )
-from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError, raised_as
+from aligner.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    StorageError,
+    json_object,
+    raised_as,
+)
 
 _MAX_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -59,20 +66,18 @@ class HuggingFaceModel:
 def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
     """Open a Hugging Face directory (``config.json``, safetensors) or a ``.gguf`` file."""
     path = Path(path)
-    if not path.exists():
-        raise CheckpointNotFoundError(
-            f"{str(path)!r} does not exist. Give a Hugging Face directory or a .gguf file"
-        )
     if path.is_dir():
         config = read_json(path / "config.json")
         state: Weights = SafetensorsFolder(path)
         tokenizer_files = read_tokenizer_files(path, config)
-    elif path.suffix == ".gguf":
+    elif path.suffix == ".gguf" and path.exists():
         from aligner.checkpoint.hf.gguf import read_gguf  # imports transformers
 
         config, state, tokenizer_files = read_gguf(path)
     else:
-        raise CheckpointError(f"{str(path)!r} is neither a Hugging Face directory nor a .gguf file")
+        kind = CheckpointError if path.exists() else CheckpointNotFoundError
+        problem = "is neither of these" if path.exists() else "does not exist"
+        raise kind(f"{str(path)!r} {problem}. Give a Hugging Face directory or a .gguf file")
     # The tensors are checked against the architecture and read later.
     architecture = architecture_from_hf(config)
     weights = HuggingFaceWeights(state, family_of(architecture.family).table, architecture)
@@ -83,89 +88,66 @@ class SafetensorsFolder(LazyTensors):
     """All tensors of a directory's safetensors files, memory-mapped and read when indexed."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open_files: dict[str, Any] = {}
-        index = folder / _INDEX
-        if (folder / "model.safetensors").exists():  # transformers prefers this file to an index
-            self._files = dict.fromkeys(self._keys("model.safetensors"), "model.safetensors")
-        elif index.exists():
-            self._files = _weight_map(index)
-            for name in sorted(set(self._files.values())):
-                unlisted = sorted(set(self._keys(name)) - self._files.keys())
-                if unlisted:
-                    raise CheckpointError(
-                        f"{str(folder / name)!r} contains {unlisted[0]}, but {_INDEX} does not "
-                        "list it. The files belong to two models, or the index is damaged"
-                    )
-        else:
-            raise CheckpointError(
-                f"{str(folder)!r} contains no model.safetensors, and pickled weights are not read. "
-                "Save the model with save_pretrained(..., safe_serialization=True)"
-            )
+        index, names = folder / _INDEX, ["model.safetensors"]
+        listed: dict[str, str] | None = None
+        if not (folder / names[0]).exists():  # transformers prefers this file to an index
+            if not index.exists():
+                raise CheckpointError(
+                    f"{str(folder)!r} contains no {names[0]}, and pickled weights are not read. "
+                    "Save the model with save_pretrained(..., safe_serialization=True)"
+                )
+            listed = _weight_map(index)
+            names = sorted(set(listed.values()))
+        self._files: dict[str, Any] = {}  # open file of each tensor
+        for name in names:
+            text = f"{str(folder / name)!r} is missing or damaged"
+            with raised_as(CheckpointError, text, SafetensorError, OSError):
+                file = safe_open(folder / name, framework="pt")
+            tensors = list(file.keys())
+            unlisted = [] if listed is None else sorted(set(tensors) - listed.keys())
+            if unlisted:
+                raise CheckpointError(
+                    f"{str(folder / name)!r} contains {unlisted[0]}, but {_INDEX} does not list "
+                    "it. The files belong to two models, or the index is damaged"
+                )
+            self._files |= dict.fromkeys(tensors, file)
         super().__init__(self._files)
 
-    def _keys(self, name: str) -> list[str]:
-        with _damage_named(self._folder / name):
-            return list(self._open(name).keys())
-
-    def _open(self, name: str) -> Any:
-        if name not in self._open_files:
-            self._open_files[name] = safe_open(self._folder / name, framework="pt")
-        return self._open_files[name]
-
     def __getitem__(self, key: str) -> Tensor:
-        name = self._files[key]
-        with _damage_named(self._folder / name):
-            tensor: Tensor = self._open(name).get_tensor(key)
+        tensor: Tensor = self._files[key].get_tensor(key)
         return tensor
-
-
-def _damage_named(path: Path) -> contextlib.AbstractContextManager[None]:
-    text = f"{str(path)!r} is missing or damaged"
-    return raised_as(CheckpointError, text, SafetensorError, OSError)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the map from tensors to files in the directory of ``index``."""
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict):
-        raise CheckpointError(f"{str(index)!r} lacks the mapping weight_map of tensors to files")
-    for key, name in listed.items():
+    listed: Any = read_json(index).get("weight_map")
+    entries = listed if isinstance(listed, dict) else {"weight_map": listed}
+    for key, name in entries.items():
         is_plain = isinstance(name, str) and Path(name).name == name
         if not is_plain or not name.endswith(".safetensors"):
             raise CheckpointError(
                 f"{str(index)!r} names the file {name!r} for {key}. A .safetensors file in the "
                 "same directory is expected"
             )
-    return listed
+    return entries
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or raise `CheckpointError`."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{str(path.parent)!r} contains no {path.name}. Is it a Hugging Face model directory?"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(path)!r} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{str(path)!r} is not a JSON object")
-    return content
+    absent = f"{str(path.parent)!r} contains no {path.name}"
+    with raised_as(CheckpointError, absent, FileNotFoundError, remedy="give a model's directory"):
+        content = path.read_bytes()
+    return json_object(content, CheckpointError, f"{str(path)!r} is not JSON")
 
 
 def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the directory's tokenizer files, completed by transformers and ``config.json``."""
-    files = {
-        name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
-    }
-    files = fold_named_templates(folder, files)
+    files = read_files(folder, TOKENIZER_FILES)
     if is_slow(folder):
         files |= load_tokenizer(folder).files()
     ends = config.get("eos_token_id")
     if files and GENERATION_CONFIG not in files and isinstance(ends, list):
-        files[GENERATION_CONFIG] = json.dumps({"eos_token_id": ends}).encode()
+        files |= generation_file(ends)
     return files
 
 
@@ -174,22 +156,37 @@ def save_hf(
     weights: Weights,
     architecture: GPTArchitecture,
     tokenizer_files: Mapping[str, bytes],
+    keys: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a Hugging Face directory that ``from_pretrained`` loads, see `new_folder`."""
+    """Write a Hugging Face directory that ``from_pretrained`` loads, see `new_folder`.
+
+    ``keys``: NeMo's keys of the model. A reward model becomes a sequence classifier, a critic a
+    token classifier.
+
+    Raises:
+        CheckpointError: the family has no such classifier, or its scores would differ.
+    """
     folder = Path(folder)
     for name in tokenizer_files:
         if not is_tokenizer_file(name):
             raise CheckpointError(f"{name!r} is not the name of a tokenizer file")
     check_names(weights, architecture, "the model to be saved")
-    # A model with a scalar head becomes a token classifier.
     family, config = config_to_hf(architecture)
-    if REWARD_HEAD[0] in set(weights):
-        config |= _classifier(family)
+    config |= _special_ids(tokenizer_files)
+    is_reward_model = REWARD_HEAD[0] in weights and "reward_model_type" in (keys or {})
+    if REWARD_HEAD[0] in weights:
+        config |= _classifier(family, weights, keys if is_reward_model else None)
+    ends = config.get("eos_token_id")
+    if is_reward_model and config.get("pad_token_id") in (
+        ends if isinstance(ends, list) else [ends]
+    ):
+        config["pad_token_id"] = None  # else the score would be read before the end token
+    view = HuggingFaceView(weights, family.table, architecture)
+    names = [name for name in view if not (is_reward_model and name == SCORE[REWARD_HEAD[1]])]
     with new_folder(folder) as partial:
         for name, content in tokenizer_files.items():
             (partial / name).write_bytes(content)
-        config |= _special_ids(tokenizer_files)
-        dtype = _write_shards(partial, HuggingFaceView(weights, family.table, architecture).items())
+        dtype = _write_shards(partial, ((name, view[name]) for name in names))
         config["torch_dtype"] = dtype
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -198,8 +195,7 @@ def save_hf(
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to fill, and rename it to ``folder`` after the block succeeded.
 
-    Raises:
-        StorageError: the folder exists and is not empty, or cannot be written.
+    Raises `StorageError` if the folder exists and is not empty, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(
@@ -220,15 +216,30 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _classifier(family: Family) -> dict[str, Any]:
-    """Return the ``config.json`` settings of a classifier with one label, a scalar head."""
+def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the ``config.json`` settings of a sequence classifier, or without keys of a critic."""
     if family.table is not LLAMA_TABLE:
         raise CheckpointError(
             f"the model has a reward head (rm_head), which a Hugging Face {family.model_type} "
             "cannot represent. Save it as a .nemo, or convert the policy instead"
         )
-    name = family.model_class.replace("ForCausalLM", "ForTokenClassification")
-    return {"architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    has_offset = bool(((keys or {}).get("reward_standardization") or {}).get("enable"))
+    if REWARD_HEAD[1] in weights:
+        has_offset |= bool(weights[REWARD_HEAD[1]].any())
+    if keys is not None and has_offset:
+        raise CheckpointError(
+            "the reward head (rm_head) has a bias or standardised rewards, which a sequence "
+            "classifier of transformers does not have. Score with the .nemo (reward.model, "
+            "`aligner serve-reward`), or train with trainer.reward_model.loss=bradley_terry and "
+            "standardize_on=null"
+        )
+    labels = list(((keys or {}).get("regression") or {}).get("attributes") or ["value"])
+    kind = "ForTokenClassification" if keys is None else "ForSequenceClassification"
+    return {
+        "architectures": [family.model_class.replace("ForCausalLM", kind)],
+        "id2label": {str(index): label for index, label in enumerate(labels)},
+        "label2id": {label: index for index, label in enumerate(labels)},
+    }
 
 
 def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | list[int] | None]:

@@ -21,7 +21,7 @@ from aligner.checkpoint.canonical import (
     check_shape,
     expected_shapes,
 )
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,6 @@ def _reorder(parts: list[Tensor], order: Tensor) -> list[Tensor]:
     return [*heads, value]
 
 
-def _join_interleaved(parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
-    return join_qkv(_reorder(parts, _rotated_order(architecture)), architecture)
-
-
-def _part_interleaved(tensor: Tensor, architecture: GPTArchitecture) -> list[Tensor]:
-    return _reorder(part_qkv(tensor, architecture), _rotated_order(architecture).argsort())
-
-
 _COPY = Layout(lambda parts, _: parts[0], lambda tensor, _: [tensor])
 _CONV = Layout(lambda parts, _: _conv(parts[0]), lambda tensor, _: [_conv(tensor)], True)
 _QKV = Layout(join_qkv, part_qkv)
@@ -127,7 +119,10 @@ LLAMA_TABLE: Table = {
 _ATTENTION, _MLP = f"{_H}.self_attn", f"{_H}.mlp"
 INTERLEAVED_ROPE: Table = {
     f"{_L}.self_attention.linear_qkv": (
-        Layout(_join_interleaved, _part_interleaved),
+        Layout(
+            lambda parts, arch: join_qkv(_reorder(parts, _rotated_order(arch)), arch),
+            lambda tensor, arch: _reorder(part_qkv(tensor, arch), _rotated_order(arch).argsort()),
+        ),
         (f"{_ATTENTION}.q_proj", f"{_ATTENTION}.k_proj", f"{_ATTENTION}.v_proj"),
     )
 }
@@ -294,11 +289,9 @@ class HuggingFaceWeights(LazyTensors):
                 raise CheckpointError(
                     f"{source} of a quantised model has {part.dtype}. Give the model in bf16"
                 )
-        try:
+        shapes = {s: list(p.shape) for s, p in zip(sources, parts, strict=True)}
+        with raised_as(CheckpointError, f"{shapes} do not fit config.json", RuntimeError):
             tensor = layout.join(parts, self._architecture)
-        except RuntimeError as error:
-            shapes = {s: list(p.shape) for s, p in zip(sources, parts, strict=True)}
-            raise CheckpointError(f"{shapes} do not fit config.json: {error}") from error
         if name not in SCORE:  # the role checks the shape of a head with a clearer error
             check_shape(name, tensor.shape, self._shapes[name])
         return tensor

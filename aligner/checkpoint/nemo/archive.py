@@ -11,15 +11,14 @@ import io
 import json
 import mmap
 import os
-import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Self
 
 from aligner.checkpoint.nemo.inflated import open_inflated
-from aligner.config.fields import HUB_NAME
-from aligner.errors import CheckpointError, CheckpointNotFoundError, raised_as
+from aligner.errors import CheckpointError, CheckpointNotFoundError, json_object, raised_as
+from aligner.hub import hub_remedy
 
 CHECKSUMS = "checksums.json"  # member → SHA-256, for members without CRC-32
 _KEY = "model.restore_from_path"
@@ -50,14 +49,10 @@ class ArchiveReader:
         self._members: dict[str, tarfile.TarInfo] = {}
         self._mapped: dict[str, memoryview] = {}  # by file of a directory, or ``""`` for a tar
         if not self.path.exists():
-            text = f"checkpoint {str(self.path)!r} does not exist. Check {_KEY}"
-            if re.fullmatch(HUB_NAME, str(self.path)) and self.path.suffix != ".nemo":
-                text += (
-                    ". If it is a name of Hugging Face's hub, it is not in the local cache: run hf "
-                    f"download {self.path}, or give a directory (policy.model_name in NeMo-RL's "
-                    "mappings)"
-                )
-            raise CheckpointNotFoundError(text)
+            raise CheckpointNotFoundError(
+                f"checkpoint {str(self.path)!r} does not exist. Check {_KEY}"
+                f"{hub_remedy(str(self.path))}"
+            )
         # A directory. A link could lead to a file elsewhere.
         if self.path.is_dir():
             if not (self.path / "model_config.yaml").is_file():
@@ -98,22 +93,18 @@ class ArchiveReader:
         for info in infos:
             # Refuse names and kinds that no checkpoint has.
             path = PurePosixPath(info.name)
-            kind = ""
+            name, problem = path.as_posix(), ""
             if path.is_absolute() or ".." in path.parts or "\\" in info.name or "\0" in info.name:
-                kind = "an unsafe path"
+                problem = ", an unsafe path: refused as malicious"
             elif not (info.isreg() or info.isdir()) or info.issparse():  # sparse: not contiguous
-                kind = "a link or a device"
-            if kind:
-                raise CheckpointError(
-                    f"{str(self.path)!r} contains {info.name!r}, {kind}: refused as malicious"
-                )
-            name = path.as_posix()
+                problem = ", a link or a device: refused as malicious"
+            elif name in members:
+                problem = " twice"
+            if problem:
+                raise CheckpointError(f"{str(self.path)!r} contains {name!r}{problem}")
             end = max(end, info.offset_data + -(-info.size // _BLOCK) * _BLOCK * info.isreg())
-            if info.isdir():
-                continue
-            if name in members:
-                raise CheckpointError(f"{str(self.path)!r} contains {name!r} twice")
-            members[name] = info
+            if not info.isdir():
+                members[name] = info
         # tarfile accepts a file that was cut between two members.
         self._stream.seek(end)
         if self._stream.read(_BLOCK) != bytes(_BLOCK):
@@ -152,9 +143,7 @@ class ArchiveReader:
         """Return all bytes of member ``name``.
 
         The files of an unpacked archive are not compared with `CHECKSUMS`: users may edit them.
-
-        Raises:
-            CheckpointError: the bytes from a tar do not match their digest in `CHECKSUMS`.
+        Raises `CheckpointError` if the bytes from a tar do not match their digest in `CHECKSUMS`.
         """
         if self._tar is None and name in self.names:
             return (self.path / name).read_bytes()
@@ -169,12 +158,8 @@ class ArchiveReader:
     def read_json(self, name: str) -> dict[str, Any]:
         """Read member ``name``, which contains a JSON object."""
         data = bytes(self.view(name)) if name == CHECKSUMS else self.read(name)
-        text, damage = f"{name} of {str(self.path)!r} is damaged", (ValueError, RecursionError)
-        with raised_as(CheckpointError, text, *damage, remedy="copy the file anew"):
-            value = json.loads(data)
-            if not isinstance(value, dict):
-                raise ValueError(f"a {type(value).__name__} instead of an object")
-        return value
+        text = f"{name} of {str(self.path)!r} is damaged"
+        return json_object(data, CheckpointError, text, "copy the file anew")
 
     @functools.cached_property
     def _digests(self) -> dict[str, Any]:

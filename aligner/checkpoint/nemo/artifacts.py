@@ -38,21 +38,16 @@ def _add(archive: ArchiveWriter, name: str, content: bytes) -> str:
     return f"{_REFERENCE}{member}"
 
 
-def extract_artifacts(archive: ArchiveReader, config: Mapping[str, Any], folder: Path) -> bool:
-    """Copy the members that ``config`` references, except the tokenizer's, to ``folder``.
-
-    Return whether any were copied.
-    """
+def extract_artifacts(archive: ArchiveReader, config: Mapping[str, Any], folder: Path) -> None:
+    """Copy the members that ``config`` references, except the tokenizer's, to ``folder``."""
     outside = {key: value for key, value in config.items() if key != "tokenizer"}
-    members = [member for member in _references(outside) if member in archive.names]
-    for member in members:
+    for member in archive.names & {*_references(outside)}:
         if Path(member).name != member:
             raise CheckpointError(
                 f"model_config.yaml of {str(archive.path)!r} refers to 'nemo:{member}' in a "
                 "folder. Files of users must be at the top level of the archive"
             )
         (folder / member).write_bytes(archive.read(member))
-    return bool(members)
 
 
 def _references(value: Any) -> Iterator[str]:
@@ -76,36 +71,27 @@ _ROLE_NAMES = {
 def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return name → content of the packaged tokenizer files, empty if none are packaged."""
     # The names in the configuration.
-    section = config.get("tokenizer") or {}
-    if not isinstance(section, Mapping):
-        raise CheckpointError("tokenizer in model_config.yaml is not a mapping")
-    roles = {_ROLE_NAMES[key]: section.get(key) for key in _ROLE_NAMES if key in section}
-    listed = section.get("files") or {}
+    section, path = config.get("tokenizer") or {}, repr(str(archive.path))
+    listed = section.get("files") or {} if isinstance(section, Mapping) else section
     if not isinstance(listed, Mapping):
         raise CheckpointError(
-            f"tokenizer.files of model_config.yaml in {str(archive.path)!r} is a "
-            f"{type(listed).__name__}, not a mapping of names to files"
+            f"tokenizer.files of model_config.yaml in {path} is a {type(listed).__name__}, not a "
+            "mapping of names to files"
         )
     # Names become file names of a conversion, so a path or another name is an attack.
     for name in listed:
         if not is_tokenizer_file(name):
             raise CheckpointError(
-                f"model_config.yaml of {str(archive.path)!r} names {str(name)!r}, which is not the "
-                "name of a tokenizer file: refused as malicious"
+                f"model_config.yaml of {path} names {str(name)!r}, which is not the name of a "
+                "tokenizer file: refused as malicious"
             )
-    # Resolve the references to members of the archive.
-    references = {**{name: value for name, value in roles.items() if value}, **listed}
+    # Resolve the references to members of the archive, which refuses an absent member.
+    roles = {_ROLE_NAMES[key]: section[key] for key in _ROLE_NAMES if section.get(key)}
     members = {
         name: value.removeprefix(_REFERENCE)
-        for name, value in references.items()
+        for name, value in {**roles, **listed}.items()
         if isinstance(value, str) and value.startswith(_REFERENCE)
     }
-    for member in members.values():
-        if member not in archive.names:
-            raise CheckpointError(
-                f"model_config.yaml names the tokenizer file {member!r}, but {str(archive.path)!r} "
-                "does not contain it"
-            )
     return {name: archive.read(member) for name, member in members.items()}
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -35,11 +35,7 @@ _NORMALIZATIONS: dict[str, Normalization] = {
     "layernorm1p": "layernorm1p",
     "rmsnorm": "rmsnorm",
 }
-_POSITION_EMBEDDINGS: dict[str, PositionEmbedding] = {
-    "rope": "rope",
-    "learned_absolute": "learned_absolute",
-    "none": "none",
-}
+_POSITION_EMBEDDINGS = {name: name for name in get_args(PositionEmbedding)}
 _WRITTEN_ACTIVATIONS: dict[Activation, str] = {
     "gelu_tanh": "gelu",  # together with openai_gelu
     "squared_relu": "squared-relu",
@@ -63,6 +59,10 @@ _OWN_KEYS = (
     *("logits_divisor", "window_rotary_base"),
 )
 _INTERPOLATION = re.compile(r"^\$\{\.*(?:model\.)?(\w+)\}$")
+_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size"),
+    *("num_attention_heads", "num_query_groups", "kv_channels"),
+)
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
@@ -71,8 +71,7 @@ def parse_config(data: bytes) -> Config:
     damage = (yaml.YAMLError, UnicodeDecodeError, RecursionError)
     with raised_as(CheckpointError, "model_config.yaml cannot be parsed", *damage):
         config = yaml.safe_load(data)
-    if not isinstance(config, dict):
-        raise CheckpointError("model_config.yaml is not a mapping of keys to values")
+    config = config if isinstance(config, dict) else {}
     if isinstance(config.get("model"), dict):
         config = config["model"]
     missing = [key for key in _REQUIRED if config.get(key) is None]
@@ -234,12 +233,7 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "virtual_pipeline_model_parallel_size": None,
         "encoder_seq_length": architecture.max_position_embeddings,
         "max_position_embeddings": architecture.max_position_embeddings,
-        "num_layers": architecture.num_layers,
-        "hidden_size": architecture.hidden_size,
-        "ffn_hidden_size": architecture.ffn_hidden_size,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_query_groups": architecture.num_query_groups,
-        "kv_channels": architecture.kv_channels,
+        **{name: getattr(architecture, name) for name in _SIZES},
         "init_method_std": architecture.init_std,
         "use_scaled_init_method": True,
         "hidden_dropout": architecture.hidden_dropout,

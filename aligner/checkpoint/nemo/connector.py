@@ -2,27 +2,12 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from nemo.utils.app_state import AppState
 
-from aligner.checkpoint.nemo.model_file import NemoCheckpoint, open_nemo
-
-
-class NemoModel(Protocol):
-    """Interface of the model classes that the connector restores."""
-
-    artifact_folder: tempfile.TemporaryDirectory | None
-
-    @classmethod
-    def from_checkpoint(
-        cls, checkpoint: NemoCheckpoint, *, trainer: Any = None, strict: bool = True
-    ) -> Self:
-        """Build the model and load its weights."""
-
-    def write_nemo(self, path: str) -> None:
-        """Write the model. Called on every rank."""
+from aligner.checkpoint.nemo.model_file import open_nemo
 
 
 class GPTSaveRestoreConnector(SaveRestoreConnector):
@@ -30,7 +15,7 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
 
     def restore_from(
         self,
-        calling_cls: type[NemoModel],
+        calling_cls: type[Any],  # of aligner.models.gpt.megatron
         restore_path: str,
         override_config_path: Any = None,
         map_location: Any = None,
@@ -64,6 +49,6 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
             model.artifact_folder = folder  # removed with the model
             return model
 
-    def save_to(self, model: NemoModel, save_path: str) -> None:
-        """Write the model to ``save_path`` atomically."""
-        model.write_nemo(save_path)
+    def save_to(self, model: Any, save_path: str) -> None:
+        """Write the model to ``save_path`` atomically. Called on every rank."""
+        model.save_to(save_path)

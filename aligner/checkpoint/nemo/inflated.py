@@ -49,8 +49,11 @@ def open_inflated(path: Path) -> IO[bytes]:
                 _remove_if_unused(stream.fileno(), leftover)
     try:
         return io.BufferedReader(_Shared(shared, path))
-    except _UnusableError:
-        # A file without a name, which the system removes with the process.
+    except StorageError:
+        raise
+    except OSError:
+        # The shared file is another user's, or its file system has no locks. Use a file without a
+        # name, which the system removes with the process.
         private = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         try:
             _inflate(path, private)
@@ -70,47 +73,43 @@ def _shared_path(path: Path) -> str:
     return os.path.join(tempfile.gettempdir(), f"{_PREFIX}-{os.geteuid()}-{digest}")
 
 
-class _UnusableError(Exception):
-    """The shared file belongs to another user, or its file system has no locks."""
-
-
 class _Shared(io.FileIO):
-    """The shared file, open for reading. The process that closes it last removes it."""
+    """The shared file, open for reading. The process that closes it last removes it.
+
+    Raises `OSError` if the file belongs to another user, or its file system has no locks.
+    """
 
     def __init__(self, path: str, packed: Path) -> None:
         self._path = path
         while True:
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            except OSError as error:
-                raise _UnusableError from error
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             super().__init__(descriptor, "rb")
+            is_ready = False
             try:
                 status = os.fstat(descriptor)
                 if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
-                    raise _UnusableError
-                if self._is_ready(packed):
-                    return
-            except BaseException:
-                super().close()
-                raise
-            super().close()  # removed in the meantime
+                    raise PermissionError(path)
+                is_ready = self._is_ready(packed)
+            finally:
+                if not is_ready:
+                    super().close()
+            if is_ready:
+                return
 
     def _is_ready(self, packed: Path) -> bool:
         """Wait for the file or inflate it. Return False if it was removed."""
         while True:
             # No process waits for an exclusive lock, because readers keep their shared locks.
-            if self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
-                if not self._exists():
-                    return False
-                if not self._is_complete():
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._exists() and not self._is_complete():
                     self._inflate(packed)
-            self._lock(fcntl.LOCK_SH)
+            fcntl.flock(self, fcntl.LOCK_SH)
             if not self._exists():
                 return False
             if self._is_complete():
                 return True
-            self._lock(fcntl.LOCK_UN)
+            fcntl.flock(self, fcntl.LOCK_UN)
             time.sleep(random.uniform(0.001, 0.01))  # the inflating process failed or starts soon
 
     def _inflate(self, packed: Path) -> None:
@@ -129,16 +128,6 @@ class _Shared(io.FileIO):
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.stat(self._path), os.fstat(self.fileno()))
         return False
-
-    def _lock(self, kind: int) -> bool:
-        """Return False if ``kind`` does not wait and another process has a lock."""
-        try:
-            fcntl.flock(self.fileno(), kind)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise _UnusableError from error
-        return True
 
     def close(self) -> None:
         """Remove the file unless another process reads it."""

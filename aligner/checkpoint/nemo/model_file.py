@@ -54,9 +54,9 @@ class NemoCheckpoint:
         self.config: Config = parse_config(archive.read(CONFIG_FILE))
         self.tokenizer_files: dict[str, bytes] = read_tokenizer_files(archive, self.config)
 
-    def extract_artifacts(self, folder: Path) -> bool:
-        """Copy files registered by users into ``folder``. Return whether any were copied."""
-        return extract_artifacts(self._archive, self.config, folder)
+    def extract_artifacts(self, folder: Path) -> None:
+        """Copy files registered by users into ``folder``."""
+        extract_artifacts(self._archive, self.config, folder)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._weights_only_unpickler import Unpickler
 
 from aligner.checkpoint.nemo.archive import ViewStream
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # mark, bytes of the name and of the extra field
 _MARK = b"PK\x03\x04"
@@ -94,30 +94,25 @@ def load_tensors(content: memoryview, name: str) -> Any:
     """Open the file ``content`` of `torch.save`, in writable memory, without running code.
 
     Returns the saved value on the CPU. A tensor, or a tensor that is a value of a mapping, becomes
-    a `StoredTensor`. ``name`` is for errors.
-
-    Raises:
-        CheckpointError: the file is damaged, or it contains more than tensors.
+    a `StoredTensor`. ``name`` is for errors. Raises `CheckpointError` if the file is damaged, or it
+    contains more than tensors.
     """
-    try:
-        with torch.serialization.safe_globals([io.BytesIO]):  # in ``_extra_state``
+    # A damaged file raises nearly any type.
+    with (
+        raised_as(CheckpointError, f"{name} is damaged"),
+        torch.serialization.safe_globals([io.BytesIO]),  # in ``_extra_state``
+    ):
+        try:
             if bytes(content[: len(_MARK)]) != _MARK:
                 stream = ViewStream(content)
                 return _stored(torch.load(stream, map_location="cpu", weights_only=True), {})
             with zipfile.ZipFile(ViewStream(content)) as file:
                 return _load_zip(file, content, name)
-    except CheckpointError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{name} is damaged or contains more than tensors: refused ({_first_line(error)})"
-        ) from error
-    except Exception as error:  # a damaged file raises nearly any type
-        raise CheckpointError(f"{name} is damaged: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or repr(error)
+        except pickle.UnpicklingError as error:
+            reason = str(error).strip().split("\n")[0]  # the other lines advise to trust the file
+            raise CheckpointError(
+                f"{name} is damaged or contains more than tensors: refused ({reason})"
+            ) from error
 
 
 def _load_zip(file: zipfile.ZipFile, content: memoryview, name: str) -> Any:

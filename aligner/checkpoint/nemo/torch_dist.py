@@ -77,13 +77,9 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Resolve an admitted name. Any other name is an attempt to run code."""
-        try:
+        text = f".metadata refers to {module}.{name}, which is refused as malicious"
+        with raised_as(CheckpointError, text, KeyError):
             return _ADMITTED[module, name]
-        except KeyError:
-            raise CheckpointError(
-                f".metadata refers to {module}.{name}, which checkpoint metadata never needs: "
-                "refused as malicious"
-            ) from None
 
 
 def read_metadata(data: bytes) -> dcp.Metadata:
@@ -150,9 +146,9 @@ class TorchDistSource:
         identity = key, tuple(box.offsets)
         if identity in self._boxes:
             return self._boxes[identity]
-        info = self._storage.get(identity)
-        if info is None:
-            raise CheckpointError(f".metadata states no file for box {identity[1]} of {key}")
+        text = f".metadata states no file for box {identity[1]} of {key}"
+        with raised_as(CheckpointError, text, KeyError):
+            info = self._storage[identity]
         # Open the part of the file as a file of `torch.save`.
         name = f"{self._folder}/{pathlib.PurePosixPath(info.relative_path).name}"
         content = self._archive.view(name)[info.offset : info.offset + info.length]

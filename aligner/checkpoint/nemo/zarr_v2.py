@@ -61,14 +61,10 @@ class ZarrSource:
                 )
             data = torch.frombuffer(bytearray(content), dtype=dtype).view(chunk)
             data = data[tuple(i % n for i, n in zip(index, chunk, strict=False))]
-            starts = [p * n for p, n in zip(position[lead:], chunk[lead:], strict=True)]
             # Chunks at the far edge are stored completely and extend beyond the tensor.
-            spans = [
-                (start, min(start + n, size))
-                for start, n, size in zip(starts, chunk[lead:], shape[lead:], strict=True)
-            ]
-            inside = tuple(slice(0, stop - start) for start, stop in spans)
-            result[tuple(slice(start, stop) for start, stop in spans)] = data[inside]
+            places = zip(position[lead:], chunk[lead:], strict=True)
+            target = result[tuple(slice(p * n, (p + 1) * n) for p, n in places)]
+            target.copy_(data[tuple(map(slice, target.shape))])
         return result
 
     def records(self, key: str, index: tuple[int, ...] = ()) -> list[Record]:

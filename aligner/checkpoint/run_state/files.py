@@ -83,8 +83,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def check_files(folder: Path, checksums: Mapping[str, str]) -> None:
     """Compare the files of ``folder`` with ``checksums`` (file name → checksum).
 
-    Raises:
-        DamagedStateError: a file is damaged.
+    Raises `DamagedStateError` if a file is damaged.
     """
     for name, expected in checksums.items():
         path = folder / name
@@ -126,10 +125,9 @@ def read_manifest(path: Path) -> SavedState:
         # The step must agree with the name of the directory.
         step, metric = manifest["step"], manifest["metric"]
         match = _STEP_NAME.fullmatch(path.name)
-        if type(step) is not int or (match is not None and step != int(match[1])):
-            raise ValueError(f"manifest.json has the step {step!r}")
-        if metric is not None and not isinstance(metric, (int, float)):
-            raise ValueError(f"manifest.json has the metric {metric!r}")
+        is_valid = type(step) is int and (match is None or step == int(match[1]))
+        if not is_valid or not isinstance(metric, int | float | None):
+            raise ValueError(f"manifest.json has the step {step!r} and the metric {metric!r}")
         return SavedState(path, step, manifest["monitor"], metric, checksums)
 
 

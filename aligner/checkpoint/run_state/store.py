@@ -16,7 +16,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from aligner.checkpoint.background import BackgroundTask
-from aligner.checkpoint.durable import require_free_space, storage_error, write_json
+from aligner.checkpoint.durable import require_free_space, storing, write_json
 from aligner.checkpoint.run_state.files import (
     CHECKSUMS,
     FORMAT,
@@ -51,13 +51,7 @@ from aligner.checkpoint.run_state.tree import (
     write_tree,
 )
 from aligner.checkpoint.run_state.worker_state import seal
-from aligner.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    DamagedStateError,
-    StorageError,
-    raised_as,
-)
+from aligner.errors import CheckpointError, CheckpointNotFoundError, DamagedStateError, raised_as
 
 _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RESERVED = ("state", "manifest")
@@ -176,20 +170,20 @@ class RunStateStore:
 
         try:
             # Create the directory, start the workers, then write the entries and rename.
-            with self._raised_on_all(), _as_storage_error(temporary, size):
+            with self._raised_on_all(), _writing(temporary, size):
                 if self.rank == 0:
                     self.root.mkdir(parents=True, exist_ok=True)
                     shutil.rmtree(temporary, ignore_errors=True)
                     require_free_space(self.root, size)
                     temporary.mkdir()
-            with self._raised_on_all(), _as_storage_error(temporary, size):
+            with self._raised_on_all(), _writing(temporary, size):
                 for name, role in roles.items():
                     role.begin_saving(temporary / name, in_background)
             if in_background:
                 task = BackgroundTask(commit, "run state") if self.rank == 0 else None
                 self._pending = _Pending(temporary, size, roles, task)
             else:
-                with self._raised_on_all(), _as_storage_error(temporary, size):
+                with self._raised_on_all(), _writing(temporary, size):
                     if self.rank == 0:
                         commit()
         except Exception:
@@ -210,10 +204,10 @@ class RunStateStore:
         task, is_finished = pending.task, True
         try:
             # Errors of the workers, then of rank 0.
-            with self._raised_on_all(), _as_storage_error(pending.path, pending.size):
+            with self._raised_on_all(), _writing(pending.path, pending.size):
                 for role in pending.roles.values():
                     role.check_saving(wait)
-            with self._raised_on_all(), _as_storage_error(pending.path, pending.size):
+            with self._raised_on_all(), _writing(pending.path, pending.size):
                 if task is not None:
                     is_finished = task.wait() if wait else task.is_finished
                     if task.error is not None:
@@ -354,15 +348,7 @@ def _entries(state: Mapping[str, Any], copies: bool) -> dict[str, Any]:
     return map_tensors(trees, Tensor.clone) if copies else trees
 
 
-@contextlib.contextmanager
-def _as_storage_error(path: Path, size: int) -> Iterator[None]:
+def _writing(path: Path, size: int) -> contextlib.AbstractContextManager[None]:
     """Turn a failed write below ``path`` into a `StorageError` that mentions earlier states."""
-    try:
-        yield
-    except OSError as error:
-        refined = error if isinstance(error, StorageError) else storage_error(path, error, size)
-        explained = StorageError(
-            f"{refined}. The run state was not saved. Earlier states in {path.parent} are intact"
-        )
-        explained.errno = refined.errno
-        raise explained from error
+    note = f". The run state was not saved. Earlier states in {path.parent} are intact"
+    return storing(path, size, note)

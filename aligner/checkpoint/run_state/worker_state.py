@@ -90,10 +90,8 @@ class ShareWriter:
         """Write the current share to ``folder``, which all workers see.
 
         With ``in_background`` and enough host memory, the share is copied and written later.
-        Otherwise the share is on the disk when this returns.
-
-        Raises:
-            StorageError: this share or the previous share cannot be written.
+        Otherwise the share is on the disk when this returns. Raises `StorageError` if this share or
+        the previous share cannot be written.
         """
         if (failure := self.failure(wait=True)) is not None:
             raise StorageError(failure)

@@ -29,45 +29,26 @@ from aligner.config.fields import (
 from aligner.config.generation import GenerationConfig
 from aligner.config.parse import refuse
 from aligner.config.reward import RewardConfig
-from aligner.config.roles.model import RSModelConfig
+from aligner.config.roles.model import ModelSourceConfig, RSModelConfig
 from aligner.config.roles.peft import PeftConfig
 from aligner.config.roles.policy import BackendConfig
 from aligner.config.roles.sampling import PolicyRSConfig
 from aligner.config.run import RSRunConfig
 from aligner.config.validation import FINAL_ANSWER, AnswerSamplingConfig, answer_problems
 from aligner.foreign_keys import shown
+from aligner.hub import ON_HUB
 
 
 @dataclass(frozen=True)
-class AskedModelConfig:
-    """A model that only generates, and its layout."""
+class AskedModelConfig(ModelSourceConfig):
+    """A model that only generates."""
 
     restore_from_path: Annotated[
-        StrictStr, not_empty("a .nemo file, a Hugging Face directory or the directory of a run")
+        StrictStr,
+        not_empty("a .nemo file, a Hugging Face directory or the directory of a run"),
+        ON_HUB,
     ]
     """A `.nemo`, a Hugging Face directory, or the directory of a run: its newest state."""
-
-    trust_remote_code: StrictBool = False
-    """Run the Python code in a Hugging Face directory whose `config.json` has `auto_map`. Without
-    it such code is never imported. Needs `policy.backend=dtensor`."""
-
-    tokenizer: FilePath | None = None
-    """Path of another tokenizer. `null` means the model's tokenizer."""
-
-    tensor_model_parallel_size: Count = 1
-    """Processes that share every layer."""
-
-    pipeline_model_parallel_size: Count = 1
-    """Pipeline stages: processes with consecutive layers each."""
-
-    context_parallel_size: Count = 1
-    """Processes that share every sequence, in chunks."""
-
-    expert_model_parallel_size: Count = 1
-    """Processes that share the experts of a mixture of experts."""
-
-    sequence_parallel: StrictBool = False
-    """Shard norms over the tensor-parallel processes."""
 
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Format of 8-bit matrix products, on GPUs with Transformer Engine. `e4m3`, `hybrid`, or null
@@ -142,6 +123,9 @@ class AskConfig:
     sampling: AnswerSamplingConfig = field(default_factory=AnswerSamplingConfig)
     seed: Natural = 1234
     """Seed of sampling."""
+
+    download: StrictBool = False
+    """Download models and data that are named as on Hugging Face's hub (docs/ppo.md#data)."""
 
     trainer: ProcessConfig = field(default_factory=ProcessConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -35,14 +35,13 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
         if budgets is not None:
             yield {f"model.{name}.train_mb_tokens": int(budgets.train_mb_tokens * factor)}
         elif model.micro_batch_size * factor >= 1:
-            changes = {"model.micro_batch_size": int(model.micro_batch_size * factor)}
-            if isinstance(config, RunConfig) and config.critic is not None:
-                size = max(1, int(config.critic.micro_batch_size * factor))
-                changes["critic.micro_batch_size"] = size
-            yield changes
+            yield {
+                f"{role}.micro_batch_size": max(1, int(section.micro_batch_size * factor))
+                for role, section in config.trained_roles.items()
+            }
 
     # Storage in host memory.
-    critic = config.critic if isinstance(config, RunConfig) else None
+    critic = config.critic
     if isinstance(config, SamplingRunConfig) and not model.rollout.offload_adam_states:
         yield {f"{model.rollout_key}.offload_adam_states": True}
     if critic is not None and not critic.offload_weights:

@@ -32,16 +32,14 @@ def longest_lengths(
         length: tokens of a response or an example, None for the configured length.
         read: tokens of the longest prompt or example in the data, if they were read.
 
-    Raises:
-        ConfigError: prompt and response together exceed the positions of the model.
+    Raises `ConfigError` if prompt and response together exceed the positions of the model.
     """
     # Limit of a prompt, or of an example, by the configuration.
     most = positions or _MOST_POSITIONS
-    limit = None
+    limit, answer = None, config.model.rollout.length_params.max_length
     if isinstance(config, SamplingRunConfig):
         limit = config.data.max_prompt_length
         if config.environment.is_set:  # a conversation before the response of its last turn
-            answer = config.model.rollout.length_params.max_length
             limit = config.environment.max_tokens - answer
     elif isinstance(config, SupervisedRunConfig):
         limit = config.data.max_length
@@ -53,7 +51,7 @@ def longest_lengths(
         return 0, length or min(limit or read or usual, most)
 
     # Sampled responses.
-    response = length or config.model.rollout.length_params.max_length
+    response = length or answer
     prompt = prompt or max(1, min(limit or read or _PROMPT, most - response))
     if prompt + response > most:
         raise ConfigError(

@@ -15,11 +15,8 @@ from aligner.config.roles.sampling import PolicyPPOConfig, PolicyRSConfig, Rollo
 
 FP8_MULTIPLE = 16  # 8-bit matrix products need a multiple of 16 rows
 LAYOUT_KEYS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "sequence_parallel"),
 )
 STAGE_KEYS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 Model = TypeVar("Model", bound="TrainedModelConfig")
@@ -39,12 +36,11 @@ PackingAlgorithmName = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class MegatronOnly:
-    """Mark in a field's type: ``policy.backend=dtensor`` accepts only the default."""
+class MegatronOnly(str):
+    """Mark in a field's type: ``policy.backend=dtensor`` accepts only the default.
 
-    alternative: str
-    """Alternative with dtensor, as the end of a sentence."""
+    The text is the alternative with dtensor, as the end of a sentence.
+    """
 
 
 @dataclass(frozen=True)
@@ -87,10 +83,8 @@ class DynamicBatchingConfig(TokenBudgets):
 
 
 @dataclass(frozen=True)
-class TrainedModelConfig:
-    """A model that a run trains. Its parallel layout applies to all roles of the run."""
-
-    rollout_key: ClassVar[str] = ""  # of the sampling options, if the model samples
+class ModelSourceConfig:
+    """A model and its parallel layout, which applies to all roles of a run."""
 
     restore_from_path: ModelPath
     """The model to train: a `.nemo` file, an unpacked `.nemo`, or a Hugging Face directory."""
@@ -104,15 +98,6 @@ class TrainedModelConfig:
     returns a tokenizer, `package.module:function` or `path/to/file.py:function`
     (docs/howto.md#own-code-by-path)."""
 
-    micro_batch_size: Annotated[Count, DERIVED] = 8
-    """Sequences per forward and backward pass, per rank. `null` means the largest divisor up to 8
-    of a rank's share. Does not affect results."""
-
-    global_batch_size: Annotated[BatchSize, DERIVED] = 64
-    """Sequences per optimizer update, over all ranks. It must divide the samples of a step, and be
-    a multiple of `micro_batch_size` × ranks. `null` divides a rollout into the fewest equal parts
-    of up to 64 samples (rejection sampling: 16)."""
-
     tensor_model_parallel_size: Count = 1
     """Processes that share every layer. `parallel@model=tensor2` sets 2 with sequence parallelism
     (docs/layouts.md)."""
@@ -122,14 +107,6 @@ class TrainedModelConfig:
     ] = 1
     """Pipeline stages: processes with consecutive layers each. `parallel@model=pipeline2` sets
     2."""
-
-    num_layers_in_first_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = (
-        None
-    )
-    """Layers of the first pipeline stage. `null` means as many as middle stages."""
-
-    num_layers_in_last_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = None
-    """Layers of the last pipeline stage. `null` means as many as middle stages."""
 
     context_parallel_size: Annotated[
         Count,
@@ -145,12 +122,36 @@ class TrainedModelConfig:
     ] = 1
     """Processes that share the experts of a mixture of experts."""
 
-    freeze_moe_router: Annotated[StrictBool, MegatronOnly("has no experts")] = False
-    """Freeze the routers of a mixture of experts, in policy and critic."""
-
     sequence_parallel: Annotated[StrictBool, MegatronOnly("splits only layers")] = False
     """Shard norms and dropouts over the tensor-parallel processes. Needs
     `tensor_model_parallel_size` above 1."""
+
+
+@dataclass(frozen=True)
+class TrainedModelConfig(ModelSourceConfig):
+    """A model that a run trains."""
+
+    rollout_key: ClassVar[str] = ""  # of the sampling options, if the model samples
+
+    micro_batch_size: Annotated[Count, DERIVED] = 8
+    """Sequences per forward and backward pass, per rank. `null` means the largest divisor up to 8
+    of a rank's share. Does not affect results."""
+
+    global_batch_size: Annotated[BatchSize, DERIVED] = 64
+    """Sequences per optimizer update, over all ranks. It must divide the samples of a step, and be
+    a multiple of `micro_batch_size` × ranks. `null` divides a rollout into the fewest equal parts
+    of up to 64 samples (rejection sampling: 16)."""
+
+    num_layers_in_first_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = (
+        None
+    )
+    """Layers of the first pipeline stage. `null` means as many as middle stages."""
+
+    num_layers_in_last_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = None
+    """Layers of the last pipeline stage. `null` means as many as middle stages."""
+
+    freeze_moe_router: Annotated[StrictBool, MegatronOnly("has no experts")] = False
+    """Freeze the routers of a mixture of experts, in policy and critic."""
 
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
@@ -298,9 +299,9 @@ class RSModelConfig(TrainedModelConfig):
 class CriticConfig:
     """The policy's architecture with a value head, by default in the policy's layout."""
 
-    restore_from_path: FilePath | None = None
-    """A `.nemo` file. `null` means the policy's file, with a new value head that outputs 0. The
-    `rm_head` of a reward model becomes the value head."""
+    restore_from_path: ModelPath | None = None
+    """A `.nemo` file or Hugging Face directory. `null` means the policy's file, with a new value
+    head that outputs 0. The `rm_head` of a reward model becomes the value head."""
 
     micro_batch_size: Annotated[Count, DERIVED] = 8
     """As `model.micro_batch_size`."""

@@ -7,10 +7,7 @@ from aligner.config.fields import Beta, Count, Natural, NonNegative, Positive, a
 
 # NeMo's names for AdamW of megatron-core, whose state is sharded over ranks.
 _ADAM_OF_NEMO = (
-    "adamw",
-    "fused_adam",
-    "megatron_fused_adam",
-    "distributed_fused_adam",
+    *("adamw", "fused_adam", "megatron_fused_adam", "distributed_fused_adam"),
     "mcore_distributed_optim",
 )
 

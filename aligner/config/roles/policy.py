@@ -22,9 +22,8 @@ class BackendConfig:
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report layouts, adapters and token budgets that the backend does not support."""
         yield from model_problems(self.backend, run.model)
-        critic = getattr(run, "critic", None)
-        if critic is not None and critic.layout_overrides:
-            critic_model = critic.with_layout(run.model)
+        if run.critic is not None and run.critic.layout_overrides:
+            critic_model = run.critic.with_layout(run.model)
             yield from _budget_problems(critic_model, "critic")
             if self.backend == "dtensor":
                 yield from _dtensor_problems(critic_model, "critic", LAYOUT_KEYS)
@@ -137,6 +136,6 @@ def _dtensor_problems(model: TrainedModelConfig, key: str, names: Sequence[str])
             if isinstance(mark, MegatronOnly) and value != default:
                 yield (
                     f"{key}.{name}={shown(value)}: policy.backend=dtensor supports only data and "
-                    f"tensor parallelism, and {mark.alternative}. Set {key}.{name}="
+                    f"tensor parallelism, and {mark}. Set {key}.{name}="
                     f"{shown(default)}, or policy.backend=megatron"
                 )

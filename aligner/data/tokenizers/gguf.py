@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, is_tokenizer_file
+from aligner.data.tokenizers.tokenizer import generation_file, is_tokenizer_file, named_templates
 from aligner.errors import CheckpointError, raised_as
 from aligner.packages import require_extra
 
@@ -75,8 +75,7 @@ def gguf_values(path: Path) -> tuple[Any, dict[str, Any]]:
 def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
     """Return the tokenizer files of a GGUF model.
 
-    Raises:
-        CheckpointError: the file has no tokenizer, or an unknown splitting rule.
+    Raises `CheckpointError` if the file has no tokenizer, or an unknown splitting rule.
     """
     from transformers import AutoTokenizer
 
@@ -91,11 +90,8 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
         )
         with TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
-            files = {
-                file.name: file.read_bytes()
-                for file in Path(folder).iterdir()
-                if is_tokenizer_file(file.name)
-            }
+            paths = (path for path in Path(folder).iterdir() if is_tokenizer_file(path.name))
+            files = {path.name: path.read_bytes() for path in paths}
     # Remove GPT-2's end token, which transformers adds.
     content = json.loads(files["tokenizer.json"])
     size = len(reader.fields["tokenizer.ggml.tokens"].data)
@@ -116,16 +112,13 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
         if key.startswith("tokenizer.chat_template.")
     }
     if named:
-        default = files.pop("chat_template.jinja", b"").decode() or values.get(
-            "tokenizer.chat_template"
-        )
-        named = ({"default": default} if default else {}) | named
-        settings["chat_template"] = [{"name": n, "template": text} for n, text in named.items()]
+        text = files.pop("chat_template.jinja", b"").decode()
+        default = text or values.get("tokenizer.chat_template")
+        settings["chat_template"] = named_templates(named, default)
     files["tokenizer_config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
     ends = [keys[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in keys]
     if len(set(ends)) > 1:
-        ends = list(dict.fromkeys(ends))
-        files[GENERATION_CONFIG] = json.dumps({"eos_token_id": ends}).encode()
+        files |= generation_file(dict.fromkeys(ends))
     return files
 
 

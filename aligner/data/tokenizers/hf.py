@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from aligner.data.tokenizers.tokenizer import (
     GENERATION_CONFIG,
     RunClock,
+    config_of,
     generation_ends,
-    json_object,
     known_ids,
 )
 from aligner.errors import DataError, TokenizerError, raised_as
@@ -79,7 +79,7 @@ class HuggingFaceTokenizer:
             backend = RustTokenizer.from_buffer(files["tokenizer.json"].removeprefix(BOM_UTF8))
         _add_missing_tokens(backend, config)
         generation_ends(files, origin)  # raises for invalid ids
-        generation = json_object(files, GENERATION_CONFIG, origin)
+        generation = config_of(files, GENERATION_CONFIG, origin)
         return cls(backend, config, generation_config=generation, origin=origin)
 
     @property
@@ -149,8 +149,7 @@ class HuggingFaceTokenizer:
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "HuggingFaceTokenizer":
         """Return a tokenizer whose chat template has these variables.
 
-        Raises:
-            DataError: no template reads a variable, or its name is reserved.
+        Raises `DataError` if no template reads a variable, or its name is reserved.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -252,7 +251,7 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
     # Merge both files, and replace serialized tokens by their text.
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        merged |= json_object(files, name, origin)
+        merged |= config_of(files, name, origin)
     for name in _SPECIAL_NAMES:
         token = merged.get(name)
         text = token.get("content") if isinstance(token, dict) else token

@@ -4,7 +4,7 @@ Only chat templates, GGUF files and directories without ``tokenizer.json`` impor
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 from aligner.data.tokenizers.tokenizer import (
     GENERATION_CONFIG,
     Tokenizer,
+    config_of,
     generation_ends,
-    json_object,
+    named_templates,
 )
 from aligner.errors import (
     CheckpointNotFoundError,
@@ -55,7 +56,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return tokenizer_from_files({path.name: path.read_bytes()}, origin=str(path))
     # A Hugging Face directory, or a file that lies in one.
     directory = path if path.is_dir() else path.parent
-    files = _read_known_files(directory)
+    files = read_files(directory)
     if path.is_file():
         if path.name not in ("tokenizer.json", "vocab.json", "merges.txt", *_CONFIG_FILES):
             files["tokenizer.json"] = path.read_bytes()
@@ -131,7 +132,7 @@ def tokenizer_from_files(
         with TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / Path(name).name).write_bytes(content)
-            config = json_object(files, "tokenizer_config.json", origin)
+            config = config_of(files, "tokenizer_config.json", origin)
             if not config.get("tokenizer_class"):  # the model's ``config.json`` has named it
                 config["tokenizer_class"] = "GPT2Tokenizer" if is_pair else "LlamaTokenizer"
                 (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
@@ -165,7 +166,7 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
             "tokenizer in model.tokenizer"
         )
     files.pop("chat_template.jinja", None)
-    config = json_object(files, "tokenizer_config.json", setting) | {"chat_template": template}
+    config = config_of(files, "tokenizer_config.json", setting) | {"chat_template": template}
     files["tokenizer_config.json"] = json.dumps(config).encode()
     result = tokenizer_from_files(files, origin=setting)
     # Check that a rendered chat contains both messages.
@@ -206,35 +207,31 @@ _CONFIG_FILES = (
 )
 
 
-def _read_known_files(directory: Path) -> dict[str, bytes]:
-    names = ["tokenizer.json", "vocab.json", "merges.txt", *_CONFIG_FILES]
-    candidates = [directory / name for name in names] + sorted(directory.glob("*.model"))
-    files = {file.name: file.read_bytes() for file in candidates if file.is_file()}
-    return fold_named_templates(directory, files)
+def read_files(directory: Path, names: Iterable[str] | None = None) -> dict[str, bytes]:
+    """Return name → content of a directory's tokenizer files. ``names``: default all known names.
 
-
-def fold_named_templates(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Add the directory's ``additional_chat_templates/`` to its ``files``.
-
-    The result lists all templates in ``tokenizer_config.json``, ``chat_template.jinja`` as default.
+    Templates in ``additional_chat_templates/`` are added to ``tokenizer_config.json``.
     """
+    if names is None:
+        models = sorted(path.name for path in directory.glob("*.model"))
+        names = ["tokenizer.json", "vocab.json", "merges.txt", *_CONFIG_FILES, *models]
+    files = {
+        name: (directory / name).read_bytes() for name in names if (directory / name).is_file()
+    }
     paths = sorted((directory / "additional_chat_templates").glob("*.jinja"))
     if not paths:
         return files
-    named = {path.stem: path.read_text(encoding="utf-8-sig") for path in paths}
-    config = json_object(files, "tokenizer_config.json", str(directory))
+    config = config_of(files, "tokenizer_config.json", str(directory))
     text = files.pop("chat_template.jinja", b"").decode("utf-8-sig")
-    default = text or config.get("chat_template")
-    if isinstance(default, str):
-        named = {"default": default, **named}
-    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    named = {path.stem: path.read_text(encoding="utf-8-sig") for path in paths}
+    config["chat_template"] = named_templates(named, text or config.get("chat_template"))
     return {**files, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
 
 
 def _saved_files(tokenizer: Any) -> dict[str, bytes]:
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        return _read_known_files(Path(folder))
+        return read_files(Path(folder))
 
 
 def is_slow(directory: Path) -> bool:

@@ -1,12 +1,11 @@
 """SentencePiece models, as in NeMo's Llama-style checkpoints."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
-from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, known_ids
+from aligner.data.tokenizers.tokenizer import generation_file, known_ids
 from aligner.errors import DataError, TokenizerError, raised_as
 
 
@@ -91,10 +90,8 @@ class SentencePieceTokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Return ``tokenizer.model``, and ``generation_config.json`` with additional end tokens."""
-        files = {"tokenizer.model": self._model}
-        if self._extra_ends:
-            files[GENERATION_CONFIG] = json.dumps({"eos_token_id": list(self.end_ids)}).encode()
-        return files
+        ends = generation_file(self.end_ids) if self._extra_ends else {}
+        return {"tokenizer.model": self._model, **ends}
 
     def __getstate__(self) -> tuple[bytes, tuple[int, ...], str]:
         return self._model, self._extra_ends, self._origin

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, tzinfo
 from typing import Any, Protocol, Self, runtime_checkable
 
-from aligner.errors import TokenizerError, raised_as
+from aligner.errors import TokenizerError, json_object
 
 GENERATION_CONFIG = "generation_config.json"
 # Files of a tokenizer, in addition to SentencePiece models (`is_tokenizer_file`).
@@ -75,8 +75,7 @@ class Tokenizer(Protocol):
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "Tokenizer":
         """Return a tokenizer for which these tokens (text or ids) also end a response.
 
-        Raises:
-            TokenizerError: a text or id is not a token.
+        Raises `TokenizerError` if a text or id is not a token.
         """
 
     def files(self) -> dict[str, bytes]:
@@ -86,8 +85,7 @@ class Tokenizer(Protocol):
 def known_ids(ids: Sequence[int], size: int) -> list[int]:
     """Return the ids below ``size``, without ids of surplus rows of an embedding.
 
-    Raises:
-        TokenizerError: an id is negative.
+    Raises `TokenizerError` if an id is negative.
     """
     if min(ids, default=0) < 0:
         raise TokenizerError(f"token id {min(ids)} is negative. A vocabulary starts at 0")
@@ -134,26 +132,28 @@ def with_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
-def json_object(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
-    """Return the parsed JSON of a tokenizer file, empty if the file is missing.
+def config_of(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
+    """Return the JSON object in the file ``name`` of a tokenizer, empty if the file is missing."""
+    return json_object(files.get(name, b"{}"), TokenizerError, f"{origin}: {name} is not JSON")
 
-    Raises:
-        TokenizerError: the file is not a JSON object.
-    """
-    with raised_as(TokenizerError, f"{origin}: {name} is not JSON", ValueError, RecursionError):
-        content = json.loads(files.get(name, b"{}"))
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{origin}: {name} is not a JSON object")
-    return content
+
+def named_templates(named: Mapping[str, str], default: Any) -> list[dict[str, str]]:
+    """Return ``chat_template`` of a ``tokenizer_config.json`` with several templates by name."""
+    templates = {"default": default, **named} if isinstance(default, str) and default else named
+    return [{"name": name, "template": text} for name, text in templates.items()]
+
+
+def generation_file(ends: Iterable[int]) -> dict[str, bytes]:
+    """Return ``generation_config.json`` with tokens that end a response, by its name."""
+    return {GENERATION_CONFIG: json.dumps({"eos_token_id": list(ends)}).encode()}
 
 
 def generation_ends(files: Mapping[str, bytes], origin: str) -> tuple[int, ...]:
     """Return ``eos_token_id`` of ``generation_config.json`` (an id or a list), empty by default.
 
-    Raises:
-        TokenizerError: the file is not JSON, or contains an invalid token id.
+    Raises `TokenizerError` if the file is not JSON, or contains an invalid token id.
     """
-    ends = json_object(files, GENERATION_CONFIG, origin).get("eos_token_id")
+    ends = config_of(files, GENERATION_CONFIG, origin).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(isinstance(end, int) and end >= 0 for end in ends):
         raise TokenizerError(

@@ -1,10 +1,8 @@
 """Sharding of sequences over context-parallel ranks, and the inverse, also of packed sequences.
 
-A sequence is cut into 2·CP equal chunks. Rank r stores chunks r and 2·CP - 1 - r, so that all ranks
-compute the same amount of causal attention.
-
-Shape legend: ``n`` packed sequences, ``T`` packed tokens, ``T_cp = T / CP`` packed tokens on this
-rank, contiguous per sequence and in chunk order. Padded lengths are multiples of 2·CP.
+Rank r stores chunks r and 2·CP - 1 - r of a sequence (`aligner.parallel.context`). Shape legend:
+``n`` packed sequences, ``T`` packed tokens, ``T_cp = T / CP`` on this rank, contiguous per sequence
+and in chunk order. Padded lengths are multiples of 2·CP.
 """
 
 from typing import Any
@@ -23,11 +21,7 @@ from aligner.parallel.context import holder, local_position
 def _get_tokens_on_this_cp_rank(
     input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1
 ) -> Tensor:
-    """Concatenate chunks ``cp_rank`` and ``2 * cp_size - 1 - cp_rank`` of dimension ``seq_dim``.
-
-    ``input_ids``: any dtype, [..., S, ...]. Returns [..., S / cp_size, ...]. Raises LayoutError if
-    S is not a multiple of ``2 * cp_size`` (and ``cp_size`` not 1).
-    """
+    """Concatenate this rank's two chunks of dimension ``seq_dim``, any dtype."""
     if cp_size == 1:
         return input_ids
     length = input_ids.shape[seq_dim]
@@ -44,9 +38,8 @@ def _get_tokens_on_this_cp_rank(
 class AllGatherCPTensor(torch.autograd.Function):
     """Gather of every rank's chunks in sequence order.
 
-    Backward is the exact adjoint: each rank gets the sum of all ranks' gradients at its chunks. A
-    loss that every rank computes from the whole sequence counts CP times, which the mean over data
-    x context ranks compensates.
+    Backward gives each rank the sum of all ranks' gradients at its chunks. A loss that every rank
+    computes counts CP times, which the mean over data x context ranks compensates.
     """
 
     @staticmethod

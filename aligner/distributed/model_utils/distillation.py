@@ -31,20 +31,20 @@ def get_distillation_topk_logprobs_from_logits(
     ``student_logits``: float [B, S, V], with ``vocab_parallel_group`` [B, S_cp, V_local] and this
     process's ``vocab_parallel_rank``, or a DTensor [B, S, V] on a mesh with ``tp`` (and ``cp``).
     ``teacher_topk_logits``: float [B, S, k]. ``teacher_topk_indices``: int64 [B, S, k], global ids.
-
     ``zero_outside_topk``: True normalises the student over the whole vocabulary, False over the k
     tokens. The teacher is always renormalised over the k tokens.
 
-    Returns ``(student [B, S-1, k], teacher [B, S-1, k], H [B, S-1] | None)``, float32. Position t
-    describes token t + 1. With ``calculate_entropy`` H is the student's ``Σ_v p_v log p_v`` over
-    the whole vocabulary. Student and H are differentiable. Raises LayoutError if k is 0, or the
-    rank is missing.
+    Returns ``(student [B, S-1, k], teacher [B, S-1, k], H [B, S-1] | None)``, float32. With
+    ``calculate_entropy`` H is the student's ``Σ_v p_v log p_v`` over the whole vocabulary.
     """
     if teacher_topk_indices.shape[-1] == 0:
         raise LayoutError("teacher_topk_indices has 0 tokens per position. Distil at least 1")
-    logits, shard, cp_group = _student_shard(
-        student_logits, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
-    )
+    cp_group = context_parallel_group
+    if isinstance(student_logits, DTensor):
+        mesh = student_logits.device_mesh
+        cp_group = mesh.get_group("cp") if "cp" in (mesh.mesh_dim_names or ()) else None
+        vocab_parallel_group = None
+    logits, shard = local_shard(student_logits, vocab_parallel_rank, vocab_parallel_group)
     # Student: log-probs or raw logits at the teacher's tokens, on every rank.
     indices = teacher_topk_indices.to(logits.device)
     length = indices.shape[1]
@@ -86,24 +86,3 @@ def mean_logprob(logits: Tensor, shard: VocabShard) -> Tensor:
     return ChunkedDistributedEntropy.apply(
         logits[..., : shard.columns], _CHUNK_SIZE, shard.group, not torch.is_grad_enabled()
     )
-
-
-def _student_shard(
-    logits: Tensor,
-    rank: int | None,
-    group: dist.ProcessGroup | None,
-    cp_group: dist.ProcessGroup | None,
-) -> tuple[Tensor, VocabShard, dist.ProcessGroup | None]:
-    """Return the local logits, their columns, and the group that shards the sequence."""
-    if isinstance(logits, DTensor):
-        names = logits.device_mesh.mesh_dim_names or ()
-        mesh_group = logits.device_mesh.get_group("cp") if "cp" in names else None
-        return *local_shard(logits), mesh_group
-    width = logits.shape[-1]
-    if group is None:
-        return logits, VocabShard.between(0, width, None), cp_group
-    if rank is None:
-        raise LayoutError(
-            "vocab_parallel_rank is missing. Pass it together with vocab_parallel_group"
-        )
-    return logits, VocabShard.between(rank * width, (rank + 1) * width, group), cp_group

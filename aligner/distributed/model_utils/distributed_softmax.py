@@ -1,7 +1,6 @@
 """Softmax and log-softmax of logits whose vocabulary is sharded over tensor-parallel ranks.
 
-Arithmetic is float32 (float64 for float64 logits), in chunks of the sequence, without a float32
-copy of the logits. A logit of -inf has probability 0.
+Arithmetic is float32 (float64 for float64 logits), in chunks of the sequence.
 """
 
 from typing import Any
@@ -32,19 +31,13 @@ def log_normalizer(logits: Tensor, shard: VocabShard) -> Tensor:
 def _compute_distributed_log_softmax(
     vocab_parallel_logits: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """Compute log-probs over the whole vocabulary of float [B, S, V_local], same shape and dtype.
-
-    Each rank contributes the gradient of its columns of the output.
-    """
+    """Compute log-probs over the whole vocabulary of float [B, S, V_local], same dtype."""
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, True)
 
 
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Compute probabilities as `_compute_distributed_log_softmax` computes log-probs.
-
-    The logits are float [B, S, V_local].
-    """
+    """Compute probabilities over the whole vocabulary of float [B, S, V_local]."""
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, False)
 

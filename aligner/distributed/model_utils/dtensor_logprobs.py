@@ -1,8 +1,7 @@
 """Next-token log-probs from logits that are a DTensor, or the local part of a DTensor.
 
-Meshes name their dimensions: ``tp`` shards the vocabulary, the optional ``cp`` the sequence.
-``seq_index`` is the order of the sequence: element i of the concatenated shards is position
-``seq_index[i]``.
+Of a mesh, ``tp`` shards the vocabulary, the optional ``cp`` the sequence. Element i of the
+concatenated ``cp`` shards is position ``seq_index[i]``.
 """
 
 import torch
@@ -27,8 +26,7 @@ def get_logprobs_from_vocab_parallel_logits(
     """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
 
     ``vocab_parallel_logits``: float [B, S, V], sharded over ``tp`` by the last dimension, V of any
-    size. Other arguments: `dtensor_from_parallel_logits_to_logprobs`. Raises LayoutError if
-    ``seq_index`` is given and the mesh has no ``cp`` dimension.
+    size. Other arguments: `dtensor_from_parallel_logits_to_logprobs`.
     """
     mesh = vocab_parallel_logits.device_mesh
     names = mesh.mesh_dim_names or ()
@@ -56,16 +54,27 @@ def get_logprobs_from_vocab_parallel_logits(
     )
 
 
-def local_shard(logits: DTensor) -> tuple[Tensor, VocabShard]:
+def local_shard(
+    logits: Tensor, rank: int | None = None, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, VocabShard]:
     """Return this rank's columns [B, S / CP, V_local] and their position in the vocabulary.
 
-    If the vocabulary does not divide, the last ranks store fewer or no columns.
+    ``logits``: a DTensor, of which the last ranks may store fewer or no columns, or the part
+    ``rank`` of the padded vocabulary in ``group``. Raises LayoutError if the rank is missing.
     """
-    group = logits.device_mesh.get_group("tp")
-    vocab, ranks = logits.shape[-1], dist.get_world_size(group)
-    width = -(-vocab // ranks)
-    start = min(width * dist.get_rank(group), vocab)
-    return logits.to_local(), VocabShard.between(start, min(start + width, vocab), group)
+    width = logits.shape[-1]
+    if isinstance(logits, DTensor) and group is None:
+        group = logits.device_mesh.get_group("tp")
+        vocab, width = width, -(-width // dist.get_world_size(group))
+        start = min(width * dist.get_rank(group), vocab)
+        end = min(start + width, vocab)
+        return logits.to_local(), VocabShard.between(start, end, group)
+    if group is not None and rank is None:
+        raise LayoutError(
+            "vocab_parallel_rank is missing. Pass it together with vocab_parallel_group"
+        )
+    start = width * (rank or 0)
+    return logits, VocabShard.between(start, start + width, group)
 
 
 def dtensor_from_parallel_logits_to_logprobs(
@@ -81,14 +90,12 @@ def dtensor_from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """Compute log-probs of all tokens after the first, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: the local float [B, S / CP, V_local]. The first ``vocab_end_index -
-    vocab_start_index`` columns are these global ids. ``target``: int64 [B, S], unshifted. If logits
-    are sharded over ``cp``, ``target`` is sharded equally, in the order ``seq_index`` int64 [S].
-    Other arguments: `from_parallel_logits_to_logprobs`.
+    ``vocab_parallel_logits``: the local float [B, S / CP, V_local]. ``target``: int64 [B, S],
+    unshifted, sharded like the logits over ``cp``, in the order ``seq_index`` int64 [S]. Other
+    arguments: `from_parallel_logits_to_logprobs`.
 
     Backward uses each rank's gradient of its own copy, without a sum over ``cp``, which is exact if
-    all ranks compute the same loss. Raises LayoutError if ``cp`` shards the logits
-    and ``seq_index`` is missing.
+    all ranks compute the same loss.
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params

@@ -1,15 +1,14 @@
 """Next-token log-probs from megatron-core's hidden states, without the full logits in memory.
 
-Shape legend: ``H`` hidden, ``T`` packed tokens, ``S_cp = S / CP`` positions on a context-parallel
-rank. With sequence parallelism each tensor-parallel rank stores ``S_cp / TP`` positions.
+``S_cp = S / CP`` positions are on a context-parallel rank, with sequence parallelism ``S_cp / TP``.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from aligner.distributed.model_utils.context_shard import (
     gather_context,
@@ -18,10 +17,10 @@ from aligner.distributed.model_utils.context_shard import (
     unpack,
 )
 from aligner.errors import LayoutError
-from aligner.logprobs.fused import RowStatistics, input_gradients, row_statistics, shard_logprobs
+from aligner.logprobs.fused import shard_logprobs
 from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
-from aligner.parallel.collectives import SumGradient, gather_first, reduce_scatter_first
+from aligner.parallel.collectives import SumGradient, gather_first
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -56,8 +55,7 @@ def from_parallel_hidden_states_to_logprobs(
     integers [n + 1], boundaries of packed sequences in [T] (B is 1).
 
     Gradients are exact if all tensor-parallel ranks compute the same loss, and are summed over
-    context-parallel ranks (`AllGatherCPTensor`). Raises LayoutError without a weight, or for
-    ``cu_seqlens_padded`` without ``unpacked_seqlen``.
+    context-parallel ranks.
     """
     del runtime_gather_output  # logits are not materialised
     weight = output_weight if output_weight is not None else output_weight_layer
@@ -96,11 +94,8 @@ def from_parallel_hidden_states_to_logprobs(
         return gather_context(rows, target.shape[1], cp_group)[:, :-1]
 
 
-class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
-    """Log-probs of targets from hidden states, without [B, S, V] in memory.
-
-    Only the local part of the hidden states is saved. Backward gathers the hidden states again.
-    """
+class ChunkedDistributedHiddenStatesToLogprobs:
+    """Log-probs of targets from hidden states, without [B, S, V] in memory. Call ``apply``."""
 
     @staticmethod
     def forward(
@@ -116,51 +111,23 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
     ) -> Tensor:
         """Compute log-probs, float32 [B, S].
 
-        ``tensor_parallel_hidden_states``: float [S / TP, B, H], sharded by sequence parallelism.
-        ``target``: int64 [B, S], already shifted, global ids. Other arguments:
-        `from_parallel_hidden_states_to_logprobs`.
+        ``ctx`` is unused. ``tensor_parallel_hidden_states``: float [S / TP, B, H], sharded by
+        sequence parallelism. ``target``: int64 [B, S], already shifted, global ids. Other
+        arguments: `from_parallel_hidden_states_to_logprobs`.
         """
-        # Tokens in the order of the hidden states, [S, B].
-        hidden = gather_first(tensor_parallel_hidden_states, tp_group)
-        sequence, batch, _ = hidden.shape
-        assert target.shape == (batch, sequence), (target.shape, hidden.shape)
+        del ctx
         shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
-        flat_target = target.t().reshape(-1)
-        statistics = row_statistics(
-            hidden.flatten(0, 1), output_weight_layer, flat_target, shard, chunk_size=chunk_size
-        )
-        # Save the local hidden states, not the gathered ones.
-        if not inference_only:
-            ctx.save_for_backward(
-                tensor_parallel_hidden_states,
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            hidden = gather_first(tensor_parallel_hidden_states, tp_group)
+            assert target.shape == hidden.shape[1::-1], (target.shape, hidden.shape)
+            logprobs, _ = shard_logprobs(
+                hidden.flatten(0, 1),
                 output_weight_layer,
-                flat_target,
-                statistics.logprobs,
-                statistics.log_normalizer,
+                target.t().reshape(-1),
+                shard,
+                TrainingSamplingParams(),
+                chunk_size=chunk_size,
             )
-            ctx.shard, ctx.chunk_size = shard, chunk_size
-        return statistics.logprobs.view(sequence, batch).t()
+        return logprobs.view(hidden.shape[:2]).t()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute gradients of local hidden states and weight from float32 [B, S].
-
-        The gradient of the hidden states, [S / TP, B, H], is reduce-scattered. The gradient of the
-        weight is [V_local, H].
-        """
-        local_hidden, weight, target, logprobs, log_normalizer = ctx.saved_tensors
-        hidden = gather_first(local_hidden, ctx.shard.group)
-        grad_hidden, grad_weight = input_gradients(
-            hidden.flatten(0, 1),
-            weight,
-            target,
-            ctx.shard,
-            RowStatistics(logprobs, log_normalizer, None),
-            grad_outputs[0].t().reshape(-1),
-            requires=(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
-            chunk_size=ctx.chunk_size,
-        )
-        if grad_hidden is not None:
-            grad_hidden = reduce_scatter_first(grad_hidden.view_as(hidden), ctx.shard.group)
-        return grad_hidden, None, grad_weight, None, None, None, None, None
+    apply = partial(forward, None)

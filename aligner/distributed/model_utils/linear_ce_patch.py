@@ -1,7 +1,4 @@
-"""Patch of megatron-core's GPTModel, for the whole process, that returns log-probs.
-
-Roles do not need the patch, because they compute log-probs of selected positions.
-"""
+"""Patch of megatron-core's GPTModel, for the whole process, that returns log-probs."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +44,10 @@ def _gpt_forward_with_linear_ce_fusion(
     padding_mask: Tensor | None = None,
     return_logprobs_for_linear_ce_fusion: bool = False,
 ) -> Tensor:
-    """Call ``GPTModel.forward``, or compute log-probs of the labels.
+    """Call ``GPTModel.forward``, or compute log-probs of the labels, float32 [B, S-1].
 
-    With ``return_logprobs_for_linear_ce_fusion``, ``labels`` int64 [B, S] are the unshifted tokens,
-    complete on every rank, and the result is float32 [B, S-1]. Packed (``packed_seq_params``,
-    labels [1, T]): [n, max_seqlen_q - 1]. Padding columns of the vocabulary enter the softmax.
-    Pipeline stages before the last return hidden states. Raises ConfigError without labels.
+    With ``return_logprobs_for_linear_ce_fusion``, ``labels`` int64 [B, S] are the unshifted tokens.
+    Packed (``packed_seq_params``, labels [1, T]) log-probs are [n, max_seqlen_q - 1].
     """
     arguments = {
         "input_ids": input_ids,

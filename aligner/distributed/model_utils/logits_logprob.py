@@ -2,13 +2,12 @@
 
 Forward: in chunks of the sequence and in float32, each rank reduces its columns to one partial
 normaliser per position and selects its logits. These small tensors are combined over the ranks
-once. Backward recomputes the softmax from the saved logits and normaliser, without communication::
+once. Backward recomputes the softmax without communication::
 
     dl_v = Σ_k g_k · [v = index_k] - p_v · Σ_k g_k
 
 Every rank returns the same values. Its gradient is exact if all ranks compute the same loss.
-
-Shape legend: logits [B, S, V_local] (or [N, V_local]), ``K`` selected tokens per position.
+Logits are [B, S, V_local] (or [N, V_local]), with ``K`` selected tokens per position.
 """
 
 from dataclasses import dataclass
@@ -46,9 +45,9 @@ class LogprobPlan:
         return cls(shard, chunk_size, sampling or TrainingSamplingParams())
 
     def chunk(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return positions ``rows`` of ``logits`` [..., S, V_local] without padding columns.
+        """Return positions ``rows`` of logits [..., S, V_local], divided by the temperature.
 
-        The result is in the dtype of the arithmetic, divided by the temperature.
+        The result is in the dtype of the arithmetic, without padding columns.
         """
         chunk = logits[..., rows, : self.shard.columns].to(arithmetic_dtype(logits))
         return chunk if self.sampling.temperature == 1.0 else chunk / self.sampling.temperature
@@ -56,7 +55,7 @@ class LogprobPlan:
     def thresholds(self, chunk: Tensor, width: int) -> Tensor | None:
         """Compute the smallest kept logit per position of ``chunk`` [..., n, columns], if filtered.
 
-        This is a collective, so chunks are padded to ``width``, the same on every rank.
+        Ranks exchange chunks that are padded to ``width``, which is equal on all ranks.
         """
         if not self.sampling.restricts:
             return None
@@ -72,8 +71,7 @@ class LogprobPlan:
     ) -> Tensor:
         """Set ``chunk`` [..., n, columns] to -inf below ``limits`` [..., n].
 
-        With ``keep_target`` the selected tokens stay: columns ``local``, ``owned``, [..., n, K]
-        each.
+        ``keep_target`` exempts the selected columns ``local`` [..., n, K] where ``owned``.
         """
         if limits is None or chunk.shape[-1] == 0:
             return chunk
@@ -165,18 +163,13 @@ class _Logprobs(torch.autograd.Function):
 
 
 class PlannedLogprob(_Logprobs):
-    """`target_logprobs` with any plan, for the functions of this package."""
+    """Log-probs [..., S] of int64 [..., S] from logits float [..., S, V_local], with any plan."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, plan: LogprobPlan, inference_only: bool
-    ) -> Tensor:
-        """Compute log-probs [..., S] of int64 [..., S] from logits float [..., S, V_local]."""
-        return target_logprobs(ctx, logits, target, plan, inference_only)
+    forward = staticmethod(target_logprobs)
 
 
 class DistributedLogprob(_Logprobs):
-    """Log-probs of targets, with a chunk size derived from bounded working memory."""
+    """Log-probs of one target per position. The chunk size is derived from bounded memory."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,4 @@
-"""Next-token log-probs in the published convention, from logits in any layout.
-
-Log-probs are [B, S-1]. Position t describes token t + 1. Targets are unshifted.
-`context_shard` describes the positions on each context-parallel rank.
-"""
+"""Next-token log-probs [B, S-1] in the published convention, from logits in any layout."""
 
 import torch
 import torch.distributed as dist
@@ -15,9 +11,11 @@ from aligner.distributed.model_utils.context_shard import (
     scatter_context,
     unpack,
 )
-from aligner.distributed.model_utils.dtensor_logprobs import get_logprobs_from_vocab_parallel_logits
+from aligner.distributed.model_utils.dtensor_logprobs import (
+    get_logprobs_from_vocab_parallel_logits,
+    local_shard,
+)
 from aligner.distributed.model_utils.logits_logprob import LogprobPlan, PlannedLogprob
-from aligner.errors import LayoutError
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 
 
@@ -73,8 +71,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     token that each local position predicts. ``cu_seqlens_padded``: integers [n + 1], sequence
     starts in [T] and the last end. Other arguments: `from_parallel_logits_to_logprobs`.
 
-    A row contains the log-probs of tokens 1, 2, … of its sequence, including padding tokens, then
-    zeros. A sequence longer than ``unpacked_seqlen`` is cut. No value is copied to the host.
+    Rows are zero after the log-probs of their sequence, and cut at ``unpacked_seqlen``.
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, group, chunk_size, sampling_params
@@ -106,18 +103,13 @@ def get_next_token_logprobs_from_logits(
         return get_logprobs_from_vocab_parallel_logits(
             next_token_logits, input_ids, seq_index=seq_index, sampling_params=sampling_params
         )
-    if vocab_parallel_group is not None and vocab_parallel_rank is None:
-        raise LayoutError(
-            "vocab_parallel_rank is missing. Pass it together with vocab_parallel_group"
-        )
     # Plain tensors: the whole vocabulary, or the part of this rank.
-    width = next_token_logits.shape[-1]
-    start = width * (vocab_parallel_rank or 0)
+    logits, shard = local_shard(next_token_logits, vocab_parallel_rank, vocab_parallel_group)
     return from_parallel_logits_to_logprobs(
-        next_token_logits,
+        logits,
         input_ids,
-        start,
-        start + width,
+        shard.start,
+        shard.start + shard.columns,
         vocab_parallel_group,
         inference_only=not torch.is_grad_enabled(),
         cp_group=context_parallel_group,

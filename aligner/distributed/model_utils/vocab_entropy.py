@@ -1,8 +1,7 @@
 """Entropy and cross-entropy of distributions whose vocabulary is sharded over ranks.
 
-Each rank sums under the softmax of its columns, and the partial sums are weighted with each rank's
-share of the probability: one exchange of [B, S] values in forward, none in backward. Arithmetic is
-float32 (float64 for float64 logits), in chunks of the sequence.
+Partial sums of ranks are weighted with each rank's share of the probability: one exchange of [B, S]
+values in forward, none in backward. Arithmetic is float32 at least, in chunks of the sequence.
 """
 
 from typing import Any
@@ -102,11 +101,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
 def _mean_logprob(
     p_logits: Tensor, q_logits: Tensor, group: dist.ProcessGroup | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``Σ_v p_v log q_v`` and the normalisers of p and q, [B, S] each.
-
-    ``p_logits``, ``q_logits``: float [B, S, V_local], possibly the same tensor. Tokens that p
-    excludes count 0.
-    """
+    """Compute ``Σ_v p_v log q_v`` and the normalisers of p and q, [B, S] each."""
     shard = VocabShard.between(0, p_logits.shape[-1], group)
     dtype = torch.promote_types(arithmetic_dtype(q_logits), p_logits.dtype)
     logits = [p_logits] if p_logits is q_logits else [p_logits, q_logits]

@@ -26,12 +26,9 @@ def distributed_vocab_topk(
     """Return the ``k`` largest logits of each position over the whole vocabulary, without gradient.
 
     ``vocab_parallel_logits``: float [B, S, V_local]. The first ``vocab_end_index -
-    vocab_start_index`` columns are these global ids, others are padding, selected only without
-    enough tokens. ``chunk_size``: positions converted to float32 at a time, by default derived from
-    memory.
-
-    Returns ``(values float32 [B, S, k] in descending order, global ids int64 [B, S, k])`` on every
-    rank. k is at most the number of columns of all ranks.
+    vocab_start_index`` columns are these global ids, others are padding, selected last.
+    ``chunk_size``: positions converted to float32 at a time. Returns ``(values float32 [B, S, k] in
+    descending order, global ids int64 [B, S, k])`` on every rank.
     """
     logits = vocab_parallel_logits
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
@@ -68,9 +65,8 @@ def gather_logits_at_global_indices(
     """Return logits at ``global_indices`` int64 [B, S, k], float32 [B, S, k] on every rank.
 
     ``vocab_parallel_logits``: float [B, S_cp, V_local]. The first ``vocab_end_index -
-    vocab_start_index`` columns are these global ids. With ``cp_group`` the positions are this
-    rank's chunks (`context_shard`), which may be padded. ``chunk_size``: positions per step in
-    backward. Gradients of repeated indices add up.
+    vocab_start_index`` columns are these global ids. ``cp_group`` shards the positions
+    (`context_shard`). ``chunk_size``: positions per step in backward.
     """
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     local = scatter_context(global_indices, vocab_parallel_logits.shape[1], cp_group)

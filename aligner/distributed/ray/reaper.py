@@ -1,12 +1,9 @@
 """Cleanup of the processes and files of a run's Ray cluster, also after the run is killed.
 
-While the driver lives, this process records Ray's processes below the driver. After the driver has
-ended (its end of a pipe closes), the process kills the recorded processes that still run, removes
-their folder and closes its standard output. Ray itself would end most of them minutes later.
-
     python -m aligner.distributed.ray.reaper DRIVER_PID FOLDER < pipe | pipe
 
-The process is not a child of the driver, because Ray kills the driver's children.
+After the driver has ended (its end of a pipe closes), the process kills Ray's processes, which Ray
+would end minutes later. The process is not a child of the driver, because Ray kills those.
 """
 
 import os

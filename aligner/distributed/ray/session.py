@@ -33,12 +33,8 @@ def ray_session(address: str | None, cpus: float, object_store_mb: int) -> Itera
     """Connect to the cluster at ``address`` or ``RAY_ADDRESS``. Without both, start a cluster.
 
     An existing cluster or connection is kept. A started cluster, with ``cpus`` of this machine and
-    ``object_store_mb`` MiB for batches, ends with the block or this process.
-
-    Raises:
-        ConfigError: no cluster answers at the address.
-        MissingPackageError: Ray is not installed.
-        WorkerError: Ray did not start.
+    ``object_store_mb`` MiB for batches, ends with the block or this process. Raises `ConfigError`
+    if no cluster answers, `WorkerError` if Ray did not start.
     """
     require_extra("ray", "a connection to Ray")
     for name, value in _SETTINGS.items():

@@ -1,7 +1,6 @@
 """The Ray actor of a worker: log, environment, and method calls.
 
-The actor may run in an interpreter with few packages besides Ray, so this module imports only the
-standard library. The worker's module imports the packages of the worker.
+This module imports only the standard library, because the interpreter may have few packages.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, training_step
 
 if TYPE_CHECKING:
     from aligner.config import ParallelConfig
@@ -143,11 +142,7 @@ class WorkerProcess:
         if data:
             kwargs = {**kwargs, "data": data[0]}
         try:
-            with contextlib.ExitStack() as stack:
-                if step:  # without a step, aligner.distributed need not be importable
-                    from aligner.errors import training_step
-
-                    stack.enter_context(training_step(step))
+            with training_step(step):
                 result = getattr(self._worker, method_name)(*args, **kwargs)
             if not self._has_world:
                 return result

@@ -24,10 +24,11 @@ from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.device import accelerator
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, raised_as
 from aligner.generation.vllm.kept import add_sets, check_sets, engine_arguments
-from aligner.generation.vllm.sampling import logprobs_mode, request_seed, sampling_arguments
+from aligner.generation.vllm.sampling import logprobs_mode, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
+from aligner.kernels.counter_hash import text_hash
 
 _ABANDON_INTERVAL = 8  # steps between two agreements of an engine's processes on abandoning a batch
 # Lengths and sampling of responses, and the matcher of their stop strings, if any.
@@ -106,12 +107,20 @@ class VllmEngine:
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "logprobs_mode": logprobs_mode(arguments.sampling),
             "enable_sleep_mode": bool(settings.sleep),
-            **_tensor_parallel(settings),
             **engine_arguments(arguments.record_kept),
             "disable_log_stats": True,
             "worker_extension_cls": "aligner.generation.vllm.extension.RefitExtension",
             **settings.kwargs,
         }
+        # Each device has a process, and all processes make the same calls.
+        if settings.tensor_parallel_size > 1:
+            vllm_arguments = {
+                "tensor_parallel_size": settings.tensor_parallel_size,
+                "distributed_executor_backend": "external_launcher",
+                # It would open the other devices, but a worker on Ray sees only its own.
+                "disable_custom_all_reduce": True,
+                **vllm_arguments,
+            }
         # Start vLLM with random weights. The first refit replaces them.
         self._llm = _start(arguments.architecture, self._eos_ids, vllm_arguments)
         if peers is not None:
@@ -145,7 +154,7 @@ class VllmEngine:
         try:
             # Submit one request per prompt.
             for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
-                params = self._params(sampling_options, request_seed(seed, sample_id), greedy)
+                params = self._params(sampling_options, text_hash(seed, sample_id), greedy)
                 core.add_request(str(row), tokens_input(list(prompt)), params)
             # Step until every response has ended.
             running = set(range(len(prompts)))
@@ -285,18 +294,6 @@ class VllmEngine:
             self._llm.llm_engine.step()
 
 
-def _tensor_parallel(settings: VllmConfig) -> dict[str, Any]:
-    """Return arguments for an engine with one process per device, all with the same calls."""
-    if settings.tensor_parallel_size == 1:
-        return {}
-    return {
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "distributed_executor_backend": "external_launcher",
-        # Custom all-reduce opens the other devices, but a worker on Ray sees only its own.
-        "disable_custom_all_reduce": True,
-    }
-
-
 def _unlink_shared_memory() -> None:
     """Unlink segments that an engine's processes share, so that they end with the processes."""
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -333,21 +330,15 @@ def _start(architecture: GPTArchitecture, eos_ids: Sequence[int], arguments: dic
     _, config = config_to_hf(architecture)
     # Otherwise vLLM also ends responses at the family's default, and bans it before min_tokens.
     config["eos_token_id"] = list(eos_ids)
-    try:
+    remedy = "use an environment with vLLM, such as the one that `make vllm-env` creates"
+    text = "generation.vllm.python: vLLM cannot be imported"
+    with raised_as(ConfigError, text, ImportError, remedy=remedy):
         from vllm import LLM
-    except ImportError as error:
-        raise ConfigError(
-            f"generation.vllm.python: vLLM cannot be imported: {error}. Use an environment with "
-            "vLLM, such as the one that `make vllm-env` creates"
-        ) from error
+    text = "generation.backend=vllm: vLLM does not run this model or these settings"
     with tempfile.TemporaryDirectory(prefix="aligner-vllm-") as folder, _temporary_files(folder):
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        try:
+        with raised_as(ConfigError, text, ValueError, NotImplementedError):
             return LLM(model=folder, **arguments)
-        except (ValueError, NotImplementedError) as error:
-            raise ConfigError(
-                f"generation.backend=vllm: vLLM does not run this model or these settings: {error}"
-            ) from error
 
 
 @contextlib.contextmanager

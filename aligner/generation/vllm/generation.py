@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
@@ -133,7 +133,7 @@ class VllmGeneration(BackgroundGeneration):
         """See `GenerationInterface.recover`. Return False if engines have several processes."""
         if self._settings.tensor_parallel_size > 1 or not self.worker_group.recover():
             return False
-        run_on_all(self.worker_group, VllmWorker.abandon_generation)
+        self.abandon()
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -143,14 +143,30 @@ class VllmGeneration(BackgroundGeneration):
             self._stale = True
         return True
 
-    def generate_in_background(self, data: BatchedDataDict, *, seed: int = 0) -> "VllmPending":
-        """Begin `generate` without waiting. Only one batch can be in flight."""
+    def generate_in_background(self, data: BatchedDataDict, *, seed: int = 0) -> Self:
+        """Begin `generate` without waiting. Only one batch can be in flight.
+
+        Returns this handle, whose `result` and `abandon` end the batch.
+        """
         return self._started(data, seed=seed)
 
-    def _started(self, data: BatchedDataDict, **options: Any) -> "VllmPending":
+    def _started(self, data: BatchedDataDict, **options: Any) -> Self:
         rows = columns_of(data, GENERATION_COLUMNS)
         run_sharded(self.worker_group, VllmWorker.start_generation, rows, **options)
-        return VllmPending(self)
+        return self
+
+    def result(self) -> BatchedDataDict:
+        """Wait for the batch in flight (see ``GenerationOutputSpec``)."""
+        results = run_on_all(self.worker_group, VllmWorker.collect_generation)
+        # All processes of an engine return the same batch.
+        return BatchedDataDict.from_batches(
+            results[:: self._settings.tensor_parallel_size],
+            pad_value_dict={"output_ids": self.tokenizer.pad_id},
+        )
+
+    def abandon(self) -> None:
+        """Abandon the batch in flight."""
+        run_on_all(self.worker_group, VllmWorker.abandon_generation)
 
     def memory_bytes(self) -> list[int]:
         """Return the resident memory of every engine's process."""
@@ -176,24 +192,3 @@ def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str,
                 "policy's GPU or sleep do not support expandable segments. Remove it, or set "
                 "generation.vllm.refit=separate"
             )
-
-
-class VllmPending:
-    """A batch that the engines are sampling."""
-
-    def __init__(self, generation: VllmGeneration) -> None:
-        self._generation = generation
-
-    def result(self) -> BatchedDataDict:
-        """Wait for the batch (see ``GenerationOutputSpec``)."""
-        generation = self._generation
-        results = run_on_all(generation.worker_group, VllmWorker.collect_generation)
-        # All processes of an engine return the same batch.
-        return BatchedDataDict.from_batches(
-            results[:: generation._settings.tensor_parallel_size],
-            pad_value_dict={"output_ids": generation.tokenizer.pad_id},
-        )
-
-    def abandon(self) -> None:
-        """Abandon the batch."""
-        run_on_all(self._generation.worker_group, VllmWorker.abandon_generation)

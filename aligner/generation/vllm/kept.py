@@ -9,9 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from aligner.errors import ConfigError, WorkerError
 
 SINCE = "0.28"  # the first release of vLLM with sampling masks
@@ -21,8 +18,7 @@ _KEY = "model.ppo.record_kept_tokens"
 def engine_arguments(size: int) -> dict[str, bool]:
     """Return arguments of ``vllm.LLM`` that enable sampling masks if ``size`` is above 0.
 
-    Raises:
-        ConfigError: the installed vLLM's engine has no ``return_sampling_mask``.
+    Raises `ConfigError` if the installed vLLM's engine has no ``return_sampling_mask``.
     """
     if not size:
         return {}
@@ -69,8 +65,7 @@ def add_sets(sets: list[Sequence[int]], output: Any, tokens: int) -> None:
 def check_sets(sets: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
     """Check that there is a set for each of a response's ``tokens``.
 
-    Raises:
-        WorkerError: sets are missing, or a set lacks the token that was sampled from it.
+    Raises `WorkerError` if sets are missing, or a set lacks the token that was sampled from it.
     """
     if len(sets) != len(tokens):
         raise WorkerError(
@@ -84,15 +79,3 @@ def check_sets(sets: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
                 f"{_KEY}: token {token} at index {index} of a response is not among the "
                 f"{len(ids)} tokens that vLLM kept. Set it to 0, or use another release of vLLM"
             )
-
-
-def kept_rows(sets: Sequence[Sequence[int]], size: int) -> Tensor:
-    """Return ``kept_ids`` of a response, int32 [n, size], padded with -1.
-
-    A set of more than ``size`` ids is not recorded: its row contains only -1.
-    """
-    kept_ids = torch.full((len(sets), size), -1, dtype=torch.int32)
-    for row, ids in zip(kept_ids, sets, strict=True):
-        if len(ids) <= size:
-            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
-    return kept_ids

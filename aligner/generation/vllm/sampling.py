@@ -1,6 +1,5 @@
 """Conversion of this library's sampling parameters to vLLM's, without importing vLLM."""
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -54,9 +53,3 @@ def logprobs_mode(sampling: SamplingParams) -> Literal["raw_logprobs", "processe
         and sampling.repetition_penalty == 1.0
     )
     return "raw_logprobs" if is_unmodified else "processed_logprobs"
-
-
-def request_seed(seed: int, sample_id: int) -> int:
-    """Return the seed of one response, 0 <= seed < 2**63, from the run's seed and the sample."""
-    digest = hashlib.blake2b(f"{seed} {sample_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

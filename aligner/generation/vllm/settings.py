@@ -11,7 +11,7 @@ from pydantic import StrictBool
 from aligner.catalog import imported
 from aligner.config.engine import EngineConfig, EngineResources, EngineStart
 from aligner.config.fields import Count, FilePath, Fraction, Positive, Seconds
-from aligner.errors import ConfigError
+from aligner.config.parse import refuse
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,20 @@ class VllmConfig(EngineConfig):
             ConfigError: ``sleep``, or several engines with several processes, which vLLM does not
                 support on CPU.
         """
+        problems = []
         if self.sleep and not has_gpu:
-            raise ConfigError(
+            problems.append(
                 "generation.vllm.sleep=true: on CPU vLLM cannot release its memory. Set it to null "
                 "or false"
             )
         if not has_gpu and min(self.engines, self.tensor_parallel_size) > 1:
-            raise ConfigError(
+            problems.append(
                 f"generation.vllm.engines={self.engines} of tensor_parallel_size="
                 f"{self.tensor_parallel_size} each: on CPU, vLLM's engines on a machine would use "
                 "the same name for the memory that an engine's processes share. Set one of the "
                 "keys to 1"
             )
+        refuse(problems)
         colocated = self.refit == "colocated"
         return replace(
             self,

@@ -26,25 +26,22 @@ from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.errors import WorkerError
+from aligner.errors import WorkerError, raised_as
 from aligner.generation.vllm.engine import EngineArguments, Response, VllmEngine
-from aligner.generation.vllm.kept import kept_rows
 from aligner.generation.vllm.settings import VllmConfig
-from aligner.refit.ends import RefitEnd, RefitKeys, check_ends
+from aligner.refit.ends import RefitEnd, check_ends
 from aligner.refit.receiver import RefitReceiver
 
-REFIT_KEYS = RefitKeys(
-    python="generation.vllm.python",
-    refit="generation.vllm.refit",
-    versions="install a vLLM in generation.vllm.python that requires the trainer's torch "
-    "(requirements-vllm-cuda.txt names such a pair)",
+VERSIONS = (
+    "install a vLLM in generation.vllm.python that requires the trainer's torch "
+    "(requirements-vllm-cuda.txt names such a pair)"
 )
 
 
 class VllmWorker(RefitReceiver):
     """Worker of `aligner.generation.vllm.generation.VllmGeneration`."""
 
-    refit_keys = REFIT_KEYS
+    section = "generation.vllm"
 
     def __init__(
         self,
@@ -58,10 +55,8 @@ class VllmWorker(RefitReceiver):
         """Start the engine (see `VllmEngine`). The tokenizer is used for stop strings only.
 
         ``weights_from`` are the policy's workers by rank. ``meeting_place`` is the address of the
-        rendezvous if an engine has several processes, which have consecutive RANKs.
-
-        Raises:
-            ConfigError: the policy's weights cannot be sent to this process (see `check_ends`).
+        rendezvous if an engine has several processes, which have consecutive RANKs. Raises
+        `ConfigError` if the policy's weights cannot be sent to this process (see `check_ends`).
         """
         settings = arguments.settings
         # Check the refit, and meet the engine's other processes.
@@ -70,7 +65,8 @@ class VllmWorker(RefitReceiver):
             weights_from,
             RefitEnd.of_this_process(f"engine {index}" + (f", device {rank}" if rank else "")),
             separate=settings.refit == "separate",
-            keys=REFIT_KEYS,
+            section=self.section,
+            versions=VERSIONS,
         )
         peers = None
         if meeting_place is not None:
@@ -204,7 +200,11 @@ def _meet(
     """Join engine ``index`` in the world that vLLM uses, and return a group for host values."""
     limit = timedelta(seconds=settings.timeout_s)
     size = settings.tensor_parallel_size
-    try:
+    text = (
+        f"the {size} processes of engine {index} did not meet at {address[0]}:{address[1]} within "
+        f"{settings.timeout_s:g} s"
+    )
+    with raised_as(WorkerError, text, RuntimeError):
         store = dist.TCPStore(*address, is_master=False, timeout=limit)
         accelerator.activate()
         dist.init_process_group(
@@ -214,11 +214,6 @@ def _meet(
             world_size=size,
             timeout=limit,
         )
-    except RuntimeError as error:
-        raise WorkerError(
-            f"the {size} processes of engine {index} did not meet at {address[0]}:{address[1]} "
-            f"within {settings.timeout_s:g} s: {error}"
-        ) from error
     # vLLM reads its world from the environment.
     os.environ |= {
         "RANK": str(rank),
@@ -237,7 +232,8 @@ def responses_batch(
 ) -> BatchedDataDict:
     """Return prompts and responses as a `GenerationOutputSpec`, right-padded to the longest.
 
-    ``record_kept``: K of ``kept_ids`` int32 [B, S, K]. With 0 the column is omitted.
+    ``record_kept``: K of ``kept_ids`` int32 [B, S, K], padded with -1. The row of a larger set
+    contains only -1. With 0 the column is omitted.
     """
     starts = [len(prompt) for prompt in prompts]
     lengths = [len(response.tokens) for response in responses]
@@ -249,8 +245,9 @@ def responses_batch(
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids[row, : ends[row]] = torch.tensor([*prompt, *response.tokens])
         logprobs[row, starts[row] : ends[row]] = torch.tensor(response.logprobs)
-        response_sets = kept_rows(response.kept_ids, record_kept)
-        kept_ids[row, starts[row] : starts[row] + len(response_sets)] = response_sets
+        for token_ids, kept in zip(kept_ids[row, starts[row] :], response.kept_ids, strict=False):
+            if len(kept) <= record_kept:
+                token_ids[: len(kept)] = torch.tensor(kept, dtype=torch.int32)
     return BatchedDataDict(
         {
             "output_ids": ids,

@@ -219,10 +219,9 @@ class RoleAdapters:
         self._gpt, self._architecture, self._parallel = gpt, architecture, parallel
         self._has_head = has_head
         self.lora = lora
-        self.are_fresh = True  # B is zero, so that adapters have no effect
         self.dropout = TokenDropout(lora.adapter_dropout, seed) if lora.adapter_dropout else None
         gpt.adapter_dropout = self.dropout
-        for name, parameter in canonical_parameters(gpt, architecture):
+        for name, parameter in canonical_parameters(gpt):
             parameter.requires_grad_(name.endswith((LORA_A, LORA_B)) or name in REWARD_HEAD)
         for name, adapter in _adapters(gpt, architecture).items():
             adapter.dropout, adapter.stream = self.dropout, _seed_of(seed, f"{name}.dropout")
@@ -242,7 +241,6 @@ class RoleAdapters:
         """Load the adapters, and the head if any, from a file."""
         tensors = tensors_to_continue(path, self._architecture, self.lora, self._has_head)
         self._fill(tensors.get)
-        self.are_fresh = False
 
     def save(self, path: str | Path, nemo_keys: Mapping[str, Any]) -> None:
         """Write a file. Call it on every rank: rank 0 writes, and all ranks raise its error."""
@@ -253,7 +251,7 @@ class RoleAdapters:
         """Gather the trained weights on rank 0 (empty on other ranks). Call it on every rank."""
         trained = {
             name: parameter
-            for name, parameter in canonical_parameters(self._gpt, self._architecture)
+            for name, parameter in canonical_parameters(self._gpt)
             if parameter.requires_grad
         }
         return GatheredTensors(
@@ -268,7 +266,7 @@ class RoleAdapters:
     def _fill(self, full_tensor: Callable[[str], Tensor | None]) -> None:
         """Copy this process's shards of full tensors. None leaves a parameter unchanged."""
         tp_rank, tp_size = self._parallel.tp_rank, self._parallel.config.tensor
-        for name, parameter in canonical_parameters(self._gpt, self._architecture):
+        for name, parameter in canonical_parameters(self._gpt):
             share = full_tensor(name) if parameter.requires_grad else None
             if share is None:
                 continue
@@ -296,7 +294,7 @@ def _adapters(gpt: GPTModel, architecture: GPTArchitecture) -> dict[str, Adapter
     owners = {module.a: module for module in gpt.modules() if isinstance(module, Adapter)}
     return {
         name.removesuffix(LORA_A): owners[parameter]
-        for name, parameter in canonical_parameters(gpt, architecture)
+        for name, parameter in canonical_parameters(gpt)
         if parameter in owners
     }
 

@@ -1,46 +1,41 @@
-"""`Policy`, the controller's handle of a group of policy workers.
-
-Every method accepts and returns global batches. The workers get data-parallel shares.
-"""
+"""`Policy`, the controller's handle of a group of policy workers."""
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
-from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
+from aligner.distributed.batched_data_dict import BatchedDataDict, check_columns, columns_of
 from aligner.distributed.interfaces import Cluster
 from aligner.distributed.workers import phase, run_sharded, scored_rows
-from aligner.errors import ConfigError, TokenizerError
+from aligner.errors import ConfigError
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.gpt.decode.scheduler import TokenListener
 from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.handle import RoleHandle, checkpoint_paths, worker_class
+from aligner.models.handle import RoleHandle
 from aligner.models.interfaces import (
     ColocatablePolicyInterface,
     GenerationInterface,
-    check_generation_output,
+    GenerationOutputSpec,
 )
-from aligner.models.policy.workers.policy_worker import PolicyWorker
-from aligner.models.worker import read_published
+from aligner.models.policy.workers.policy_worker import PolicyWorker, read_policy
 from aligner.refit.controller import RefitSource
 
-WORKERS = {
-    "megatron": "aligner.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",
-    "dtensor": "aligner.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWorkerV2",
-}
 GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 LOGPROB_COLUMNS = ("input_ids", "input_lengths", "token_mask")
 
 
 class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInterface):
     """A language-model policy that samples, scores tokens, and trains."""
+
+    workers: ClassVar[Mapping[str, str]] = {
+        "megatron": "aligner.models.policy.workers.policy_worker.MegatronPolicyWorker",
+        "dtensor": "aligner.models.policy.workers.policy_worker.DTensorPolicyWorkerV2",
+    }
 
     def __init__(
         self,
@@ -56,7 +51,6 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         *,
         run: RunSettings | None = None,
         backend: str = "megatron",
-        max_optimizer_steps: int | None = None,
     ) -> None:
         """Start the workers on ``cluster``, which load ``config.restore_from_path``.
 
@@ -66,58 +60,42 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
                 `PolicyConfig`, which also contains the backend and the workers' environment.
             tokenizer: a tokenizer of this library or of transformers.
             name_prefix: name of the role in messages and log names.
-            workers_per_node: on Ray, number of bundles to use on each node, or a list of numbers.
+            workers_per_node: on Ray, number of bundles to use on each node, or one per node.
                 Default: all.
             init_optimizer: whether to create an optimizer. False for a frozen policy.
             weights_path: weights from `save_checkpoint` to continue from. The reference policy
                 still uses the weights of ``config``.
             optimizer_path: optimizer state to continue from.
-            init_reference_model: whether to keep a copy of the initial weights. False for runs
-                without a KL term.
-            run: precision, gradient clipping and seed. Default: the values of a mapping, or else
+            init_reference_model: whether to keep the initial weights, for a KL term.
+            run: precision, gradient clipping and seed. Default: those of a mapping, or
                 `RunSettings`.
             backend: ``megatron`` or ``dtensor``, ignored for a mapping.
-            max_optimizer_steps: length of a schedule without ``max_steps``.
 
         Raises:
             ConfigError: a key of the mapping is unknown, or settings are incompatible.
             LayoutError: the layout does not fit the cluster's workers.
         """
-        # Configuration: a published mapping, or the policy's section.
         self.cfg = config
-        published: PublishedRole | None = None
-        if not isinstance(config, TrainedModelConfig):
-            published = read_published(config)
-            config, backend = published.model, published.backend
-            run = run or RunSettings.of(published)
-        run = run or RunSettings()
+        config, run, self.tokenizer, published = read_policy(config, run, tokenizer)
+        backend = backend if published is None else published.backend
         check_policy_backend(backend, config)
-        tokenizer = as_tokenizer(tokenizer)
-        # End tokens of a mapping, in addition to those of the tokenizer.
-        self._published = published
-        if published is not None and published.stop_token_ids:
-            try:
-                tokenizer = tokenizer.with_end_tokens(published.stop_token_ids)
-            except TokenizerError as error:
-                key = f"policy.generation.stop_token_ids={list(published.stop_token_ids)}"
-                raise ConfigError(f"{key}: {error}") from error
-        # Workers.
-        workers = cluster.start_workers(
-            worker_class(WORKERS, backend),
+        super().__init__(
+            cluster,
+            config,
+            config,
             name_prefix,
+            backend,
+            weights_path,
+            optimizer_path,
             parallel=config.parallel,
             workers_per_node=workers_per_node,
-            env_vars=published.env_vars if published else None,
-            config=config,
-            tokenizer=tokenizer,
+            env_vars=None if published is None else published.env_vars,
+            tokenizer=self.tokenizer,
             run=run,
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
-            max_optimizer_steps=max_optimizer_steps,
-            **checkpoint_paths(weights_path, optimizer_path),
         )
-        super().__init__(workers, config, config)
-        self.tokenizer = tokenizer
+        self._published = published
         self._seeds = CallSeeds(run.seed)
 
     get_logprobs = scored_rows(PolicyWorker.get_logprobs, LOGPROB_COLUMNS, ("kept_ids",))
@@ -143,16 +121,12 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
 
         Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``sample_ids`` int64 [B]
         (default 0, 1, 2, ...). The tokens of a sample depend only on ``seed``, its ``sample_ids``
-        entry and its prompt. Without a seed, every call derives a new seed from the run's seed and
-        the count of earlier calls.
+        entry and its prompt. Without a seed, every call derives a new seed from the run's seed.
 
         ``sampling_options``: overrides the configured lengths and sampling in this call.
         ``listener``: called with every token that a worker of this process samples, and with the
-        row of the prompt in the worker's share.
-
-        Raises:
-            ConfigError: the policy's mapping contains no section ``generation``.
-            DataError: a column of ``data`` or of the workers' output is missing.
+        row in the worker's share. Raises `ConfigError` without a section ``generation``,
+        `DataError` for a missing column.
         """
         if self._published is not None and not self._published.generates:
             raise ConfigError(
@@ -172,7 +146,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         output: BatchedDataDict = BatchedDataDict.from_batches(
             results, pad_value_dict={"output_ids": self.tokenizer.pad_id}
         )
-        check_generation_output(output)
+        check_columns(output, list(GenerationOutputSpec.__annotations__))
         # A published mapping may define the padding.
         if self._published is not None and self._published.pad_token_id is not None:
             position = torch.arange(output["output_ids"].shape[1])
@@ -183,11 +157,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         return output
 
     def recover(self) -> bool:
-        """See `GenerationInterface.recover`.
-
-        It returns False under tensor, pipeline, context or expert parallelism, because a failed
-        worker leaves the others waiting in a collective.
-        """
+        """See `GenerationInterface.recover`. False if workers may wait in a collective."""
         parallel = self.model.parallel
         is_collective = parallel.model_parallel_size * parallel.expert > 1
         return not is_collective and self.worker_group.recover()

@@ -1,22 +1,26 @@
 """`RewardModel`, the controller's handle of a group of reward-model workers."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.interfaces import Cluster
 from aligner.distributed.workers import on_all_workers, scored_rows
 from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.handle import RoleHandle, checkpoint_paths, worker_class
+from aligner.models.handle import RoleHandle
 from aligner.models.reward.workers.reward_worker import RewardWorker
 
-WORKERS = {
-    "megatron": "aligner.models.reward.workers.megatron_reward_worker.MegatronRewardWorker",
-    "dtensor": "aligner.models.reward.workers.dtensor_reward_worker.DTensorRewardWorker",
-}
 REWARD_COLUMNS = ("input_ids", "input_lengths")
 
 
 class RewardModel(RoleHandle):
     """A trainable model that scores sequences."""
+
+    workers: ClassVar[Mapping[str, str]] = {
+        "megatron": "aligner.models.reward.workers.reward_worker.MegatronRewardWorker",
+        "dtensor": "aligner.models.reward.workers.reward_worker.DTensorRewardWorker",
+    }
 
     def __init__(
         self,
@@ -30,31 +34,29 @@ class RewardModel(RoleHandle):
         init_optimizer: bool = True,
         weights_path: str | None = None,
         optimizer_path: str | None = None,
-        max_optimizer_steps: int | None = None,
         offload_weights: bool = False,
         backend: str = "megatron",
     ) -> None:
         """Start the workers on ``cluster``.
 
         They load ``config.restore_from_path``: a reward model, or a language model with a new head.
-        With ``weights_path`` and ``optimizer_path`` from `save_checkpoint` they continue from
-        there. ``attributes``: attributes that the head rates, empty for comparisons, or None to use
-        the file's attributes. ``init_optimizer``: False for a frozen model. For the other arguments
-        see `Policy`.
+        ``attributes``: attributes that the head rates, empty for comparisons, None for those of the
+        file. For the other arguments see `Policy`.
         """
-        workers = cluster.start_workers(
-            worker_class(WORKERS, backend),
+        super().__init__(
+            cluster,
+            config,
+            config,
             name_prefix,
-            config=config,
+            backend,
+            weights_path,
+            optimizer_path,
             tokenizer=tokenizer,
             run=run,
             attributes=attributes,
             init_optimizer=init_optimizer,
-            max_optimizer_steps=max_optimizer_steps,
             offload_weights=offload_weights,
-            **checkpoint_paths(weights_path, optimizer_path),
         )
-        super().__init__(workers, config, config)
         self.tokenizer = tokenizer
         self.attributes = self.reward_attributes()
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
@@ -10,22 +10,21 @@ from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.interfaces import Cluster
 from aligner.distributed.workers import scored_rows
-from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.handle import RoleHandle, checkpoint_paths, worker_class
+from aligner.models.handle import RoleHandle
 from aligner.models.interfaces import ValueInterface
-from aligner.models.value.workers.value_worker import ValueWorker
-from aligner.models.worker import read_published
+from aligner.models.value.workers.value_worker import ValueWorker, read_critic
 
-WORKERS = {
-    "megatron": "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker",
-    "dtensor": "aligner.models.value.workers.dtensor_value_worker_v2.DTensorValueWorkerV2",
-}
 VALUE_COLUMNS = ("input_ids", "input_lengths")
 
 
 class Value(RoleHandle, ValueInterface):
     """A critic that predicts the return from every state, and trains on returns."""
+
+    workers: ClassVar[Mapping[str, str]] = {
+        "megatron": "aligner.models.value.workers.value_worker.MegatronValueWorker",
+        "dtensor": "aligner.models.value.workers.value_worker.DTensorValueWorkerV2",
+    }
 
     def __init__(
         self,
@@ -41,51 +40,33 @@ class Value(RoleHandle, ValueInterface):
         model: TrainedModelConfig | None = None,
         run: RunSettings | None = None,
         backend: str = "megatron",
-        max_optimizer_steps: int | None = None,
     ) -> None:
         """Start the workers on ``cluster``.
 
-        They load ``config.restore_from_path``, or the policy's weights with a new head. With
-        ``weights_path`` and ``optimizer_path`` from `save_checkpoint` they continue from there. For
-        the other arguments and the errors see `Policy`.
-
-        Args:
-            cluster: cluster of the workers.
-            config: the critic's section, which requires ``model``, or a mapping of `ValueConfig`,
-                which is complete and includes the layout.
-            weights_path: weights, including the head, to continue from.
-            model: the policy's section, with micro-batching and the default layout.
+        They load ``config.restore_from_path``, or the policy's weights with a new head, or the
+        weights and head of ``weights_path``. ``config``: the critic's section, which requires
+        ``model``, or a mapping of `ValueConfig`. ``model``: the policy's section, with
+        micro-batching and the default layout. For the other arguments and the errors see `Policy`.
         """
-        # Configuration: a published mapping, or the critic's and the policy's sections.
         self.cfg = config
-        env_vars: Mapping[str, str] | None = None
-        if not isinstance(config, CriticConfig):
-            published = read_published(config, "value")
-            config, model, backend = published.critic, published.model, published.backend
-            run, env_vars = run or RunSettings.of(published), published.env_vars
-        if model is None:
-            raise ConfigError(
-                "model is required in addition to a CriticConfig. Pass the policy's section"
-            )
-        model = config.with_layout(model)
-        run = run or RunSettings()
-        check_policy_backend(backend, model)
-        tokenizer = as_tokenizer(tokenizer)
-        # The workers load the model.
-        workers = cluster.start_workers(
-            worker_class(WORKERS, backend),
+        config, section, run, published = read_critic(config, model, run)
+        backend = backend if published is None else published.backend
+        check_policy_backend(backend, section)
+        super().__init__(
+            cluster,
+            config,
+            section,
             name_prefix,
-            parallel=model.parallel,
+            backend,
+            weights_path,
+            optimizer_path,
+            parallel=section.parallel,
             workers_per_node=workers_per_node,
-            env_vars=env_vars,
-            config=config,
-            model=model,
-            tokenizer=tokenizer,
+            env_vars=None if published is None else published.env_vars,
+            model=section,
+            tokenizer=as_tokenizer(tokenizer),
             run=run,
             init_optimizer=init_optimizer,
-            max_optimizer_steps=max_optimizer_steps,
-            **checkpoint_paths(weights_path, optimizer_path),
         )
-        super().__init__(workers, config, model)
 
     get_values = scored_rows(ValueWorker.get_values, VALUE_COLUMNS)

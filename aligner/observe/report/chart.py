@@ -22,9 +22,15 @@ class Series:
     style: str = "a"  # a | b: the page's first or second colour
 
     @property
+    def finite_points(self) -> list[tuple[int, float]]:
+        """Steps and values that are drawn."""
+        pairs = zip(self.steps, self.values, strict=True)
+        return [(step, value) for step, value in pairs if math.isfinite(value)]
+
+    @property
     def constant(self) -> float | None:
         """The value that all finite values are equal to, or None."""
-        values = set(filter(math.isfinite, self.values))
+        values = {value for _, value in self.finite_points}
         return values.pop() if len(values) == 1 else None
 
 
@@ -147,65 +153,44 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
 
     ``shows``: values that the axis always includes, so that charts can be compared.
     """
-    finite = [(line, points) for line in series if (points := _finite(line))]
+    finite = [(line, points) for line in series if (points := line.finite_points)]
     if not finite:
         return None
+    # Axes that show all points, with a margin above and below.
     all_points = [point for _, points in finite for point in points]
-    scale = _Scale.around([*all_points, *((all_points[0][0], value) for value in shows)])
-    values = ticks(scale.low, scale.high)
+    amounts = [*shows, *(value for _, value in all_points)]
+    margin = (max(amounts) - min(amounts)) * 0.08 or abs(max(amounts)) * 0.1 or 1.0
+    low, high = min(amounts) - margin, max(amounts) + margin
+    first, last = min(all_points)[0], max(all_points)[0]
+    last = max(last, first + 1)
+
+    def at(step: float, value: float) -> tuple[float, float]:
+        """Return the pixel position of a point."""
+        x, y = (step - first) / (last - first), (value - low) / (high - low)
+        width, height = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
+        return round(_LEFT + x * width, 1), round(HEIGHT - _BOTTOM - y * height, 1)
+
+    values = ticks(low, high)
     # The step axis labels whole steps, and always the last step.
-    first, last = scale.first, scale.last
     inner = [s for s in ticks(first, last) if s == int(s) and last - s > 0.1 * (last - first)]
     # Pixels of each line, and the values that the page shows at the pointer.
     lines, hover = [], []
     for line, points in finite:
         thinned = thin_out(points)
-        dots = [scale.at(point) for point in thinned]
+        dots = [at(*point) for point in thinned]
         path = "".join(f"{'L' if i else 'M'}{x} {y}" for i, (x, y) in enumerate(dots))
         lines.append(Line(line.style, path, dots if len(dots) <= _MOST_DOTS else ()))
         shown = [[*dot, *point] for dot, point in zip(dots, thinned, strict=True)]
         hover.append({"l": line.label, "s": line.style, "p": shown})
     return Chart(
         value_ticks=[
-            (scale.at((int(scale.first), value))[1], label)
+            (at(first, value)[1], label)
             for value, label in zip(values, tick_labels(values), strict=True)
         ],
-        step_ticks=[
-            (scale.at((int(step), scale.low))[0], f"{int(step):,}") for step in [*inner, scale.last]
-        ],
+        step_ticks=[(at(step, low)[0], f"{int(step):,}") for step in [*inner, last]],
         lines=lines,
         hover=json.dumps(hover),
     )
-
-
-@dataclass(frozen=True)
-class _Scale:
-    first: float
-    last: float
-    low: float
-    high: float
-
-    @classmethod
-    def around(cls, points: Sequence[tuple[int, float]]) -> "_Scale":
-        """Choose axes that show all points, with a margin above and below."""
-        low, high = min(value for _, value in points), max(value for _, value in points)
-        margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
-        first, last = min(step for step, _ in points), max(step for step, _ in points)
-        return cls(first, last if last > first else first + 1, low - margin, high + margin)
-
-    def at(self, point: tuple[int, float]) -> tuple[float, float]:
-        """Return the pixel position of (step, value)."""
-        x = (point[0] - self.first) / (self.last - self.first)
-        y = (point[1] - self.low) / (self.high - self.low)
-        return (
-            round(_LEFT + x * (WIDTH - _LEFT - _RIGHT), 1),
-            round(HEIGHT - _BOTTOM - y * (HEIGHT - _TOP - _BOTTOM), 1),
-        )
-
-
-def _finite(series: Series) -> list[tuple[int, float]]:
-    pairs = zip(series.steps, series.values, strict=True)
-    return [(step, value) for step, value in pairs if math.isfinite(value)]
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def render_evaluation(
                 name,
                 results,
                 [_estimate_row(*item) for item in results.estimates.items()],
-                _explained_metrics(results.metrics),
+                {name: _explained(name, value) for name, value in results.metrics.items()},
             )
             for name, results in sets.items()
         ],
@@ -58,13 +58,9 @@ def render_evaluation(
     )
 
 
-def _explained_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Format each metric of one set with its meaning."""
-    infos = {name: describe(f"val_rollouts/{name}") for name in metrics}
-    return {
-        name: f"{short_number(metrics[name])}  ({info.meaning if info else ''})"
-        for name, info in infos.items()
-    }
+def _explained(name: str, value: float) -> str:
+    info = describe(f"val_rollouts/{name}")
+    return f"{short_number(value)}  ({info.meaning if info else ''})"
 
 
 def _estimate_row(key: str, estimate: Estimate) -> tuple[str, str, float | None, str]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from aligner.checkpoint.durable import atomic_file
 from aligner.observe.diagnostics import ROUNDING_GAPS, gap_verdict
@@ -39,20 +39,15 @@ class RunRecord:
     precision: str = ""  # `trainer.precision`. Empty: unknown
 
 
-class _Headline(NamedTuple):
-    metric: str
-    label: str
-    better: int  # 1: more is better, -1: less is better, 0: neither
-
-
+# Metric, label, and whether more (1) or less (-1) is better, or neither (0).
 _HEADLINES = (
-    _Headline("val_rollouts/accuracy", "Validation accuracy", 1),
-    _Headline("val_rollouts/rewards", "Validation reward", 1),
-    _Headline("train_rollouts/rewards", "Training reward", 1),
-    _Headline("val_optim/accuracy", "Validation accuracy", 1),
-    _Headline("val_optim/loss", "Validation loss", -1),
-    _Headline("train_rollouts/init_policy_kl", "KL to the initial policy", 0),
-    _Headline("train_rollouts/generation_length", "Response length (tokens)", 0),
+    ("val_rollouts/accuracy", "Validation accuracy", 1),
+    ("val_rollouts/rewards", "Validation reward", 1),
+    ("train_rollouts/rewards", "Training reward", 1),
+    ("val_optim/accuracy", "Validation accuracy", 1),
+    ("val_optim/loss", "Validation loss", -1),
+    ("train_rollouts/init_policy_kl", "KL to the initial policy", 0),
+    ("train_rollouts/generation_length", "Response length (tokens)", 0),
 )
 
 _ROLLOUT_ACCURACIES = {"train_rollouts/accuracy", "val_rollouts/accuracy"}
@@ -121,7 +116,7 @@ def render_report(run: RunRecord) -> str:
         title=run.title,
         lead=f"{last:,} steps. {run.status}".strip(),
         has_metrics=bool(series),
-        tiles=[_tile(series[h.metric], h, series) for h in _HEADLINES if h.metric in series],
+        tiles=[_tile(series, *headline) for headline in _HEADLINES if headline[0] in series],
         has_rollouts=any(name.startswith(("train_rollouts/", "val_rollouts/")) for name in series),
         overview=_overview(series),
         gap=_gap(series, run.precision),
@@ -138,36 +133,23 @@ def render_report(run: RunRecord) -> str:
     )
 
 
-class _Tile(NamedTuple):
-    label: str
-    first: str
-    last: str
-    change: Change
-    note: str
-
-
-def _tile(series: Series, headline: _Headline, all_series: Mapping[str, Series]) -> _Tile:
-    first, last = series.values[0], series.values[-1]
-    note = f"step {series.steps[0]} → {series.steps[-1]}"
-    error = _standard_error(headline.metric, last, all_series)
-    if error is not None:
-        note += f", standard error {short_number(error)}"
-    change = Change.between(first, last, headline.better)
-    return _Tile(headline.label, _rounded(first, last), _rounded(last, first), change, note)
+def _tile(series: Mapping[str, Series], metric: str, label: str, better: int) -> dict[str, Any]:
+    values, steps = series[metric].values, series[metric].steps
+    first, last = values[0], values[-1]
+    note = f"step {steps[0]} → {steps[-1]}"
+    # The standard error of the accuracy on the samples of the last validation.
+    count = series.get("val_rollouts/num_samples")
+    if metric == "val_rollouts/accuracy" and count is not None and 0 <= last <= 1:
+        error = math.sqrt(last * (1 - last) / max(count.values[-1], 1))
+        note += f", standard error {short_number(round(error, 3))}"
+    ends = {"first": _rounded(first, last), "last": _rounded(last, first)}
+    return {"label": label, **ends, "change": Change.between(first, last, better), "note": note}
 
 
 def _rounded(value: float, neighbour: float) -> str:
     """Format ``value``, as 0 if it is negligible compared with ``neighbour``."""
     is_negligible = math.isfinite(neighbour) and abs(value) < 5e-4 * abs(neighbour)
     return short_number(0.0 if is_negligible else value, 3)
-
-
-def _standard_error(metric: str, value: float, series: Mapping[str, Series]) -> float | None:
-    """Compute the standard error of the accuracy on the samples of the last validation."""
-    count = series.get("val_rollouts/num_samples")
-    if metric != "val_rollouts/accuracy" or count is None or not 0 <= value <= 1:
-        return None
-    return round(math.sqrt(value * (1 - value) / max(count.values[-1], 1)), 3)
 
 
 def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
@@ -200,7 +182,7 @@ def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, s
     # No update separates the first step's rollout from its training.
     verdict = gap_verdict(gaps.values[0], precision)
     if verdict is not None:
-        lead += f" At the beginning it is {verdict.text}"
+        lead += f" At the beginning it is {verdict[1]}"
     return lead, rows
 
 
@@ -229,13 +211,12 @@ def _training_samples(samples: Sequence[Sample]) -> list[tuple[str, int, list[Sa
 
 def _phases(series: Mapping[str, Series]) -> list[Bar]:
     """Return the seconds of each phase as bars."""
-    return bars(
-        [
-            (name.removeprefix("timers/").replace("_", " "), sum(timer.values))
-            for name, timer in series.items()
-            if name.startswith("timers/") and name != "timers/total" and "per_second" not in name
-        ]
-    )
+    phases = {
+        name.removeprefix("timers/").replace("_", " "): sum(timer.values)
+        for name, timer in series.items()
+        if name.startswith("timers/") and name != "timers/total" and "per_second" not in name
+    }
+    return bars(list(phases.items()))
 
 
 def _info(name: str) -> MetricInfo:

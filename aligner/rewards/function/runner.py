@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -26,12 +26,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RewardOutput:
-    """Scores of ``B`` samples."""
+class ScoredResponses:
+    """Texts and scores of ``B`` responses."""
 
+    responses: list[str]  # without the end-of-sequence token
     rewards: Tensor  # float32 [B], finite
-    metrics: dict[str, list[float]]  # key → B finite values, from functions that return dicts
-    timeouts: int = 0  # number of samples without a result within the time limit
+    parts: dict[str, list[float]]  # additional metrics of the function, B finite values each
+    timeouts: int = 0  # number of responses without a result within the time limit
+    metrics: dict[str, float] = field(default_factory=dict)  # of the whole rollout
 
 
 class RewardFunction(ProcessPool):
@@ -53,8 +55,7 @@ class RewardFunction(ProcessPool):
         """Start the first process, so that an invalid function is refused now.
 
         Args:
-            name: ``package.module:function``, ``package.module.function`` or
-                ``path/to/file.py:function``, sync or async.
+            name: path of the function, which may be async (`aligner.importing.load_function`).
             kwargs: keyword arguments of every call.
             time_limit_s: time limit of a batch.
             max_concurrency: number of parts of a batch that are scored at the same time. With more
@@ -62,8 +63,7 @@ class RewardFunction(ProcessPool):
             timeout_reward: reward of a sample after a timeout, with metrics of 0. None: raise
                 `RewardTimeoutError`.
 
-        Raises:
-            ConfigError: the function cannot be imported, or its signature does not fit.
+        Raises `ConfigError` if the function cannot be imported, or its signature does not fit.
         """
         super().__init__(
             Program(
@@ -81,13 +81,18 @@ class RewardFunction(ProcessPool):
         self._time_limit_s, self._max_concurrency = time_limit_s, max_concurrency
         self._timeout_reward = timeout_reward
 
+    @classmethod
+    def load(cls, name: str, **options: Any) -> "RewardFunction":
+        """Start the processes of a function: the constructor's name in version 0.2.0."""
+        return cls(name, **options)
+
     def __call__(
         self,
         prompts: Sequence[str],
         responses: Sequence[str],
         ground_truths: Sequence[Any],
         columns: Mapping[str, Sequence[Any]] | None = None,
-    ) -> RewardOutput:
+    ) -> ScoredResponses:
         """Score ``B`` samples. The arguments are those of the protocol.
 
         Raises:
@@ -97,15 +102,11 @@ class RewardFunction(ProcessPool):
                 None.
             DataError: the function requires a column that is missing.
         """
-        samples = Samples(
-            list(prompts),
-            list(responses),
-            list(ground_truths),
-            {name: list(values) for name, values in (columns or {}).items()},
-        )
+        lists = {name: list(values) for name, values in (columns or {}).items()}
+        samples = Samples(list(prompts), list(responses), list(ground_truths), lists)
         self.signature.check_columns(samples.columns)
         if not len(samples):
-            return RewardOutput(torch.zeros(0), {})
+            return ScoredResponses([], torch.zeros(0), {})
         # Score the batch, and report timeouts.
         answers = self._answers(samples)
         missing = [part for part, scored in answers if scored is None]
@@ -119,7 +120,29 @@ class RewardFunction(ProcessPool):
                 missing[0].describe(0),
                 self._timeout_reward,
             )
-        return _join(answers, self.signature.name, self._timeout_reward or 0.0)
+        return self._join(answers)
+
+    def _join(self, answers: list[tuple[Samples, Scored | None]]) -> ScoredResponses:
+        keys: Iterable[str] = next((scored[1] for _, scored in answers if scored is not None), {})
+        # The parts must agree on the metrics, which are unknown for parts after a timeout.
+        responses, rewards, late = list[str](), list[float](), self._timeout_reward or 0.0
+        metrics: dict[str, list[float]] = {key: [] for key in keys}
+        for part, scored in answers:
+            missing = [late] * len(part), {key: [0.0] * len(part) for key in metrics}
+            part_rewards, part_metrics = scored or missing
+            if part_metrics.keys() != metrics.keys():
+                raise RewardError(
+                    f"reward function {self.signature.name!r} returned the keys "
+                    f"{sorted(part_metrics)} for some samples and {sorted(metrics)} for others"
+                )
+            responses += part.responses
+            rewards += part_rewards
+            for key, values in part_metrics.items():
+                metrics[key] += values
+        timeouts = sum(len(part) for part, scored in answers if scored is None)
+        return ScoredResponses(
+            responses, torch.tensor(rewards, dtype=torch.float32), metrics, timeouts
+        )
 
     def _answers(self, samples: Samples) -> list[tuple[Samples, Scored | None]]:
         """Return the parts of the batch in order with their scores, None after a timeout.
@@ -202,25 +225,3 @@ def _split(samples: Samples, count: int) -> list[Samples]:
     count = min(count, len(samples))
     bounds = [len(samples) * part // count for part in range(count + 1)]
     return [samples.slice(*pair) for pair in pairwise(bounds)]
-
-
-def _join(
-    answers: list[tuple[Samples, Scored | None]], name: str, timeout_reward: float
-) -> RewardOutput:
-    keys: Iterable[str] = next((scored[1] for _, scored in answers if scored is not None), {})
-    # The parts must agree on the metrics, which are unknown for parts after a timeout.
-    rewards: list[float] = []
-    metrics: dict[str, list[float]] = {key: [] for key in keys}
-    for part, scored in answers:
-        missing = [timeout_reward] * len(part), {key: [0.0] * len(part) for key in metrics}
-        part_rewards, part_metrics = missing if scored is None else scored
-        if part_metrics.keys() != metrics.keys():
-            raise RewardError(
-                f"reward function {name!r} returned the keys {sorted(part_metrics)} for some "
-                f"samples and {sorted(metrics)} for others"
-            )
-        rewards.extend(part_rewards)
-        for key, values in part_metrics.items():
-            metrics[key].extend(values)
-    timeouts = sum(len(part) for part, scored in answers if scored is None)
-    return RewardOutput(torch.tensor(rewards, dtype=torch.float32), metrics, timeouts)

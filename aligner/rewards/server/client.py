@@ -80,8 +80,8 @@ class RewardClient:
         self.config = config
         url = _checked_url(config.url)
         token = read_token(config.token_env, config.token_file, "the reward server")
-        headers = {"Content-Type": JSON_TYPE, "Accept": JSON_TYPE, "Accept-Encoding": "identity"}
-        headers["Connection"] = "close"
+        headers = {"Content-Type": JSON_TYPE, "Accept": JSON_TYPE, "Connection": "close"}
+        headers["Accept-Encoding"] = "identity"
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
         self._options: dict[str, Any] = {
@@ -102,9 +102,8 @@ class RewardClient:
     def score(self, samples: Sequence[WireSample], width: int = 1) -> list[list[float]]:
         """Return ``width`` numbers for each sample, with several concurrent requests.
 
-        Raises:
-            RewardServerError: the server was unavailable for ``retry_for_s``, refused a request, or
-                sent invalid answers.
+        Raises `RewardServerError` if the server was unavailable for ``retry_for_s``, refused a
+        request, or sent invalid answers.
         """
         size = self.config.samples_per_request
         starts = range(0, len(samples), size)
@@ -236,13 +235,9 @@ class RemoteReward:
         responses, rows = on_rank_zero(score)
         # Every rank builds the same tensors.
         scores = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)
+        attributes, source = self.attributes, f"the reward server {self._client.config.url}"
         return rated_responses(
-            responses,
-            scores,
-            self.attributes,
-            self.weights,
-            prompts=data["prompts"],
-            source=f"the reward server {self._client.config.url}",
+            responses, scores, attributes, self.weights, prompts=data["prompts"], source=source
         )
 
 

@@ -54,10 +54,19 @@ class RewardService:
     async def score(self, request: Request) -> Response:
         """Return the rewards of the samples."""
         check_bearer(request, self.token)
-        async with self._bodies.read(
-            request, lambda body: validated(ScoreRequest, parse_json(body))
-        ) as body:
-            sequences = await run_in_threadpool(blame_sender, self._sequences, body.samples)
+
+        def parse(body: bytearray) -> ScoreRequest:
+            return validated(ScoreRequest, parse_json(body))
+
+        def encode(samples: Sequence[WireSample]) -> list[Ids]:
+            limit = self.queue.max_items
+            if len(samples) > limit:
+                cause = f"{len(samples)} samples, at most {limit} are taken in a request"
+                raise HTTPException(413, cause)
+            return [self.encode(sample) for sample in samples]
+
+        async with self._bodies.read(request, parse) as body:
+            sequences = await run_in_threadpool(blame_sender, encode, body.samples)
             rewards = await self._rewards(request, sequences) if sequences else []
         plain = [row[0] if len(row) == 1 else row for row in rewards]
         # Not JSONResponse, which refuses NaN. The client reports NaN to its user.
@@ -68,14 +77,6 @@ class RewardService:
         routes: Routes = {f"GET {HEALTH}": self.health, f"POST {SCORE}": self.score}
         setting = f"--host {host} --port {port}"
         return http_server((host, port), routes, self.queue, setting=setting)
-
-    def _sequences(self, samples: Sequence[WireSample]) -> list[Ids]:
-        """Return the tokens of all samples."""
-        limit = self.queue.max_items
-        if len(samples) > limit:
-            cause = f"{len(samples)} samples, at most {limit} are taken in a request"
-            raise HTTPException(413, cause)
-        return [self.encode(sample) for sample in samples]
 
     async def _rewards(self, request: Request, sequences: list[Ids]) -> list[list[float]]:
         """Have the model score the sequences, unless the client disconnects."""
@@ -157,17 +158,10 @@ def _load(options: ServeOptions, parallel: ParallelState) -> tuple[RewardModel, 
     with open_model(options.model) as checkpoint:
         rated_attributes(checkpoint, options.model)  # a language model is refused
         encoder = SequenceEncoder.of_checkpoint(checkpoint, options.add_bos)
-    model = RewardModel(
-        LocalCluster(parallel),
-        TrainedModelConfig(
-            restore_from_path=options.model,
-            tensor_model_parallel_size=options.tensor_model_parallel_size,
-        ),
-        encoder.tokenizer,
-        RunSettings(precision=options.precision),
-        init_optimizer=False,
-    )
-    return model, encoder
+    size, run = options.tensor_model_parallel_size, RunSettings(precision=options.precision)
+    config = TrainedModelConfig(options.model, tensor_model_parallel_size=size)
+    cluster, tokenizer = LocalCluster(parallel), encoder.tokenizer
+    return RewardModel(cluster, config, tokenizer, run, init_optimizer=False), encoder
 
 
 def score_until(

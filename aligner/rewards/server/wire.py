@@ -60,15 +60,16 @@ class HealthAnswer(BaseModel):
 def parse_rewards(value: Any, count: int, width: int) -> list[list[float]]:
     """Return ``count`` rows of ``width`` finite numbers. Raises `DataError` for another answer."""
     answer = validated(ScoreAnswer, value)
-    rows = answer.rewards
+    rows, problem = answer.rewards, ""
     if len(rows) != count:
-        raise DataError(f"{len(rows)} rewards for {count} samples")
-    for index, row in enumerate(rows):
-        if len(row) != width:
-            raise DataError(f"reward {index} has {len(row)} numbers, expected {width}")
+        problem = f"{len(rows)} rewards for {count} samples"
+    elif wrong := [index for index, row in enumerate(rows) if len(row) != width]:
+        problem = f"reward {wrong[0]} has {len(rows[wrong[0]])} numbers, expected {width}"
     # A server may return ids, to prove the order.
-    if answer.ids is not None and answer.ids != list(range(count)):
-        raise DataError(f"ids are not 0 to {count - 1} in order: the rewards are of other samples")
+    elif answer.ids is not None and answer.ids != list(range(count)):
+        problem = f"ids are not 0 to {count - 1} in order: the rewards are of other samples"
+    if problem:
+        raise DataError(problem)
     return rows
 
 

@@ -46,8 +46,8 @@ def run_on(engine):
 def attempted(engine, body):
     """Every attempt of a run, with ``body`` in it."""
     for attempt in run_on(engine).attempts():
-        with attempt:
-            body(attempt)
+        with attempt as workers:
+            body(workers)
 
 
 def raising(error):
@@ -60,10 +60,10 @@ def raising(error):
 def test_a_run_without_a_death_has_one_attempt_and_ends_in_reverse_order():
     engine = Engine(max_restarts=3)
     for attempt in run_on(engine).attempts():
-        with attempt:
-            assert attempt.clusters == 0
-            attempt.own(Role(engine.log, "policy"))
-            attempt.own(Role(engine.log, "critic"))
+        with attempt as workers:
+            assert workers.clusters == 0
+            workers.own(Role(engine.log, "policy"))
+            workers.own(Role(engine.log, "critic"))
     assert engine.log == ["critic ends", "policy ends", "clusters 0 end"]
 
 
@@ -71,9 +71,9 @@ def test_after_a_death_the_workers_are_started_again_and_it_is_said():
     engine = Engine(max_restarts=2)
     run, seen = run_on(engine), []
     for attempt in run.attempts():
-        with attempt:
-            seen.append(attempt.clusters)
-            attempt.own(Role(engine.log, "policy"))
+        with attempt as workers:
+            seen.append(workers.clusters)
+            workers.own(Role(engine.log, "policy"))
             if len(seen) < 3:
                 raise WorkerDiedError("policy 1 died in train")
     assert seen == [0, 1, 2]
@@ -94,11 +94,15 @@ def test_a_death_is_raised_once_no_restart_is_left(max_restarts):
     assert len(engine.log) == engine.made
 
 
-def test_a_death_that_shutting_down_finds_counts_too():
+def test_deaths_at_shut_down_and_clusters_that_cannot_be_made():
     engine = Engine(max_restarts=1)
     with pytest.raises(WorkerDiedError, match="died in shutdown"):
         attempted(engine, lambda attempt: attempt.own(Role(engine.log, "policy", dies=True)))
     assert engine.log == ["policy ends", "clusters 0 end", "policy ends", "clusters 1 end"]
+    engine = Engine(max_restarts=1, breaks=0)
+    with pytest.raises(ConfigError, match="no room"):
+        attempted(engine, raising(AssertionError("there is nothing to run on")))
+    assert engine.log == ["clusters 0 end"]
 
 
 @pytest.mark.parametrize("error", [ConfigError("bad"), KeyboardInterrupt()])
@@ -106,11 +110,4 @@ def test_anything_else_ends_the_run_at_once(error):
     engine = Engine(max_restarts=3)
     with pytest.raises(type(error)):
         attempted(engine, raising(error))
-    assert engine.log == ["clusters 0 end"]
-
-
-def test_clusters_that_cannot_be_made_are_taken_down():
-    engine = Engine(max_restarts=1, breaks=0)
-    with pytest.raises(ConfigError, match="no room"):
-        attempted(engine, raising(AssertionError("there is nothing to run on")))
     assert engine.log == ["clusters 0 end"]

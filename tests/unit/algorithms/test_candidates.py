@@ -99,7 +99,7 @@ def exchange_a_and_b(vocabulary):
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
 
 
-def test_the_first_token_that_differs_is_told():
+def test_a_teacher_of_another_vocabulary_is_refused(tiny_nemo, tmp_path):
     tokenizer = byte_level_tokenizer()
     assert differing_token(tokenizer, byte_level_tokenizer()) is None
     same = tokenizer_from_files(files_with(lambda vocabulary: None))
@@ -107,9 +107,6 @@ def test_the_first_token_that_differs_is_told():
     other = tokenizer_from_files(files_with(exchange_a_and_b))
     (first,) = tokenizer.encode("A")
     assert differing_token(other, tokenizer) == f"token {first} is 'B', and 'A'"
-
-
-def test_a_teacher_of_another_vocabulary_is_refused_before_any_model_is_built(tiny_nemo, tmp_path):
     path = tmp_path / "teacher.nemo"
     weights = random_weights(TINY_ARCHITECTURE)
     save_nemo(path, weights, TINY_ARCHITECTURE, files_with(exchange_a_and_b))

@@ -111,15 +111,12 @@ class Played:
 
     def configuration(self, environment):
         rollout = {"num_rollout_samples": 8, "length_params": {"max_length": 6}}
+        ppo, sizes = {**rollout, "num_rollouts_per_prompt": 2}, {"global_batch_size": 8}
+        sizes["micro_batch_size"] = 4
         return parse_config(
             {
-                "model": {
-                    "restore_from_path": self.path,
-                    "micro_batch_size": 4,
-                    "global_batch_size": 8,
-                    "ppo": {**rollout, "num_rollouts_per_prompt": 2},
-                },
-                "critic": {"micro_batch_size": 4, "global_batch_size": 8},
+                "model": {"restore_from_path": self.path, **sizes, "ppo": ppo},
+                "critic": sizes,
                 "reward": {"kind": "environment"},
                 "environment": {"max_tokens": 250, "concurrency": 4, **environment},
                 "data": {"train": {"source": "x.jsonl"}},
@@ -137,16 +134,10 @@ class Played:
             file = folder / "template.jinja"
             file.write_text(template)
             tokenizer = with_chat_template(tokenizer, str(file), key="environment.chat_template")
-        items = [
-            Prompt(
-                index,
-                "",
-                [],
-                None,
-                {**row, "marker": str(folder / row["marker"])} if row.get("marker") else dict(row),
-            )
-            for index, row in enumerate(rows)
-        ]
+        items = []
+        for index, row in enumerate(rows):
+            marker = {"marker": str(folder / row["marker"])} if row.get("marker") else {}
+            items.append(Prompt(index, "", [], None, {**row, **marker}))
         per_prompt = 1 if "trouble" in rows[0] else 2
         data = prompts_batch(collate_prompts(items, 0), 40, per_prompt)
         columns = dict.fromkeys(items[0].columns)

@@ -1,10 +1,4 @@
-"""Conversations one step ahead: a thread conducts them while the policy really trains.
-
-1. They have the weights from before the training of the step before, and a run that goes on from a
-   saved state has the same ones.
-2. What fails in the thread is raised by the step that takes them.
-3. Abandoned ones end after their round, and the environments serve the next rollout.
-"""
+"""Conversations one step ahead: a thread conducts them while the policy really trains."""
 
 import threading
 
@@ -33,23 +27,12 @@ EPISODES = PromptDataset(
 class Played(Run):
     """A run over conversations."""
 
-    def __init__(
-        self,
-        path,
-        in_flight="finish",
-        steps=4,
-        make=envs.Echo,
-        ahead=True,
-        special_tokens_in_text="keep",
-        **settings,
-    ):
-        super().__init__(path, in_flight, steps)
+    def __init__(self, path, in_flight="finish", make=envs.Echo, ahead=True, **settings):
+        data = {"special_tokens_in_text": settings.pop("special_tokens_in_text", "keep")}
+        super().__init__(path, in_flight, steps=4)
         config = EnvironmentConfig(factory="here", max_tokens=200, **settings)
         self.pool = HerePool(lambda **given: make(**given))
-        environments = rollouts_with(
-            *(config, self.pool, self.policy.tokenizer, 4),
-            special_tokens_in_text=special_tokens_in_text,
-        )
+        environments = rollouts_with(config, self.pool, self.policy.tokenizer, 4, **data)
         self.rollouts = Rollouts(
             configuration(path, async_rollouts=ahead, in_flight=in_flight),
             *(self.engine, EPISODES, self.sampler, 0, environments),

@@ -58,9 +58,13 @@ def test_rloo_by_hand():
     assert kl == 0.0
     assert metrics["train_rollouts/samples_with_signal"] == 0.5
     assert metrics["train_rollouts/shaped_rewards"] == pytest.approx(0.5)
+    batch = rollout([1, 0, 1, 0], [1, 4, 1, 1], ended=[True, False, True, True])
+    assign(credit("rloo", improper_end=ImproperEndConfig(mode="mask")), batch)
+    assert batch["sample_mask"].tolist() == [1, 0, 1, 1]
+    assert batch["advantages"][:, PROMPT].tolist() == [0, 0, 1, -1]
 
 
-def test_the_kl_is_part_of_the_reward():
+def test_what_is_charged_by_hand():
     """Each token's KL is 0.1; the first response has 3 tokens, the second 1: 1 - 0.6, 0 - 0.2."""
     batch = rollout([1, 0], [3, 1])
     batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
@@ -70,22 +74,20 @@ def test_the_kl_is_part_of_the_reward():
     assert batch["advantages"][1, PROMPT].item() == pytest.approx(-0.2 - 0.4)
     assert kl == pytest.approx(0.2)  # (3 + 1) · 0.1 / 2
     assert metrics["train_rollouts/kl_penalty"] == pytest.approx(0.4)
-
-
-def test_a_masked_sample_is_nobodys_baseline():
-    batch = rollout([1, 0, 1, 0], [1, 4, 1, 1], ended=[True, False, True, True])
-    assign(credit("rloo", improper_end=ImproperEndConfig(mode="mask")), batch)
-    assert batch["sample_mask"].tolist() == [1, 0, 1, 1]
-    assert batch["advantages"][:, PROMPT].tolist() == [0, 0, 1, -1]
-
-
-def test_long_responses_pay():
-    """Of 4 tokens the last 2 cost: 3 tokens pay a half, 4 pay 1, and so does the one cut off."""
+    # Of 4 tokens the last 2 cost: 3 tokens pay a half, 4 pay 1, and so does the one cut off.
     batch = rollout([1, 1, 1, 1], [2, 3, 4, 1], ended=[True, True, True, False])
     how = credit("reinforce", reward=RewardShapingConfig(overlong_cache=2))
     metrics, _ = assign(how, batch)
     assert batch["advantages"][:, PROMPT].tolist() == [1, 0.5, 0, 0]
     assert metrics["train_rollouts/shaped_rewards"] == pytest.approx(0.375)
+    # Rewards 1 and 0, of which 0.2 and 0 are charged: (0.8 - 0.4) / sqrt(0.5).
+    batch = rollout([1, 0], [1, 1])
+    batch["ref_logprobs"] = torch.full((2, WIDTH), -1.0)
+    batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
+    batch["prev_logprobs"][0] += 0.1
+    assign(credit("grpo", kl_in_reward=True), batch, beta=2.0)
+    expected = 0.4 / (math.sqrt(0.5) + 1e-6)
+    assert batch["advantages"][:, PROMPT].tolist() == pytest.approx([expected, -expected])
 
 
 def test_reinforce_plus_plus_is_white():
@@ -115,17 +117,6 @@ def test_a_penalty_makes_no_signal(estimator):
     assign(credit(estimator), raw)
     torch.testing.assert_close(batch["advantages"], raw["advantages"], rtol=0.02, atol=1e-4)
     assert batch["advantages"].abs().max() > 0.4
-
-
-def test_grpo_divides_by_the_deviation_of_the_rewards_alone():
-    """Rewards 1 and 0, of which 0.2 and 0 are charged: (0.8 - 0.4) / sqrt(0.5)."""
-    batch = rollout([1, 0], [1, 1])
-    batch["ref_logprobs"] = torch.full((2, WIDTH), -1.0)
-    batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
-    batch["prev_logprobs"][0] += 0.1
-    assign(credit("grpo", kl_in_reward=True), batch, beta=2.0)
-    expected = 0.4 / (math.sqrt(0.5) + 1e-6)
-    assert batch["advantages"][:, PROMPT].tolist() == pytest.approx([expected, -expected])
 
 
 def draws(*rewards, ended=None, how=None):
@@ -158,39 +149,38 @@ def fill(draw, max_rollouts=3, left=None):
     )
 
 
-def test_only_what_is_missing_is_drawn():
-    """Of the second draw nothing is thrown away: it was asked for one prompt, then for another."""
-    draw = draws((1, 1), (1, 0), (5, 5), (0, 1))
-    batch, drawn = fill(draw)
-    assert (draw.asked, drawn) == ([2, 1, 1], 8)
-    assert batch["input_ids"][:, 0].tolist() == [2, 3, 6, 7]
+@pytest.mark.parametrize(
+    ("rewards", "options", "asked", "ids"),
+    [
+        # Of the second draw nothing is thrown away: it was asked for one prompt, then for another.
+        ([(1, 1), (1, 0), (5, 5), (0, 1)], {}, [2, 1, 1], [2, 3, 6, 7]),
+        ([(1, 1), (0, 0), (0, 1), (1, 1)], {"max_rollouts": 2}, [2, 2], [4, 5, 0, 1]),
+        ([(1, 1), (0, 0), (0, 1)], {"left": 3}, [2, 1], [4, 5, 0, 1]),
+        ([(1, 1), (0, 0)], {"max_rollouts": 1}, [2], [0, 1, 2, 3]),
+    ],
+    ids=["only what is missing", "filled up with the earliest", "no more than left", "no signal"],
+)
+def test_groups_that_are_drawn(rewards, options, asked, ids):
+    draw = draws(*rewards)
+    batch, drawn = fill(draw, **options)
+    assert (draw.asked, drawn) == (asked, 2 * sum(asked))
+    assert batch["input_ids"][:, 0].tolist() == ids
 
 
-def test_too_few_are_filled_up_with_the_earliest():
-    """No more than so many times the prompts of a step."""
-    draw = draws((1, 1), (0, 0), (0, 1), (1, 1))
-    batch, drawn = fill(draw, max_rollouts=2)
-    assert (draw.asked, drawn) == ([2, 2], 8)
-    assert batch["input_ids"][:, 0].tolist() == [4, 5, 0, 1]
-
-
-def test_nothing_is_drawn_that_is_not_left():
-    draw = draws((1, 1), (0, 0), (0, 1))
-    batch, _ = fill(draw, left=3)
-    assert draw.asked == [2, 1]
-    assert batch["input_ids"][:, 0].tolist() == [4, 5, 0, 1]
-
-
-def test_nothing_has_signal():
-    batch, drawn = fill(draws((1, 1), (0, 0)), max_rollouts=1)
-    assert (drawn, batch["input_ids"][:, 0].tolist()) == (4, [0, 1, 2, 3])
-
-
-def test_a_sample_that_does_not_count_lends_no_signal():
-    """The 0 of the first prompt was cut off; its group stays whole."""
-    masks = credit("grpo", improper_end=ImproperEndConfig(mode="mask"))
+@pytest.mark.parametrize(
+    ("options", "rewards"),
+    [
+        # The 0 of the first prompt was cut off; its group stays whole.
+        ({"improper_end": ImproperEndConfig(mode="mask")}, (1, 0)),
+        # Both right, one cut off and charged for it: DAPO draws another prompt.
+        ({"improper_end": ImproperEndConfig(mode="penalize")}, (1, 1)),
+        ({"reward": RewardShapingConfig(clip=1.0)}, (3, 2)),  # shaping takes the difference away
+    ],
+    ids=["masked", "charged", "clipped"],
+)
+def test_differences_that_are_no_signal(options, rewards):
     ended = [True, False, True, True, True, True]
-    draw = draws((1, 0), (1, 0), (0, 1), ended=ended, how=masks)
+    draw = draws(rewards, (1, 0), (0, 1), ended=ended, how=credit("grpo", **options))
     batch, _ = fill(draw)
     assert draw.asked == [2, 1]
     assert batch["input_ids"][:, 0].tolist() == [2, 3, 4, 5]
@@ -230,17 +220,3 @@ def test_the_order_of_rewards_makes_no_signal():
     assert metrics["train_rollouts/samples_with_signal"] == 0
     assert batch["advantages"].abs().max() == 0
     assert not teaches(batch, 2).any()
-
-
-def test_a_difference_that_shaping_takes_away_is_none():
-    clipped = credit("grpo", reward=RewardShapingConfig(clip=1.0))
-    batch, _ = fill(draws((3, 2), (1, 0), (0, 1), how=clipped))
-    assert batch["input_ids"][:, 0].tolist() == [2, 3, 4, 5]
-
-
-def test_what_length_adds_is_no_verdict():
-    """Both right, one cut off and charged for it: DAPO draws another prompt."""
-    charged = credit("grpo", improper_end=ImproperEndConfig(mode="penalize"))
-    ended = [True, False, True, True, True, True]
-    batch, _ = fill(draws((1, 1), (1, 0), (0, 1), ended=ended, how=charged))
-    assert batch["input_ids"][:, 0].tolist() == [2, 3, 4, 5]

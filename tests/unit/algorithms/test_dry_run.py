@@ -8,15 +8,19 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, report
+from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, longest_set, report
 from aligner.algorithms.run.engine import Workers
 from aligner.catalog import ALGORITHMS, imported
 from aligner.config import load_config
+from aligner.data.dataset import Shares
+from aligner.data.supervised import Example, ExampleDataset
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
 from aligner.device.accelerator import MemoryUse, is_out_of_memory
 from aligner.device.host_memory import private_memory, reset_peak_resident
 from aligner.distributed.batched_data_dict import BatchedDataDict as Batch
 from aligner.errors import ConfigError, DataError, DeviceMemoryError, WorkerError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.value.lm_value import Value
@@ -35,28 +39,16 @@ RUNS = {
     "dpo_tiny_cpu": (["data.max_length=9999"], 256),
     "kto_tiny_cpu": (["data.max_length=64"], 64),
     "reward_tiny_cpu": (["data.max_length=80"], 80),
-    "distill_tiny_cpu": (
-        [
-            "trainer.distill.on_policy=true",
-            "data.max_length=30",
-            "model.distill.length_params.max_length=5",
-        ],
-        35,
-    ),
+    "distill_tiny_cpu": (["data.max_length=30", "model.distill.length_params.max_length=5"], 35),
 }
 
 
 def config_of(recipe, nemo, folder, *overrides):
-    settings = [
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "model.optim.lr=1e-3",
-        *overrides,
-    ]
+    common = [f"model.restore_from_path={nemo}", f"exp_manager.explicit_log_dir={folder}"]
+    settings = [*common, "model.optim.lr=1e-3", *overrides]
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return load_config(
-            compose(f"recipes/{recipe}", overrides=settings), algorithm_of(recipe).root_class
-        )
+        composed = compose(f"recipes/{recipe}", overrides=settings)
+    return load_config(composed, algorithm_of(recipe).root_class)
 
 
 def algorithm_of(recipe):
@@ -65,6 +57,21 @@ def algorithm_of(recipe):
 
 def train(config, recipe):
     imported(algorithm_of(recipe).builder)(config)
+
+
+@pytest.fixture
+def dry_run(tmp_path, tiny_nemo):
+    """Make a dry run of a recipe in the folder ``run``, which stays absent."""
+
+    def run(recipe, *settings):
+        config = config_of(recipe, tiny_nemo, tmp_path / "run", "dry_run=true", *settings)
+        try:
+            train(config, recipe)
+        finally:
+            assert not (tmp_path / "run").exists()
+        return config
+
+    return run
 
 
 @pytest.fixture
@@ -94,18 +101,17 @@ def seen(monkeypatch):
 
 @pytest.mark.parametrize("recipe", RUNS)
 def test_the_longest_batch_and_nothing_else(
-    tmp_path, tiny_nemo, teacher, seen, recipe, monkeypatch, capsys
+    tmp_path, dry_run, teacher, seen, recipe, monkeypatch, capsys
 ):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of this test alone
     settings, longest = RUNS[recipe]
     if recipe.startswith("distill"):
-        settings = [*settings, f"teacher.restore_from_path={teacher}"]
-    config = config_of(recipe, tiny_nemo, tmp_path / "run", *settings, "dry_run=true")
-    train(config, recipe)
+        on_policy = ["trainer.distill.on_policy=true", f"teacher.restore_from_path={teacher}"]
+        settings = [*settings, *on_policy]
+    config = dry_run(recipe, *settings)
     assert list(tmp_path.glob("work/*")) == []
-    assert not (tmp_path / "run").exists()
     assert list(tmp_path.glob("aligner-dry-run-*")) == []
     trained = {role: batches for role, batches in seen.items() if role[1] == "train"}
     roles = {"reward_tiny_cpu": {"RewardModel"}, "ppo_tiny_cpu": {"Policy", "Value"}}
@@ -117,14 +123,13 @@ def test_the_longest_batch_and_nothing_else(
     if "drawn" in seen:
         response = config.model.rollout.length_params.max_length
         assert torch.cat(seen["drawn"]).unique().tolist() == [response]
-        prompts = seen["Policy", "generate"][0]
-        rows = len(prompts["input_ids"])
-        distinct = len(prompts["input_ids"].unique(dim=0))
+        prompts = seen["Policy", "generate"][0]["input_ids"]
         if recipe.startswith("distill"):
-            assert rows == config.model.global_batch_size
+            assert len(prompts) == config.model.global_batch_size
         else:
-            assert rows == config.model.rollout.num_rollout_samples
-        assert distinct == rows // config.model.rollout.num_rollouts_per_prompt
+            assert len(prompts) == config.model.rollout.num_rollout_samples
+        distinct = len(prompts) // config.model.rollout.num_rollouts_per_prompt
+        assert len(prompts.unique(dim=0)) == distinct
     else:
         assert len(next(iter(trained.values()))[0]["input_ids"]) == config.model.global_batch_size
     said = capsys.readouterr().out
@@ -132,13 +137,10 @@ def test_the_longest_batch_and_nothing_else(
     assert "Nothing was saved" in said
     rows = [line.split()[:2] for line in said.splitlines()]
     if recipe == "ppo_tiny_cpu":
-        phases = [row for row in rows if row[:1] in (["policy"], ["critic"]) and len(row) == 2]
-        assert phases[-5:] == [
-            ["policy", "generate"],
-            ["critic", "values"],
-            ["policy", "reference_logprobs"],
-            ["critic", "train"],
-            ["policy", "train"],
+        phases = [" ".join(row) for row in rows if row[:1] in (["policy"], ["critic"])]
+        assert [phase for phase in phases if " " in phase][-5:] == [
+            *("policy generate", "critic values", "policy reference_logprobs"),
+            *("critic train", "policy train"),
         ]
 
 
@@ -168,26 +170,22 @@ def test_a_run_in_the_directory_is_left_as_it_is(tmp_path, tiny_nemo, capsys):
     assert "resumed" not in capsys.readouterr().out
 
 
+LONG_PROMPTS = "{split:train,size:64,shots:60,high:30,seed:0}"
+
+
 @pytest.mark.parametrize(
     ("recipe", "settings", "error", "words"),
     [
         ("sft_tiny_cpu", ["data.train.source=absent.jsonl"], DataError, "absent.jsonl"),
         ("sft_tiny_cpu", ["data.train.arguments.shots=60"], ConfigError, "256 positions"),
         ("grpo_tiny_cpu", ["reward.function=absent.py:reward"], Exception, "absent.py"),
-        (
-            "grpo_tiny_cpu",
-            ["data.train.arguments={split:train,size:64,shots:60,high:30,seed:0}"],
-            ConfigError,
-            "256 positions",
-        ),
+        ("grpo_tiny_cpu", [f"data.train.arguments={LONG_PROMPTS}"], ConfigError, "256 positions"),
     ],
 )
-def test_what_a_run_refuses_is_refused(tmp_path, tiny_nemo, recipe, settings, error, words):
+def test_what_a_run_refuses_is_refused(dry_run, recipe, settings, error, words):
     """Also where the longest batch alone would do: data too long for the model are not cut."""
-    settings = [*settings, "dry_run=true"]
     with pytest.raises(error, match=words):
-        train(config_of(recipe, tiny_nemo, tmp_path / "run", *settings), recipe)
-    assert not (tmp_path / "run").exists()
+        dry_run(recipe, *settings)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +201,7 @@ def test_what_a_run_refuses_is_refused(tmp_path, tiny_nemo, recipe, settings, er
     ],
     ids=lambda settings: settings[0],
 )
-def test_every_role_learns_under(tmp_path, tiny_nemo, seen, settings, monkeypatch, capsys):
+def test_every_role_learns_under(dry_run, seen, settings, monkeypatch, capsys):
     made = []
     original = Policy.train
 
@@ -212,8 +210,7 @@ def test_every_role_learns_under(tmp_path, tiny_nemo, seen, settings, monkeypatc
         return made[-1]
 
     monkeypatch.setattr(Policy, "train", kept)
-    settings = [*settings, "data.max_prompt_length=30", "dry_run=true"]
-    train(config_of("grpo_tiny_cpu", tiny_nemo, tmp_path / "run", *settings), "grpo_tiny_cpu")
+    dry_run("grpo_tiny_cpu", *settings, "data.max_prompt_length=30")
     assert {length for each in seen["drawn"] for length in each.tolist()} == {4}
     assert made
     for result in made:
@@ -223,20 +220,14 @@ def test_every_role_learns_under(tmp_path, tiny_nemo, seen, settings, monkeypatc
     assert "skipped" not in capsys.readouterr().out
 
 
-def test_a_warm_up_of_the_critic_is_left_out(tmp_path, tiny_nemo, seen):
-    settings = ["trainer.ppo.critic_warmup_steps=3", "dry_run=true", "data.max_prompt_length=30"]
-    train(config_of("ppo_tiny_cpu", tiny_nemo, tmp_path / "run", *settings), "ppo_tiny_cpu")
+def test_a_warm_up_of_the_critic_is_left_out(dry_run, seen):
+    dry_run("ppo_tiny_cpu", "trainer.ppo.critic_warmup_steps=3", "data.max_prompt_length=30")
     assert len(seen["Policy", "train"]) == len(seen["Value", "train"]) == 2
 
 
 def test_what_changes_in_the_configuration(tmp_path, tiny_nemo):
-    config = config_of(
-        "ppo_tiny_cpu",
-        tiny_nemo,
-        tmp_path,
-        "exp_manager.create_wandb_logger=true",
-        "cluster.max_restarts=3",
-    )
+    changed = ["exp_manager.create_wandb_logger=true", "cluster.max_restarts=3"]
+    config = config_of("ppo_tiny_cpu", tiny_nemo, tmp_path, *changed)
     dry = dry_config(config, tmp_path / "other")
     assert dry.exp_manager.create_wandb_logger is False
     assert dry.exp_manager.create_tensorboard_logger is False
@@ -248,6 +239,13 @@ def test_what_changes_in_the_configuration(tmp_path, tiny_nemo):
 # Memory ----------------------------------------------------------------------------------------
 
 
+def raising(error):
+    def fails(*args, **kwargs):
+        raise error
+
+    return fails
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -257,43 +255,27 @@ def test_what_changes_in_the_configuration(tmp_path, tiny_nemo):
         WorkerError("train failed on rank 1: OutOfMemoryError: CUDA out of memory."),
     ],
 )
-def test_too_little_memory_is_told_with_the_phase_and_what_helps(
-    tmp_path, tiny_nemo, monkeypatch, error
-):
-    def fails(self, *args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(Value, "train", fails)
-    config = config_of("ppo_tiny_cpu", tiny_nemo, tmp_path / "run", "dry_run=true")
+def test_too_little_memory_is_told_with_the_phase_and_what_helps(dry_run, monkeypatch, error):
+    monkeypatch.setattr(Value, "train", raising(error))
     with pytest.raises(DeviceMemoryError) as caught:
-        train(config, "ppo_tiny_cpu")
+        dry_run("ppo_tiny_cpu")
     said = str(caught.value)
     assert said.startswith("out of memory in critic, train, on rank 0 (CPU")
     assert "model.activations_checkpoint_granularity=full" in said
     assert "model.micro_batch_size=16 critic.micro_batch_size=16" in said
     assert "=64" not in said  # no change for the worse
-    assert not (tmp_path / "run").exists()
 
 
-def test_too_little_memory_for_the_models(tmp_path, tiny_nemo, monkeypatch):
-    def fails(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(Workers, "start_policy", fails)
-    config = config_of("sft_tiny_cpu", tiny_nemo, tmp_path / "run", "dry_run=true")
-    with pytest.raises(DeviceMemoryError, match="out of memory in setting up"):
-        train(config, "sft_tiny_cpu")
-
-
-def test_other_errors_stay_what_they_are(tmp_path, tiny_nemo, monkeypatch):
-    def fails(self, *args, **kwargs):
-        raise RuntimeError("shapes do not match")
-
-    monkeypatch.setattr(Policy, "train", fails)
-    config = config_of("sft_tiny_cpu", tiny_nemo, tmp_path / "run", "dry_run=true")
+def test_too_little_memory_for_the_models_and_other_errors(dry_run, monkeypatch):
+    other = RuntimeError("shapes do not match")
+    monkeypatch.setattr(Policy, "train", raising(other))
     with pytest.raises(RuntimeError, match="shapes"):
-        train(config, "sft_tiny_cpu")
-    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+        dry_run("sft_tiny_cpu")
+    assert not is_out_of_memory(other)
+    too_little = torch.OutOfMemoryError("CUDA out of memory.")
+    monkeypatch.setattr(Workers, "start_policy", raising(too_little))
+    with pytest.raises(DeviceMemoryError, match="out of memory in setting up"):
+        dry_run("sft_tiny_cpu")
 
 
 def test_the_peak_of_a_process_is_that_since_it_was_asked_last():
@@ -320,12 +302,8 @@ def test_the_fullest_card_is_that_of_all_processes_on_it():
     """Two roles in a process are one; two processes on a card are added; cards are compared."""
     one = gpu("host 1", "card 0", 30, 40, 35, 42)
     peak = fullest([(0, one), (0, one), (1, gpu("host 2", "card 1", 10, 20, 20, 58))])
-    assert (peak.rank, peak.allocated, peak.reserved, peak.uncounted) == (
-        0,
-        30 * GIB,
-        40 * GIB,
-        3 * GIB,
-    )
+    assert (peak.rank, peak.allocated, peak.reserved) == (0, 30 * GIB, 40 * GIB)
+    assert peak.uncounted == 3 * GIB
     assert peak.share == pytest.approx(43 / 80)
     beside = [(0, one), (0, gpu("host 3", "card 0", 10, 12, 2, 41))]
     peak = fullest(beside)  # 80 - 41 free, of which 37 are held by the two
@@ -337,14 +315,11 @@ def test_the_report_of_a_gpu_names_what_torch_counts(capsys):
 
     peak = fullest([(3, gpu("host 1", "card 0", 30, 40, 35, 42))])
     names = {"train": ("policy", "train"), "generate": ("policy", "generate")}
-    group = report(
-        names, {"train": peak}, {"timers/train": 1.5, "timers/total": 2.0}, ["policy"], "H"
-    )
-    Console(width=160).print(group)
+    timers = {"timers/train": 1.5, "timers/total": 2.0}
+    Console(width=160).print(report(names, {"train": peak}, timers, ["policy"], "H"))
     said = capsys.readouterr().out
-    header, row = [line.split() for line in said.splitlines() if "train" in line or "role" in line][
-        :2
-    ]
+    lines = [line.split() for line in said.splitlines() if "train" in line or "role" in line]
+    header, row = lines[:2]
     assert header == ["role", "phase", "allocated", "reserved", "beside", "of", "card", "rank", "s"]
     assert row == ["policy", "train", "30.00", "40.00", "3.00", "54%", "3", "1.50"]
     assert "43.00 of 80.00 GiB of H" in said
@@ -365,9 +340,8 @@ def test_a_reward_model_scores_the_longest_sequences():
         def finish_inference(self):
             asked.append("out")
 
-    encoder = SimpleNamespace(
-        tokenizer=SimpleNamespace(vocab_size=7), max_length=9, collate=lambda rows: rows
-    )
+    tokenizer = SimpleNamespace(vocab_size=7)
+    encoder = SimpleNamespace(tokenizer=tokenizer, max_length=9, collate=lambda rows: rows)
     reward = SimpleNamespace(model=Model(), encoder=encoder, micro_batch_size=2)
     data = Batch({"input_lengths": torch.tensor([5, 12, 5]), "input_ids": torch.zeros(3, 12)})
     scored = MadeUpRewards(reward, seed=1).get_rewards(data)
@@ -376,3 +350,12 @@ def test_a_reward_model_scores_the_longest_sequences():
     assert (entered, size, left) == ("in", 2, "out")
     assert [len(row) for row in rows] == [5, 9, 5]
     assert all(0 <= token < 7 for row in rows for token in row)
+
+
+def test_the_batch_of_a_dry_run_has_the_shares_of_the_sources(tiny_nemo, tmp_path):
+    config = config_of("sft_tiny_cpu", tiny_nemo, tmp_path, "data.max_length=8")
+    examples = [Example(id=index, ids=[1, 2], learned=[(1, 2)]) for index in range(20)]
+    data = ExampleDataset(examples, shares=Shares("ab", [16, 4], [1, 3]))
+    batch = longest_set(config, data, byte_level_tokenizer(), TINY_ARCHITECTURE)
+    of_second = sum(batch[index].id >= 16 for index in range(len(batch)))
+    assert of_second == pytest.approx(0.75 * len(batch), abs=1)

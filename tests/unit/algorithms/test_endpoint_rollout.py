@@ -40,18 +40,15 @@ class Agents:
 
     def __init__(self, closing, columns=("what",), **settings):
         settings = {"max_tokens": 400, "retries": 0, "concurrency": 2, **settings}
-        rollout = SimpleNamespace(
-            length_params=LengthParams(MOST), sampling_params=SamplingParams()
-        )
+        sampling = {"length_params": LengthParams(MOST), "sampling_params": SamplingParams()}
+        rollout = SimpleNamespace(**sampling)
         config = SimpleNamespace(
             environment=EnvironmentConfig(kind="endpoint", **settings),
             model=SimpleNamespace(rollout=rollout),
             data=SimpleNamespace(add_bos=False, special_tokens_in_text="keep"),
         )
-        architecture = SimpleNamespace(vocab_size=TOKENIZER.vocab_size)
-        self.rollouts = EndpointRollouts(
-            config, TOKENIZER, architecture, frozenset(columns), closing
-        )
+        given = SimpleNamespace(vocab_size=TOKENIZER.vocab_size), frozenset(columns), closing
+        self.rollouts = EndpointRollouts(config, TOKENIZER, *given)
 
     def collect(self, rows, per_prompt=1, engine=None):
         items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
@@ -121,11 +118,13 @@ def test_tokens_stay_as_they_were_sampled(functions):
     assert sum("�" in turns[0]["content"] for turns in batch["turns"]) >= 2
 
 
-def test_the_same_seed_gives_the_same_rows(functions):
+def test_the_same_seed_gives_the_same_rows_and_calls_are_heard(functions):
     rows = [task("two_turns", str(n)) for n in range(4)]
     one, other = (functions.collect(rows, 2) for _ in range(2))
     same(one, other)
     assert not torch.equal(one["input_ids"][0], one["input_ids"][1])
+    batch = functions.collect([task("with_tools")])
+    assert "result of add: 2" in batch["prompts"][0]
 
 
 def test_rewards_stand_at_the_answers_before_them(functions):
@@ -172,11 +171,6 @@ def test_the_run_s_sampling_is_used(functions, caplog):
     assert "seed, temperature, top_p" in said
 
 
-def test_calls_of_tools_are_heard(functions):
-    batch = functions.collect([task("with_tools")])
-    assert "result of add: 2" in batch["prompts"][0]
-
-
 @pytest.mark.parametrize("what", ["asks_on", "asks_on_and_ends_well"])
 def test_more_turns_than_allowed(what):
     batch = collected([task(what)], max_turns=3, **RUN)
@@ -187,12 +181,16 @@ def test_more_turns_than_allowed(what):
     assert batch["failures"] == [[]]
 
 
-def test_more_tokens_than_allowed():
+def test_tokens_and_output_are_bounded():
     batch = collected([task("asks_on")], max_turns=50, max_tokens=150, **RUN)
     assert batch["end_reasons"] == ["max_tokens"]
     assert 150 - 60 < batch["input_ids"].shape[1] <= 150
     with pytest.raises(EnvironmentCallError, match=r"does not fit environment.max_tokens=400"):
         collected([task("asks_much")], **RUN)
+    batch = collected([task("floods")], **COMMAND)
+    output = batch["turns"][0][0]["info"]["output"]
+    assert output.endswith("x\nthe end")
+    assert len(output) <= 500
 
 
 def test_without_a_reward_it_is_not_scored(functions):
@@ -291,13 +289,6 @@ def test_the_policy_s_time_is_not_the_agent_s():
         agents = Agents(closing, ("what", "name", "saw", "marker"), timeout_s=0.6, **RUN)
         batch = agents.collect([task("two_turns")], engine=Slow())
     assert batch["failures"] == [[]]
-
-
-def test_what_a_command_writes_is_bounded_and_kept():
-    batch = collected([task("floods")], **COMMAND)
-    output = batch["turns"][0][0]["info"]["output"]
-    assert output.endswith("x\nthe end")
-    assert len(output) <= 500
 
 
 def test_a_function_returns_its_reward(tmp_path):

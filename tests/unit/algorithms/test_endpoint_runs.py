@@ -15,36 +15,56 @@ from aligner.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
 
-AGENT = ["reward=environment", "environment.kind=endpoint"]
-FACTORY = f"{user_agents.__file__}:graded"
-BASE = ["model.restore_from_path=m.nemo", "data.train.source=t.jsonl", *AGENT]
+AGENT = {"kind": "endpoint", "factory": f"{user_agents.__file__}:graded"}
+BASE = ["model.restore_from_path=m.nemo", "data.train.source=t.jsonl", "reward=environment"]
 
 
-def settings(tiny_nemo, folder):
-    return [
-        *(*AGENT, f"environment.factory={FACTORY}", f"model.restore_from_path={tiny_nemo}"),
-        f"data.train.source={folder / 'rows.jsonl'}",
-        f"+data.validation.source={folder / 'rows.jsonl'}",
-        *("environment.max_tokens=200", "environment.concurrency=2"),
+def rows_in(folder):
+    (folder / "rows.jsonl").write_text('{"name": "a"}\n{"name": "b"}\n')
+    return folder / "rows.jsonl"
+
+
+def metrics_of_a_step(script, tiny_nemo, folder, environment, *overrides):
+    rows = rows_in(folder)
+    given = [
+        *(f"environment.{key}={value}" for key, value in environment.items()),
+        *("reward=environment", f"model.restore_from_path={tiny_nemo}"),
+        *("environment.max_tokens=200", "environment.concurrency=2", f"data.train.source={rows}"),
         *("model.ppo.length_params.max_length=6", "model.ppo.num_rollout_samples=4"),
         *("model.ppo.num_rollouts_per_prompt=2", "trainer.ppo.max_steps=1"),
         *("model.global_batch_size=4", "model.micro_batch_size=2"),
         f"exp_manager.explicit_log_dir={folder / 'run'}",
         "exp_manager.create_tensorboard_logger=false",
+        *overrides,
     ]
+    train_ppo(load_config(composed(script, given)))
+    metrics = {}
+    for line in read_metrics(folder / "run" / "metrics.jsonl"):
+        metrics |= line
+    return metrics
+
+
+def answers_of_an_evaluation(tiny_nemo, folder, environment, **sampling):
+    values = {
+        "model": {"restore_from_path": str(tiny_nemo)},
+        "data": {"prompts": {"source": str(rows_in(folder))}},
+        "sampling": {"max_length": 6, **sampling},
+        "reward": {"kind": "environment"},
+        "environment": {**environment, "max_tokens": 200},
+        "output": str(folder / "out"),
+    }
+    evaluate(parse_config(values, EvaluateConfig))
+    return [json.loads(line) for line in (folder / "out" / "answers.jsonl").open()]
 
 
 @pytest.mark.parametrize(
     "script", ["gpt_ppo", pytest.param("gpt_reinforce", marks=pytest.mark.extended)]
 )
 def test_a_step(script, tiny_nemo, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"name": "a"}\n{"name": "b"}\n')
-    critic = ["critic.global_batch_size=4", "critic.micro_batch_size=2"]
-    given = [*settings(tiny_nemo, tmp_path), *(critic if script == "gpt_ppo" else [])]
-    train_ppo(load_config(composed(script, given)))
-    metrics = {}
-    for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
-        metrics |= line
+    more = [f"+data.validation.source={tmp_path / 'rows.jsonl'}"]
+    if script == "gpt_ppo":
+        more += ["critic.global_batch_size=4", "critic.micro_batch_size=2"]
+    metrics = metrics_of_a_step(script, tiny_nemo, tmp_path, AGENT, *more)
     for prefix in ("train_rollouts", "val_rollouts"):
         assert metrics[f"{prefix}/turns"] == 2
         assert metrics[f"{prefix}/ended_done"] == 1
@@ -54,17 +74,7 @@ def test_a_step(script, tiny_nemo, tmp_path):
 
 
 def test_an_evaluation(tiny_nemo, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"name": "a"}\n{"name": "b"}\n')
-    values = {
-        "model": {"restore_from_path": str(tiny_nemo)},
-        "data": {"prompts": {"source": str(tmp_path / "rows.jsonl")}},
-        "sampling": {"max_length": 6, "samples_per_prompt": 2},
-        "reward": {"kind": "environment"},
-        "environment": {"kind": "endpoint", "factory": FACTORY, "max_tokens": 200},
-        "output": str(tmp_path / "out"),
-    }
-    evaluate(parse_config(values, EvaluateConfig))
-    answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").open()]
+    answers = answers_of_an_evaluation(tiny_nemo, tmp_path, AGENT, samples_per_prompt=2)
     assert [len(answer["turns"]) for answer in answers] == [2] * 4
     assert [answer["end_reason"] for answer in answers] == ["done"] * 4
     assert {answer["columns"]["name"] for answer in answers} == {"a", "b"}
@@ -94,12 +104,12 @@ def test_an_evaluation(tiny_nemo, tmp_path):
 )
 def test_what_cannot_work_is_refused(overrides, said):
     with pytest.raises(ConfigError, match=said):
-        load_config(composed("gpt_ppo", [*BASE, *overrides]))
+        load_config(composed("gpt_ppo", [*BASE, "environment.kind=endpoint", *overrides]))
 
 
 def test_a_command_is_a_text_or_words():
     text, words = "'python my.py -a \"b c\"'", "[python,my.py,-a,b c]"
     for given in (f"environment.command={text}", f"environment.command={words}"):
-        config = load_config(composed("gpt_ppo", [*BASE, given]))
+        config = load_config(composed("gpt_ppo", [*BASE, "environment.kind=endpoint", given]))
         assert config.environment.words == ["python", "my.py", "-a", "b c"]
         assert config.environment.setting == "environment.command=\"python my.py -a 'b c'\""

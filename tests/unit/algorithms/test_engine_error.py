@@ -112,7 +112,7 @@ def test_the_samples_are_those_of_a_calm_engine(game, breaking, at, concurrency)
     assert score(EnvironmentReward(), calm)["failed_engine_error"] == 0
 
 
-def test_a_call_counts_once_in_the_budget(game, breaking):
+def test_calls_count_once_in_the_budget_which_ends_with_the_cause(game, breaking):
     """Eight conversations wait for each of two calls that fail, with a budget of two."""
     breaking({1, 3})
     batch = game.collect(retries=2)
@@ -120,6 +120,13 @@ def test_a_call_counts_once_in_the_budget(game, breaking):
     breaking({1, 3})
     with pytest.raises(EnvironmentCallError, match=r"2 conversations or engine calls .*retries=1"):
         game.collect(retries=1)
+    breaking("all")
+    with pytest.raises(EnvironmentCallError) as caught:
+        game.collect(retries=3)
+    assert breaking.calls == 4
+    assert caught.value.__cause__ is breaking.error
+    said = "environment.retries=3. The last failure: the engine raised RuntimeError: CUDA error"
+    assert said in str(caught.value)
 
 
 def test_failures_of_both_kinds_share_the_budget(game, breaking, tmp_path):
@@ -135,22 +142,9 @@ def test_failures_of_both_kinds_share_the_budget(game, breaking, tmp_path):
     same(without_failures(batch, "columns"), without_failures(calm, "columns"))
     both = ["engine_error", "env_error", "engine_error", "env_error"]
     assert [batch["failures"][0], calm["failures"][0]] == [both, ["env_error"] * 2]
-    with pytest.raises(
-        EnvironmentCallError, match=r"4 conversations.*retries=3. The last failure: not"
-    ):
+    said = r"4 conversations.*retries=3. The last failure: not"
+    with pytest.raises(EnvironmentCallError, match=said):
         played("spent", {1, 3}, 3)
-
-
-def test_a_run_whose_engine_always_fails_stops_with_the_cause(game, breaking):
-    breaking("all")
-    with pytest.raises(EnvironmentCallError) as caught:
-        game.collect(retries=3)
-    assert breaking.calls == 4
-    assert caught.value.__cause__ is breaking.error
-    assert (
-        "environment.retries=3. The last failure: the engine raised RuntimeError: CUDA error"
-        in str(caught.value)
-    )
 
 
 def test_what_the_failed_call_held_is_let_go(game, breaking):

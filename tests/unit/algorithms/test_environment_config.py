@@ -37,10 +37,7 @@ def loaded(*overrides, script="gpt_ppo"):
         (["data.max_prompt_length=9"], "max_prompt_length=9: the environment provides"),
         (["trainer.ppo.reward.shift=1"], "would reward the number of turns"),
         (["trainer.ppo.reward.overlong_cache=1"], "applies to single responses"),
-        (
-            ["trainer.ppo.advantage.credit=turn"],
-            "credit=turn needs an estimator that compares groups",
-        ),
+        (["trainer.ppo.advantage.credit=turn"], "turn needs an estimator that compares groups"),
         (["environment.memory_mb=63"], "must be between 64 and"),
         (["environment.max_turns=0"], "must be between 1 and 1000"),
     ],
@@ -64,32 +61,24 @@ def test_conversations_one_step_ahead_need_a_correction():
 def test_turns_need_an_environment():
     for key in ("timestep", "advantage.credit"):
         with pytest.raises(ConfigError, match=rf"trainer.ppo.{key}=turn needs conversations"):
-            load_config(
-                composed("gpt_ppo", [*BASE, "reward.function=a.b:f", f"trainer.ppo.{key}=turn"])
-            )
+            load_config(composed("gpt_ppo", [*SINGLE, f"trainer.ppo.{key}=turn"]))
     with pytest.raises(ConfigError, match=r"timestep=turn works only with gae"):
         loaded("trainer.ppo.timestep=turn", script="gpt_reinforce")
     with pytest.raises(ConfigError, match=r"reward=environment and environment.factory"):
         load_config(composed("gpt_rs", [*SINGLE, "environment.factory=a.b:Game"]), RSRunConfig)
 
 
-def test_the_longest_sequences_are_those_of_a_conversation(tmp_path):
+def test_lengths_and_ground_truths_of_conversations(tmp_path):
     config = loaded("environment.max_tokens=200", "model.ppo.length_params.max_length=10")
     assert longest_lengths(config) == (190, 10)
     rows = tmp_path / "t.jsonl"
     rows.write_text('{"secret": 3}\n{"prompt": "p", "x": null}\n')
-    episodes = EpisodeDataset.read(PromptSourceConfig(str(rows)), 190, None)
-    assert episodes.max_length == 190
-    assert [episodes[n].columns for n in range(2)] == [{"secret": 3}, {"prompt": "p", "x": None}]
-
-
-def test_ground_truths_of_conversations_are_shown_where_rows_have_them(tmp_path):
-    rows = tmp_path / "t.jsonl"
-    rows.write_text('{"secret": 3}\n{"other": 1}\n')
     for column, truths in (("secret", [3, None]), (None, [None, None])):
         episodes = EpisodeDataset.read(PromptSourceConfig(str(rows)), 190, column)
+        assert episodes.max_length == 190
         assert [episodes[n].ground_truth for n in range(2)] == truths
-        assert [episodes[n].columns for n in range(2)] == [{"secret": 3}, {"other": 1}]
+        columns = [episodes[n].columns for n in range(2)]
+        assert columns == [{"secret": 3}, {"prompt": "p", "x": None}]
 
 
 # Two conversations of two turns (tokens 1 and 3) and one that was cut after its first.
@@ -118,10 +107,8 @@ def credit(per_prompt=3, **options):
 
 def test_rewards_of_turns_are_shaped_where_they_stand():
     batch = rollout()
-    credit(
-        reward=RewardShapingConfig(scale=2, clip=5),
-        improper_end=ImproperEndConfig(mode="penalize", penalty=0.5),
-    ).shape(batch)
+    improper = ImproperEndConfig(mode="penalize", penalty=0.5)
+    credit(reward=RewardShapingConfig(scale=2, clip=5), improper_end=improper).shape(batch)
     assert batch["shaped_turn_rewards"].tolist() == [[0, 2, 0, 5], [0, 4, 0, 0], [0, 4.5, 0, 0]]
     assert batch["shaped_rewards"].tolist() == [7, 4, 4.5]
     assert batch["sample_mask"].tolist() == [1, 1, 1]

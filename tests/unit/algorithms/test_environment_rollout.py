@@ -82,14 +82,10 @@ class Babble:
     def generate(self, data, greedy=False, *, seed=None, sampling_options=None):
         most = MOST if sampling_options is None else sampling_options.length.max_length
         self.calls.append(data["sample_ids"].tolist())
+        columns = (data[name].tolist() for name in ("input_ids", "input_lengths", "sample_ids"))
         rows = [
             self._row(ids[:length], f"{seed}/{sample}", most)
-            for ids, length, sample in zip(
-                data["input_ids"].tolist(),
-                data["input_lengths"].tolist(),
-                data["sample_ids"].tolist(),
-                strict=True,
-            )
+            for ids, length, sample in zip(*columns, strict=True)
         ]
         width = max(len(ids) for ids, *_ in rows)
         return BatchedDataDict(
@@ -222,9 +218,8 @@ def test_a_failed_conversation_is_no_sample(tmp_path):
     metrics = score(EnvironmentReward(), batch)
     assert metrics["failed_env_error"] == 2
     (tmp_path / "x").unlink()
-    with pytest.raises(
-        EnvironmentCallError, match=r"2 conversations .*retries=1. The last failure: not"
-    ):
+    said = r"2 conversations .*retries=1. The last failure: not"
+    with pytest.raises(EnvironmentCallError, match=said):
         collected(envs.FailsTwice, rows, retries=1)
 
 
@@ -301,7 +296,7 @@ def test_a_killed_environment_touches_its_own_conversation_only():
     assert score(EnvironmentReward(), shaken)["failed_env_error"] == 1
 
 
-def test_what_is_not_scored_is_no_zero():
+def test_what_is_not_scored_is_no_zero_and_parts_are_summed():
     rows = [{"what": "is_not_scored"}, {}, {"what": "is_not_scored", "at": 3}]
     batch = collected(lambda **given: envs.Does(turns=3, **given), rows)
     metrics = score(EnvironmentReward(), batch)
@@ -313,6 +308,16 @@ def test_what_is_not_scored_is_no_zero():
     assert metrics["generated_tokens"] == batch["token_mask"].sum()
     with pytest.raises(EnvironmentCallError, match="scored none of the 1 conversations"):
         collected(lambda **given: envs.Does(turns=3, **given), rows[:1])
+
+    class Parts(envs.Echo):
+        def step(self, message):
+            turn = super().step(message)
+            parts = {"reward": turn.score, "late": 1.0} if self.said > 1 else turn.score
+            return Turn(turn.messages, parts, turn.done)
+
+    rows = [{"turns": 3}, {"turns": 1}]
+    metrics = score(EnvironmentReward(), collected(Parts, rows))
+    assert metrics["reward_parts/late"] == 1.0  # (2 + 0) / 2
 
 
 def test_rewards_of_steps_are_rewards_of_tokens():
@@ -326,24 +331,9 @@ def test_rewards_of_steps_are_rewards_of_tokens():
     assert score(EnvironmentReward(), batch)["rewards"] == 1.5
 
 
-def test_parts_are_summed_over_turns():
-    class Parts(envs.Echo):
-        def step(self, message):
-            turn = super().step(message)
-            parts = {"reward": turn.score, "late": 1.0} if self.said > 1 else turn.score
-            return Turn(turn.messages, parts, turn.done)
-
-    rows = [{"turns": 3}, {"turns": 1}]
-    metrics = score(EnvironmentReward(), collected(Parts, rows))
-    assert metrics["reward_parts/late"] == 1.0  # (2 + 0) / 2
-
-
-def test_first_messages_that_leave_no_room_are_refused():
+def test_a_transcript_says_who_said_what_and_first_messages_leave_room():
     with pytest.raises(EnvironmentCallError, match=r"retries=0.*max_tokens=20: the first"):
         collected(envs.Echo, [{}], max_tokens=20, retries=0)
-
-
-def test_a_transcript_says_who_said_what():
     talk = Conversation(ChatRenderer(TOKENIZER), Start([{"role": "user", "content": "?"}]))
     talk.answered([ord("4"), 258], [-1.0, -1.0], True)
     talk.follow(Turn([{"role": "user", "content": "no"}], -0.5), goes_on=True)

@@ -18,12 +18,8 @@ pytestmark = pytest.mark.integration
 
 GAMES = "aligner.examples.tasks.games"
 ROWS = {"source": f"{GAMES}:guessing_games", "arguments": {"split": "validation", "size": 6}}
-GAME = {
-    "factory": f"{GAMES}:GuessingGame",
-    "kwargs": {"guesses": 2},
-    "max_tokens": 100,
-    "concurrency": 3,
-}
+GAME = {"factory": f"{GAMES}:GuessingGame", "kwargs": {"guesses": 2}, "max_tokens": 100}
+GAME["concurrency"] = 3
 
 
 def evaluated(tiny_nemo, folder, **changes):
@@ -44,24 +40,18 @@ def evaluated(tiny_nemo, folder, **changes):
 
 def validated(tiny_nemo, folder):
     """Metrics of the validation of a run that makes no step."""
+    rs = {"num_rollout_samples": 8, "length_params": {"max_length": 4}}
+    sizes = {"global_batch_size": 1, "micro_batch_size": 1}
+    nothing_else = {"create_tensorboard_logger": False, "save_nemo": False}
     values = {
-        "model": {
-            "restore_from_path": str(tiny_nemo),
-            "rs": {"num_rollout_samples": 8, "length_params": {"max_length": 4}},
-            "global_batch_size": 1,
-            "micro_batch_size": 1,
-        },
+        "model": {"restore_from_path": str(tiny_nemo), "rs": rs, **sizes},
         "trainer": {"rs": {"max_steps": 0}},
         "data": {"train": ROWS, "validation": ROWS},
         "validation": {"samples_per_prompt": 2},
         "reward": {"kind": "environment"},
         "environment": GAME,
         "seed": 7,
-        "exp_manager": {
-            "explicit_log_dir": str(folder / "run"),
-            "create_tensorboard_logger": False,
-            "save_nemo": False,
-        },
+        "exp_manager": {"explicit_log_dir": str(folder / "run"), **nothing_else},
     }
     train_rs(parse_config(values, RSRunConfig))
     (line,) = read_metrics(folder / "run" / "metrics.jsonl")
@@ -106,12 +96,9 @@ def test_what_is_not_scored_is_wrong(tiny_nemo, tmp_path):
     shutil.copy(Path(__file__).parents[1] / "user_environments.py", tmp_path / "mine.py")
     rows = [{"what": None}, {"what": "is_not_scored"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sets, lines = evaluated(
-        tiny_nemo,
-        tmp_path,
-        data={"sets": {"mine": {"source": str(tmp_path / "rows.jsonl")}}},
-        environment={**GAME, "factory": f"{tmp_path / 'mine.py'}:Does", "kwargs": {"turns": 2}},
-    )
+    game = {**GAME, "factory": f"{tmp_path / 'mine.py'}:Does", "kwargs": {"turns": 2}}
+    data = {"sets": {"mine": {"source": str(tmp_path / "rows.jsonl")}}}
+    sets, lines = evaluated(tiny_nemo, tmp_path, data=data, environment=game)
     found = {name: one["value"] for name, one in sets["mine"]["estimates"].items()}
     assert found["rewards"] == 1.5  # 1 and 2 of the first row, 0 of the other
     assert found["accuracy"] == sets["mine"]["metrics"]["accuracy"] == 0.5

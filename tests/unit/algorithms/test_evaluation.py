@@ -1,9 +1,4 @@
-"""Several responses to a prompt: what they come to, how they are drawn, and sets with a name.
-
-1. mean@k, pass@k and maj@k against all subsets, and their standard errors by hand.
-2. Final answers.
-3. Validation of a run: own sampling, several samples, several sets; without them as it was.
-"""
+"""Several responses to a prompt: what they come to, how they are drawn, and sets with a name."""
 
 import itertools
 import json
@@ -14,7 +9,7 @@ import torch
 from loaded import load_set
 
 from aligner.algorithms.rollout.inputs import Prompts
-from aligner.algorithms.rollout.rollout import SingleTurn
+from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.rollout.validation import validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.checkpoint.nemo.model_file import open_nemo
@@ -47,9 +42,11 @@ def test_pass_at_k_is_the_mean_over_all_subsets(right, k):
     assert pass_at_k(right, k) == pytest.approx(sum(map(max, subsets)) / len(subsets))
 
 
-def test_pass_at_k_is_refused_for_more_than_there_are():
+def test_estimates_of_fewer_or_more_than_there_are():
     with pytest.raises(ValueError, match=r"pass@3.*got 2"):
         pass_at_k([1, 0], 3)
+    right, answers = [1, 1, 0, 0, 0, 0, 1], ["4", "4", "5", "6", "6", "4", "4"]
+    assert majority_at_k(right, answers, 3) == 0.5  # the seventh is in no group
 
 
 @pytest.mark.parametrize(
@@ -67,20 +64,12 @@ def test_majority(right, answers, expected):
     assert majority_at_k(right, answers, len(right)) == expected
 
 
-def test_majority_of_fewer_is_that_of_groups_of_neighbours():
-    right, answers = [1, 1, 0, 0, 0, 0, 1], ["4", "4", "5", "6", "6", "4", "4"]
-    assert majority_at_k(right, answers, 3) == 0.5  # the seventh is in no group
-
-
-def test_standard_errors_are_over_prompts():
+def test_estimates_by_hand():
     found = mean_over_prompts([0.0, 1.0, 1.0, 0.5])
     assert found.value == 0.625
     assert found.error == pytest.approx(math.sqrt(((0.625**2) + 2 * 0.375**2 + 0.125**2) / 3 / 4))
     assert mean_over_prompts([0.3]) == (0.3, None)
-
-
-def test_estimates_by_hand():
-    """Two prompts, four responses: 1 of 4 and 3 of 4 right."""
+    # Two prompts, four responses: 1 of 4 and 3 of 4 right.
     right = [[1, 0, 0, 0], [1, 1, 1, 0]]
     answers = [["a", "b", "b", "c"], ["x", "x", "x", "y"]]
     found = answer_estimates(right, answers)
@@ -170,26 +159,16 @@ def validator(request, tiny_nemo, tmp_path_factory):
 
     config = configured()
     cluster = LocalCluster(initialize_parallel(config.model.parallel, seed=1))
-    facts = RunSettings()
-    policy = Policy(
-        cluster,
-        config.model,
-        tokenizer,
-        facts,
-        backend=request.param,
-        init_optimizer=False,
-        init_reference_model=False,
-    )
+    options = {"backend": request.param, "init_optimizer": False, "init_reference_model": False}
+    policy = Policy(cluster, config.model, tokenizer, RunSettings(), **options)
 
     def validate(sets=(), **validation) -> StepResult:
         config = configured(**validation)
-        held_out = Prompts(
-            prompts["a"], prompts["a"], {name: prompts[name] for name in sets}
-        ).held_out
+        others = {name: prompts[name] for name in sets}
+        held_out = Prompts(prompts["a"], prompts["a"], others).held_out
         reward = OddReward(tokenizer)
-        return validate_on_prompts(
-            config, SingleTurn(), policy, reward, held_out, 0, tokenizer.pad_id
-        )
+        source, pad_id = RolloutSource(), tokenizer.pad_id
+        return validate_on_prompts(config, source, policy, reward, held_out, 0, pad_id)
 
     return validate
 
@@ -277,9 +256,8 @@ def test_settings_that_cannot_work_are_refused(validation, words):
 
 
 def test_keys_of_a_named_set_are_checked_on_the_command_line():
-    assert check_overrides(["validation.sets.math.source=m.jsonl"]) == [
-        "++validation.sets.math.source=m.jsonl"
-    ]
+    given = "validation.sets.math.source=m.jsonl"
+    assert check_overrides([given]) == [f"++{given}"]
     with pytest.raises(ConfigError, match=r"validation\.sets\.math\.sauce: unknown key"):
         check_overrides(["validation.sets.math.sauce=m.jsonl"])
 

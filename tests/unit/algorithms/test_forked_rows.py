@@ -1,9 +1,4 @@
-"""A row of several sequences is computed and learned as if each stood in a row of its own.
-
-1. Where the sequences stand, by hand.
-2. Scores, loss and gradient of policy and critic, however micro-batches are formed.
-3. Conversations whose template drops thinking: their columns, their credit, their metric.
-"""
+"""A row of several sequences is computed and learned as if each stood in a row of its own."""
 
 import numpy as np
 import pytest
@@ -31,7 +26,7 @@ LENGTHS = [[5, 40, 38], [12], [60, 7]]
 WIDTH = 96
 
 
-def positions():
+def row_positions():
     found = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.int64)
     for row, lengths in enumerate(LENGTHS):
         each = torch.cat([torch.arange(length) for length in lengths])
@@ -41,22 +36,22 @@ def positions():
 
 def test_sequences_of_rows_by_hand():
     totals = np.array([sum(lengths) for lengths in LENGTHS])
-    found = Sequences.find(positions().numpy(), totals)
+    columns = row_positions().numpy()
+    found = Sequences.find(columns, totals)
     assert found.offsets.tolist() == [0, 5, 45, 96, 192, 252]
     assert found.lengths.tolist() == [5, 40, 38, 12, 60, 7]
     ids = np.arange(3 * WIDTH).reshape(3, WIDTH)
     assert found.cut(ids)[3, :13].tolist() == [*range(96, 108), 0]
-    assert Sequences.find(positions().numpy()[1:2], totals[1:2]) is None
+    assert Sequences.find(columns[1:2], totals[1:2]) is None
     # As many sequences as rows, for one row has none.
-    both = positions().numpy()[[2, 1]]
+    both = columns[[2, 1]]
     found_in = Sequences.find(both, np.array([totals[2], 0]))
     assert (found_in.offsets.tolist(), found_in.lengths.tolist()) == ([0, 60], [60, 7])
     assert Sequences.find(both[1:].repeat(2, 0), np.array([12, 0])) is None
     layout = build_layout(torch.from_numpy(ids), totals, LayoutRules(False, 1, 1), None, found)
     rows, tokens = layout.predicted_tokens()
-    assert layout.positions[0, rows].tolist() == [
-        at for lengths in LENGTHS for length in lengths for at in range(length - 1)
-    ]
+    positions = [at for lengths in LENGTHS for length in lengths for at in range(length - 1)]
+    assert layout.positions[0, rows].tolist() == positions
     assert not {0, 5, 45, 96, 192, 252} & set(tokens.tolist())  # nothing predicts a first token
 
 
@@ -66,7 +61,7 @@ def batches():
     ids = torch.randint(0, 250, (len(LENGTHS), WIDTH), generator=generator)
     ids[0, 45:80] = ids[0, 5:40]  # shared by three sequences, two of them of one row
     ids[2, :36] = ids[0, 5:41]
-    where = positions()
+    where = row_positions()
     inside = torch.arange(WIDTH) < torch.tensor([[sum(each)] for each in LENGTHS])
     noise = torch.randn(ids.shape, generator=generator)
     joined = {
@@ -95,18 +90,15 @@ def batches():
     return joined, apart, bounds
 
 
-SETTINGS = {
-    "padded": {},
-    "packed": {"sequence_packing": True},
-    "unshared": {"shared_prefixes": False},
-}
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"sequence_packing": True}, {"shared_prefixes": False}],
+    ids=["padded", "packed", "unshared"],
+)
 @pytest.mark.parametrize("name", ROLES)
 def test_a_forked_row_is_worth_its_sequences(name, settings, tiny_nemo):
-    role = load(name, tiny_nemo, **SETTINGS[settings])
+    role = load(name, tiny_nemo, **settings)
     joined, apart, bounds = batches()
     expected = role.infer_tokens(apart, len(bounds))
     for mbs in (1, 3):
@@ -120,7 +112,7 @@ def test_a_forked_row_is_worth_its_sequences(name, settings, tiny_nemo):
     assert (role.infer_tokens(other, 3) - role.infer_tokens(joined, 3)).abs().max() > 1e-3
 
 
-def test_adapters_drop_out_by_the_sequence():
+def test_positions_go_where_token_ids_go_and_adapters_drop_out_by_them():
     joined, apart, bounds = batches()
     dropout = TokenDropout(0.5, seed=3)
 
@@ -135,9 +127,6 @@ def test_adapters_drop_out_by_the_sequence():
     for index, (row, start, length) in enumerate(bounds):
         assert torch.equal(one[row, start : start + length], other[index, :length])
     assert not torch.equal(one[0, 5:45], dropped(joined)[0, 5:45])
-
-
-def test_positions_go_where_token_ids_go():
     joined, *_ = batches()
     batch = BatchedDataDict(joined)
     assert "position_ids" in columns_of(batch, ("input_ids", "input_lengths"))
@@ -216,9 +205,8 @@ def test_a_conversation_forks_where_thinking_is_dropped():
     ends = [starts[1] - 1, starts[2] - 1, length - 1]
     assert batch["turn_rewards"][0].nonzero().flatten().tolist() == ends
     assert batch["turn_rewards"][0][ends].tolist() == [1, 2, 3]
-    assert torch.equal(
-        where[1, : batch["input_lengths"][1]], torch.arange(batch["input_lengths"][1])
-    )
+    length = batch["input_lengths"][1]
+    assert torch.equal(where[1, :length], torch.arange(length))
     assert batch["forks"] == [2, 0]
     metrics = score(EnvironmentReward(), batch)
     assert metrics["forks"] == 2
@@ -227,16 +215,13 @@ def test_a_conversation_forks_where_thinking_is_dropped():
     assert batch["rewards"].tolist() == [6.0, 1.0]
 
 
-def test_what_is_not_forked_is_refused_or_kept():
+def test_forks_are_refused_kept_or_counted():
     with pytest.raises(DataError, match=r"rewrites earlier turns.*rewritten_history=fork"):
         collected(rewritten_history="refuse")
     kept = collected(rewritten_history="keep")
     assert kept["forks"] == [0, 0]
     assert "position_ids" not in kept
     assert TOKENIZER.decode(kept["input_ids"][0].tolist()).count("hm</think>") == 3
-
-
-def test_forks_count_against_the_tokens_of_a_conversation():
     whole = collected()["input_lengths"][0]
     cut = collected(max_tokens=int(whole) - 1)
     assert cut["end_reasons"] == ["max_tokens", "done"]

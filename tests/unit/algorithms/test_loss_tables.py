@@ -49,6 +49,8 @@ def test_a_surrogate_is_a_row_and_a_function(toys, monkeypatch):
 
 
 def test_an_estimator_is_a_row_and_a_function(toys):
+    with pytest.raises(ConfigError, match=r"num_rollouts_per_prompt=1"):
+        configured(trainer__ppo__advantage__estimator="toy", model__ppo__num_rollouts_per_prompt=1)
     config = configured(
         trainer__ppo__advantage__estimator="toy", trainer__ppo__advantage__kwargs={"scale": 3.0}
     )
@@ -57,11 +59,6 @@ def test_an_estimator_is_a_row_and_a_function(toys):
     assign(credit, batch)
     assert batch["advantages"][0].amax() == 3
     assert algorithm_of(config.as_dict()).name == "Toy estimator"
-
-
-def test_a_row_of_a_group_needs_two_responses(toys):
-    with pytest.raises(ConfigError, match=r"num_rollouts_per_prompt=1"):
-        configured(trainer__ppo__advantage__estimator="toy", model__ppo__num_rollouts_per_prompt=1)
 
 
 @pytest.mark.parametrize(

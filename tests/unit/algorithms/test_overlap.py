@@ -1,10 +1,4 @@
-"""Rollouts drawn one step ahead, by a real engine in a thread beside a policy that really trains.
-
-1. Each is drawn with the weights from before the training of the step before.
-2. A run that goes on from a saved state sees the rollouts that the uninterrupted run sees, whether
-   what was in flight was finished or abandoned.
-3. No rollout is begun that nobody will take, and the configuration refuses what cannot be.
-"""
+"""Rollouts drawn one step ahead by a real engine, in a thread beside a policy that trains."""
 
 import dataclasses
 import itertools
@@ -53,8 +47,8 @@ class ThreadedEngine(BackgroundGeneration):
         self.own.prepare_for_generation()
         return True
 
-    def generate(self, data, greedy=False, *, seed=0):
-        return self.own.generate(data, greedy, seed=seed)
+    def generate(self, data, greedy=False, *, seed=0, sampling_options=None):
+        return self.own.generate(data, greedy, seed=seed, sampling_options=sampling_options)
 
     def finish_generation(self):
         return True
@@ -64,15 +58,9 @@ class ThreadedEngine(BackgroundGeneration):
         return Pending(self.thread.submit(self.generate, data, seed=seed))
 
 
-@dataclasses.dataclass
 class Pending:
-    future: object
-
-    def result(self):
-        return self.future.result()
-
-    def abandon(self):
-        self.future.result()
+    def __init__(self, future):
+        self.result = self.abandon = future.result
 
 
 def weights_of(policy):
@@ -100,9 +88,8 @@ def configuration(path, **generation):
         "data": {"train": {"source": "x.jsonl"}},
     }
     config = parse_config(values)
-    return dataclasses.replace(
-        config, generation=dataclasses.replace(config.generation, **generation)
-    )
+    settings = dataclasses.replace(config.generation, **generation)
+    return dataclasses.replace(config, generation=settings)
 
 
 class Run:
@@ -127,18 +114,10 @@ class Run:
         self.consumed += batch.size
         self.seen.append(batch)
         self.weights.append(weights_of(self.policy))
-        columns = {
-            key: batch[key] for key in ("input_ids", "input_lengths", "token_mask", "sample_mask")
-        }
+        names = ("input_ids", "input_lengths", "token_mask", "sample_mask", "generation_logprobs")
         generator = torch.Generator().manual_seed(number)
         advantages = torch.randn(batch["input_ids"].shape, generator=generator)
-        data = type(batch)(
-            {
-                **columns,
-                "advantages": advantages,
-                "generation_logprobs": batch["generation_logprobs"],
-            }
-        )
+        data = type(batch)({**{name: batch[name] for name in names}, "advantages": advantages})
         self.policy.prepare_for_training()
         self.policy.train(data, PPOPolicyLoss())
         self.policy.finish_training()

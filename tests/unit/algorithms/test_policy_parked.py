@@ -40,6 +40,7 @@ class Run:
             tokenizer = checkpoint.tokenizer
         lora, backend = options.pop("lora", None), options.pop("backend", "megatron")
         peft = {} if lora is None else {"peft_scheme": "lora", "lora_tuning": lora}
+        length = LengthParams(max_length=4)
         model = ModelConfig(
             restore_from_path=str(nemo),
             micro_batch_size=2,
@@ -47,17 +48,10 @@ class Run:
             optim=OPTIM,
             reference=ReferenceConfig(mode=mode),
             peft=PeftConfig(**peft),
-            ppo=PolicyPPOConfig(
-                offload_weights=parks, length_params=LengthParams(max_length=4), **options
-            ),
+            ppo=PolicyPPOConfig(offload_weights=parks, length_params=length, **options),
         )
-        self.handle = Policy(
-            LocalCluster(initialize_parallel()),
-            model,
-            tokenizer,
-            run=RunSettings(precision=precision),
-            backend=backend,
-        )
+        cluster, run = LocalCluster(initialize_parallel()), RunSettings(precision=precision)
+        self.handle = Policy(cluster, model, tokenizer, run=run, backend=backend)
         self.worker = self.handle.worker_group.worker
         self.folder, self.parks, self.saves = folder, parks, 0
         self.seen = []

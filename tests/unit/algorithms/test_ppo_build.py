@@ -18,16 +18,11 @@ from aligner.rewards.interface import ScoredResponses
     [({}, 8), ({"max_tokens": 200, "max_turns": 3}, 24), ({"max_tokens": 20, "max_turns": 3}, 20)],
 )
 def test_fixed_length_is_that_of_the_longest_sample(limits, longest):
-    section = (
-        {"environment": {"factory": "a.b:C", **limits}, "reward": {"kind": "environment"}}
-        if limits
-        else {}
-    )
-    overrides = {
-        "model__ppo__loss_aggregation": "fixed_length",
-        "model__ppo__length_params": {"max_length": 8},
-        **section,
-    }
+    overrides = {"model__ppo__loss_aggregation": "fixed_length"}
+    overrides["model__ppo__length_params"] = {"max_length": 8}
+    if limits:
+        overrides["environment"] = {"factory": "a.b:C", **limits}
+        overrides["reward"] = {"kind": "environment"}
     assert make_policy_loss(configured(**overrides)).max_response_length == longest
 
 
@@ -58,22 +53,16 @@ def test_kept_rewards_are_of_what_is_learned():
         train=lambda batch, loss: {"all_mb_metrics": {"loss": [1.0]}},
         finish_training=lambda: None,
     )
+    rs = SimpleNamespace(num_rollouts_per_prompt=2, top_n_rollouts=1)
+    manager = SimpleNamespace(samples_per_step=0)
     trainer = SimpleNamespace(
-        config=SimpleNamespace(
-            model=SimpleNamespace(rs=SimpleNamespace(num_rollouts_per_prompt=2, top_n_rollouts=1)),
-            exp_manager=SimpleNamespace(samples_per_step=0),
-        ),
+        config=SimpleNamespace(model=SimpleNamespace(rs=rs), exp_manager=manager),
         rollouts=SimpleNamespace(take=lambda first, more: batch),
         reward=SimpleNamespace(get_rewards=lambda batch: scored),
         generation=SimpleNamespace(weights_changed=lambda: None),
         sampler=SimpleNamespace(epoch=0),
-        **{
-            "policy": policy,
-            "loss": None,
-            "has_next": lambda step: True,
-            "consumed_samples": 0,
-            "updates": 0,
-        },
+        has_next=lambda step: True,
+        **{"policy": policy, "loss": None, "consumed_samples": 0, "updates": 0},
     )
     metrics = RSTrainer.step(trainer, 1, lambda name: nullcontext()).metrics
     assert metrics["train_rollouts/kept_rewards"] == 2.0

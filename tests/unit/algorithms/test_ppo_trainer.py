@@ -1,11 +1,4 @@
-"""The PPO step over handles that only keep records.
-
-1. The stages run in order, each once.
-2. Passes whose numbers are known, or that nobody needs, are not made.
-3. Advantages, masks and metrics of a rollout are those worked out by hand.
-4. Critic warm-up trains the critic alone; a gap to the sampler above rounding is said once.
-5. The state brings back counters, data position and KL coefficient.
-"""
+"""The PPO step over handles that only keep records."""
 
 from pathlib import Path
 
@@ -43,7 +36,7 @@ class Recorder:
 class FakePolicy(Recorder):
     """Two tokens to every prompt; even sample ids end properly. Log-prob -1, reference -1.5."""
 
-    def generate(self, data, greedy=False, *, seed=0):
+    def generate(self, data, greedy=False, *, seed=0, sampling_options=None):
         self.log.append(("generate", data["sample_ids"].tolist(), seed))
         rows, width = data["input_ids"].shape
         lengths = data["input_lengths"] + RESPONSES
@@ -167,18 +160,7 @@ def names(log):
     return [entry[0] for entry in log]
 
 
-def test_stages_in_order_with_every_term_on():
-    log = []
-    t = trainer(log, loop={"initial_policy_kl_penalty": 0.1}, ppo={"ppo_epochs": 2})
-    metrics = t.step(1, PhaseTimers()).metrics
-    assert names(log) == [
-        *["generate", "reward", "values", "logprobs", "reference"],
-        *["train_critic", "train_policy"] * 2,
-    ]
-    check_names(metrics)
-
-
-def test_without_kl_there_is_no_reference_pass_and_the_first_mini_batch_scores_itself():
+def test_passes_that_nobody_needs_are_not_made():
     log = []
     trainer(log).step(1, PhaseTimers())
     assert ("logprobs", 1) in log  # the second mini-batch alone
@@ -187,9 +169,6 @@ def test_without_kl_there_is_no_reference_pass_and_the_first_mini_batch_scores_i
         ("train_policy", 1, False),
         ("train_policy", 1, True),
     ]
-
-
-def test_a_single_mini_batch_needs_no_logprob_pass_at_all():
     t = trainer(global_batch_size=2)
     log = t.policy.log
     t.step(1, PhaseTimers())
@@ -217,10 +196,25 @@ def test_rows_that_training_itself_scores(ppo, loop, rows):
     assert rows_scored_by_training(trainer(ppo=ppo, loop=loop).config) == rows
 
 
-def test_the_reference_is_needed_by_either_kl_term():
+def test_stages_in_order():
     assert not needs_reference(trainer().config)
     assert needs_reference(trainer(loop={"initial_policy_kl_penalty": 0.1}).config)
     assert needs_reference(trainer(ppo={"kl_loss": {"coef": 0.1}}).config)
+    log = []
+    t = trainer(log, loop={"critic_warmup_steps": 1})
+    check_names(t.step(1, PhaseTimers()).metrics)
+    assert names(log) == ["generate", "reward", "values", "train_critic"]
+    log.clear()
+    t.step(2, PhaseTimers())
+    assert "train_policy" in names(log)
+    log = []
+    t = trainer(log, loop={"initial_policy_kl_penalty": 0.1}, ppo={"ppo_epochs": 2})
+    metrics = t.step(1, PhaseTimers()).metrics
+    assert names(log) == [
+        *["generate", "reward", "values", "logprobs", "reference"],
+        *["train_critic", "train_policy"] * 2,
+    ]
+    check_names(metrics)
 
 
 def test_advantages_and_returns_by_hand():
@@ -247,10 +241,7 @@ def test_kl_is_charged_per_token():
     assert metrics["train_rollouts/init_policy_kl_per_sample"] == pytest.approx(1.0)
     assert metrics["train_rollouts/kl_penalty"] == pytest.approx(0.1)
     assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(0.9)
-
-
-def test_kl_of_the_first_mini_batch_is_of_the_sampler():
-    """Row 0 by the sampler: k1 = -1.25 - -1.5 = 0.25; row 1 by a pass: 0.5."""
+    # Row 0 by the sampler: k1 = -1.25 - -1.5 = 0.25; row 1 by a pass: 0.5.
     t = trainer(loop={"initial_policy_kl_penalty": 0.1, "normalize_advantages": False})
     t.step(1, PhaseTimers())
     assert ("logprobs", 1) in t.policy.log
@@ -258,15 +249,12 @@ def test_kl_of_the_first_mini_batch_is_of_the_sampler():
     torch.testing.assert_close(returns[0], torch.tensor([0, 1.95, 1.975, 0]))
 
 
-def test_masked_samples_do_not_count():
+def test_masked_samples_and_metrics_of_the_updates():
     t = trainer(loop={"improper_end": {"mode": "mask"}, "normalize_advantages": False})
     metrics = t.step(1, PhaseTimers()).metrics
     assert t.value.trained["sample_mask"].tolist() == [1, 0]
     assert metrics["train_rollouts/masked_samples"] == 1
     assert metrics["train_rollouts/advantages_mean"] == pytest.approx(1.5)  # row 0: 2 - 0.5
-
-
-def test_metrics_of_the_updates():
     metrics = trainer().step(1, PhaseTimers()).metrics
     assert metrics["train_optim/loss"] == 1.0
     assert metrics["critic/loss"] == 2.0
@@ -295,26 +283,13 @@ def test_the_first_gap_above_rounding_is_said(ppo, loop, warnings):
     assert all("logprob_gap_mean=0.1, more than rounding" in text for each in said for text in each)
 
 
-def test_warm_up_trains_the_critic_alone():
-    log = []
-    t = trainer(log, loop={"critic_warmup_steps": 1})
-    check_names(t.step(1, PhaseTimers()).metrics)
-    assert names(log) == ["generate", "reward", "values", "train_critic"]
-    log.clear()
-    t.step(2, PhaseTimers())
-    assert "train_policy" in names(log)
-
-
-def test_sample_ids_go_on_and_copies_of_a_prompt_are_adjacent():
+def test_sample_ids_go_on_and_validation_draws_the_same_numbers():
     log = []
     t = trainer(log, ppo={"num_rollouts_per_prompt": 2})
     t.step(1, PhaseTimers())
     t.step(2, PhaseTimers())
     assert [e[1:] for e in log if e[0] == "generate"] == [([0, 1], 5), ([2, 3], 5)]
     assert t.value.trained["input_ids"].tolist() == [[1, 1, 7, 7], [1, 1, 7, 7]]  # prompt 1
-
-
-def test_validation_draws_the_same_numbers_every_time_and_never_trainings():
     log = []
     t = trainer(log, prompts=3)
     first, second = t.validate(0, PhaseTimers()), t.validate(9, PhaseTimers())

@@ -4,9 +4,9 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 
 import torch
+from user_code import configured
 
 from aligner.algorithms.run.engine import RayEngine
-from aligner.config import parse_config
 from aligner.device import accelerator
 from aligner.device.accelerator import DeviceInfo
 from aligner.distributed.workers import LocalFuture
@@ -19,14 +19,7 @@ def test_the_driver_leaves_gpus_to_its_workers(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for question in ("synchronize", "mem_get_info", "get_device_name", "get_rng_state"):
         monkeypatch.setattr(torch.cuda, question, None)  # to call it is an error
-    config = parse_config(
-        {
-            "model": {"restore_from_path": "m.nemo"},
-            "reward": {"function": "a:b"},
-            "data": {"train": {"source": "x.jsonl"}},
-            "cluster": {"engine": "ray"},
-        }
-    )
+    config = configured(critic=True, cluster__engine="ray")
     accelerator.has_gpu.cache_clear()
     try:
         assert accelerator.has_gpu()

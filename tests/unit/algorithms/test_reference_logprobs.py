@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
+from aligner.algorithms.preference.build import ReferenceLogprobs
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DPORunConfig, parse_config
 from aligner.data.preferences import PairDataset, collate_pairs
@@ -51,16 +51,13 @@ def columns(pairs, policy):
     return batch, batch["ref_logprobs"]
 
 
-def test_every_response_gets_its_own(policy, ask, tiny_nemo):
+def test_every_response_gets_its_own_and_it_is_asked_once(policy, ask, tiny_nemo):
     pairs, said = ask(configuration(tiny_nemo))
     batch, reference = columns(pairs, policy)
     expected = policy.get_logprobs(batch)["logprobs"] * batch["token_mask"]
     assert torch.allclose(reference, expected, atol=1e-5)
     assert (reference[batch["token_mask"].bool()] < -1).all()
     assert "10 sequences, once" in said
-
-
-def test_it_is_asked_once(policy, ask, tiny_nemo):
     first, _ = ask(configuration(tiny_nemo))
     again, said = ask(configuration(tiny_nemo))
     assert said == ""

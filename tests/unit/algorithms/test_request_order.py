@@ -127,14 +127,12 @@ def test_a_sub_agent_learns_from_what_comes_of_it(estimator, timestep, credit):
     batch = rollout([with_sub_agent(1.0), with_sub_agent(0.0)])
     assert [turn["content"] for turn in batch["turns"][0]] == ["A1", "B1", "A2"]
     assert batch["turn_ids"][0].unique_consecutive().tolist() == [0, 1, 0, 3, 0, 2]
-    assert batch["turn_rewards"][0].nonzero().flatten().tolist() == [
-        (batch["turn_ids"][0] == 3).nonzero().max().item()
-    ]
-    options = {"advantage": AdvantageConfig(estimator=estimator, credit=credit)}
-    trainer = TrainerPPOConfig(timestep=timestep, gae_lambda=1.0, normalize_advantages=False)
-    how = Credit(
-        TrainerPPOConfig(**{**vars(trainer), **options}), False, rollouts_per_prompt=2, max_length=8
-    )
+    last = (batch["turn_ids"][0] == 3).nonzero().max().item()
+    assert batch["turn_rewards"][0].nonzero().flatten().tolist() == [last]
+    advantage = AdvantageConfig(estimator=estimator, credit=credit)
+    options = {"timestep": timestep, "gae_lambda": 1.0, "normalize_advantages": False}
+    trainer = TrainerPPOConfig(advantage=advantage, **options)
+    how = Credit(trainer, False, rollouts_per_prompt=2, max_length=8)
     if estimator == "gae":
         batch["values"] = torch.zeros_like(batch["token_mask"])
     how.shape(batch)
@@ -150,14 +148,10 @@ def test_the_order_in_which_the_engine_ends_answers_does_not_matter(
     estimator, timestep, credit, mode
 ):
     improper = ImproperEndConfig(mode=mode)
-    kinds = [
-        rollout([with_parallel_requests(1.0, order), with_sub_agent(0.0)], "max_turns")
-        for order in itertools.permutations(range(4))
-    ]
-    found = [
-        by_answer(assigned(batch, estimator, timestep, credit, improper_end=improper))
-        for batch in kinds
-    ]
+    found = []
+    for order in itertools.permutations(range(4)):
+        batch = rollout([with_parallel_requests(1.0, order), with_sub_agent(0.0)], "max_turns")
+        found.append(by_answer(assigned(batch, estimator, timestep, credit, improper_end=improper)))
     assert [turn[2] for turn in found[0][:6]] == ["F", "p", "qq", "rrr", "ssss", "L"]
     assert [turn[3] for turn in found[0][:6]] == [0.5, None, None, None, 1.0, 2.0]
     assert all(each == found[0] for each in found)

@@ -26,19 +26,14 @@ def test_response_mask_comes_from_lengths():
         (RewardShapingConfig(), ImproperEndConfig(), [1.0, 4.0], [1, 1]),
         (RewardShapingConfig(scale=2, shift=-1), ImproperEndConfig(), [1.0, 7.0], [1, 1]),
         (RewardShapingConfig(scale=2, clip=3), ImproperEndConfig(), [2.0, 3.0], [1, 1]),
-        (
-            RewardShapingConfig(clip=3),
-            ImproperEndConfig(mode="penalize", penalty=0.5),
-            [1.0, 2.5],  # after the clip
-            [1, 1],
-        ),
+        # A penalty comes off after the clip.
+        (RewardShapingConfig(clip=3), ImproperEndConfig("penalize", 0.5), [1.0, 2.5], [1, 1]),
         (RewardShapingConfig(), ImproperEndConfig(mode="mask"), [1.0, 4.0], [1, 0]),
     ],
 )
 def test_shape_rewards(shaping, improper, shaped, counts):
-    result, mask = shape_rewards(
-        torch.tensor([1.0, 4.0]), torch.tensor([True, False]), shaping, improper
-    )
+    rewards, is_end = torch.tensor([1.0, 4.0]), torch.tensor([True, False])
+    result, mask = shape_rewards(rewards, is_end, shaping, improper)
     assert result.tolist() == shaped
     assert mask.tolist() == counts
 
@@ -49,24 +44,22 @@ def test_update_metrics_average_updates_and_keep_extremes():
         {"all_mb_metrics": {"loss": [5.0], "ratio_max": [1.0], "lr": [0.3], "grad_norm": [4.0]}},
     ]
     metrics = update_metrics(results)
-    assert metrics == {
-        "loss": 3.0,
-        "ratio_max": 2.0,
-        "lr": 0.3,
-        "grad_norm": 4.0,
-        "skipped_updates": 0,
-        "empty_updates": 0,
-    }
+    counts = {"skipped_updates": 0, "empty_updates": 0}
+    assert metrics == {"loss": 3.0, "ratio_max": 2.0, "lr": 0.3, "grad_norm": 4.0, **counts}
     assert count_updates(results) == 3
 
 
-def test_a_mini_batch_of_which_nothing_counts_is_no_update():
+def test_updates_that_were_none_are_counted():
     steps = {"loss": [0.0, 2.0], "empty": [1.0, 0.0], "lr": [0.1, 0.1], "grad_norm": [0.0, 3.0]}
     results = [{"all_mb_metrics": steps}]
     metrics = update_metrics(results)
     assert (metrics["loss"], metrics["grad_norm"], metrics["empty_updates"]) == (2.0, 3.0, 1.0)
     assert count_updates(results) == 1
     assert math.isnan(update_metrics([{"all_mb_metrics": {"loss": [0.0], "empty": [1.0]}}])["loss"])
+    results = [{"all_mb_metrics": {"loss": [math.nan, 2.0], "skipped": [1.0, 0.0]}}]
+    metrics = update_metrics(results)
+    assert metrics["loss"] == 2.0
+    assert metrics["skipped_updates"] == 1.0
 
 
 def test_a_rating_of_the_verifiers_name_leaves_the_verifiers_alone():
@@ -96,10 +89,3 @@ def test_validation_prompts_that_are_learned_are_counted():
     (note,) = shared_note(train, prompts("b", "d", "a"))
     assert note.startswith("2 of 3 validation prompts are training prompts")
     assert shared_note(train, prompts("x")) == shared_note(train, None) == []
-
-
-def test_skipped_updates_are_counted_and_take_no_part_in_means():
-    results = [{"all_mb_metrics": {"loss": [math.nan, 2.0], "skipped": [1.0, 0.0]}}]
-    metrics = update_metrics(results)
-    assert metrics["loss"] == 2.0
-    assert metrics["skipped_updates"] == 1.0

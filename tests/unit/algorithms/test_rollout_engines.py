@@ -46,12 +46,8 @@ def test_grpo_learns_from_an_engine_of_a_users(tiny_nemo, tmp_path, monkeypatch)
         fetched.append({name: weight.clone() for name, weight in self.weights.items()})
 
     monkeypatch.setattr(engine, "prepare_for_generation", prepared)
-    train_ppo(
-        grpo(
-            *(ENGINE, "+generation.kwargs={answer: [50, 51], probability: 0.25}"),
-            *(f"model.restore_from_path={tiny_nemo}", f"exp_manager.explicit_log_dir={tmp_path}"),
-        )
-    )
+    paths = f"model.restore_from_path={tiny_nemo}", f"exp_manager.explicit_log_dir={tmp_path}"
+    train_ppo(grpo(ENGINE, "+generation.kwargs={answer: [50, 51], probability: 0.25}", *paths))
     metrics = {}
     for line in read_metrics(tmp_path / "metrics.jsonl"):
         metrics |= line
@@ -64,10 +60,7 @@ def test_grpo_learns_from_an_engine_of_a_users(tiny_nemo, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            [ENGINE, "+generation.kwargs={answer: []}"],
-            r"generation.kwargs.answer: 0 tokens. Give 1",
-        ),
+        ([ENGINE, "+generation.kwargs={answer: []}"], r"generation.kwargs.answer: 0 tok.* Give 1"),
         ([ENGINE, "+generation.kwargs={answers: []}"], r"generation.kwargs.answers: unknown key"),
         ([f"{ENGINE}s"], r"generation.backend=.*has no class 'FixedAnswerss'"),
         (
@@ -102,31 +95,16 @@ def test_each_engine_of_the_library_is_named_in_its_own_folder_only():
             if f"generation/{name}/" not in str(file) and uses.search(file.read_text())
         }
         # The table, the packages that may be installed, keys of other libraries.
-        assert found <= {
-            "aligner/catalog.py",
-            "aligner/packages.py",
-            "aligner/compat/nemo_aligner.py",
-            "aligner/compat/nemo_rl_values.py",
-        }
+        names = ("catalog", "packages", "compat/nemo_aligner", "compat/nemo_rl_values")
+        assert found <= {f"aligner/{name}.py" for name in names}
 
 
 @pytest.mark.usefixtures("dry_possible")
 def test_an_engine_without_resources_is_not_planned(tiny_nemo):
     """Its file, which the configuration imports, imports torch before the dry device is there."""
-    done = subprocess.run(
-        [
-            *(
-                sys.executable,
-                ROOT / "examples" / "plan.py",
-                "--config-name",
-                "recipes/grpo_tiny_cpu",
-            ),
-            *(ENGINE, "generation.kwargs.answer=[50]", f"model.restore_from_path={tiny_nemo}"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    plan = [sys.executable, ROOT / "examples" / "plan.py", "--config-name", "recipes/grpo_tiny_cpu"]
+    settings = [ENGINE, "generation.kwargs.answer=[50]", f"model.restore_from_path={tiny_nemo}"]
+    done = subprocess.run([*plan, *settings], capture_output=True, text=True, timeout=200)
     assert done.returncode != 0
     assert "FixedAnswers: this engine does not state its resources" in done.stderr
     assert "EngineConfig.resources" in done.stderr

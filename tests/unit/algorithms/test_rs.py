@@ -12,14 +12,8 @@ def test_the_best_of_each_prompt():
     assert best_of_each(rewards, 3, 1).tolist() == [1, 5]
     assert best_of_each(rewards, 3, 2).tolist() == [1, 2, 4, 5]
     assert best_of_each(rewards, 2, 1).tolist() == [1, 2, 5]
-
-
-def test_of_equals_the_earlier():
     assert best_of_each(torch.tensor([0.0, 1.0, 1.0, 1.0]), 4, 2).tolist() == [1, 2]
-
-
-def test_same_tokens_do_not_make_the_same_prompt():
-    """Prompts are told apart by their place: two draws of one prompt keep a response each."""
+    # Prompts are told apart by their place: two draws of one prompt keep a response each.
     assert best_of_each(torch.tensor([1.0, 0.0, 0.5, 0.0]), 2, 1).tolist() == [0, 2]
 
 

@@ -33,6 +33,7 @@ def composed(*overrides):
 
 
 E3 = "trainer.ppo.advantage.estimator"
+DAPO = ["model.ppo.ratio_eps=[0.2,0.28]", "trainer.ppo.dynamic_sampling.enabled=true"]
 
 
 @pytest.mark.parametrize(
@@ -45,18 +46,9 @@ E3 = "trainer.ppo.advantage.estimator"
         ([f"{E3}=reinforce_plus_plus"], "REINFORCE++", "reinforce_plus_plus"),
         (
             [f"{E3}=reinforce_plus_plus_baseline"],
-            "REINFORCE++ with a baseline",
-            "reinforce_plus_plus_baseline",
+            *("REINFORCE++ with a baseline", "reinforce_plus_plus_baseline"),
         ),
-        (
-            [
-                f"{E3}=grpo",
-                "model.ppo.ratio_eps=[0.2,0.28]",
-                "trainer.ppo.dynamic_sampling.enabled=true",
-            ],
-            "DAPO",
-            "dapo",
-        ),
+        ([f"{E3}=grpo", *DAPO], "DAPO", "dapo"),
         ([f"{E3}=grpo", "model.ppo.ratio_level=sequence"], "GSPO", "gspo"),
         ([f"{E3}=grpo", "model.ppo.surrogate=cispo"], "CISPO", "cispo"),
         ([f"{E3}=rloo", "model.ppo.ratio_level=sequence"], "RLOO (GSPO)", "rloo_gspo"),
@@ -167,16 +159,13 @@ def test_a_changed_module_of_the_users_is_seen(configured, tmp_path, monkeypatch
         prepared(config)
 
 
-def test_a_generators_argument_is_accepted_by_its_key(configured):  # noqa: F811
+def test_adapters_and_arguments_of_generators_are_part_of_it(configured):  # noqa: F811
     begun(configured("ppo"))
     change = {"data__train__arguments__high": 9}
     with pytest.raises(ConfigError, match=r"resume_changed=\[data\.train\.arguments\.high\]"):
         prepared(configured("ppo", **change))
     accepted = {"exp_manager__resume_changed": ["data.train.arguments.high"]}
     assert prepared(configured("ppo", **change, **accepted)) == []
-
-
-def test_lora_is_part_of_the_identity(configured):  # noqa: F811
     begun(configured("ppo"))
     lora = {"model__peft__peft_scheme": "lora"}
     with pytest.raises(ConfigError, match=r"peft_scheme: None -> lora"):

@@ -1,11 +1,4 @@
-"""The life of a run, with a learner that is a counter.
-
-1. Validation before step 1, when due, and at the end; one metrics line per step.
-2. A run that was stopped anywhere and started again writes what an uninterrupted one does.
-3. SIGTERM saves after the current step and ends; max_time too, with a last validation.
-4. A damaged state is passed over for the one before; where none is left, nothing is touched.
-5. Steps that make no update are told of, and end the run; other warnings of steps are said.
-"""
+"""The life of a run, with a learner that is a counter."""
 
 import io
 import os
@@ -104,27 +97,17 @@ class Stuck(Counter):
         return StepResult(outcome.metrics, outcome.samples, idle)
 
 
-def run(
-    folder,
-    learner,
-    *,
-    total=6,
-    save=2,
-    val=3,
-    seconds=None,
-    config=None,
-    said=None,
-    async_save=True,
-    **options,
-):
+def run(folder, learner, *, total=6, save=2, val=3, seconds=None, said=None, **options):
+    """Whether a run was not interrupted, and what it restored."""
+    config, in_background = options.pop("config", {"a": 1}), options.pop("async_save", True)
     loop = RunLoop(
         learner,
-        Schedule(total, val, save, seconds, max_skipped_steps=3, async_save=async_save),
+        Schedule(total, val, save, seconds, max_skipped_steps=3, async_save=in_background),
         store=RunStateStore(folder / "run_state", 1, "val_rollouts/accuracy", save_last_k=2),
         metrics=MetricsWriter(folder),
         samples=SampleWriter(folder),
         console=Console(quiet=said is None, file=said, width=200),
-        config=config or {"a": 1},
+        config=config,
         monitor="val_rollouts/accuracy",
         **options,
     )
@@ -158,6 +141,11 @@ def test_validates_before_when_due_and_at_the_end(tmp_path):
     assert [line["step"] for line in written] == [0, 1, 2, 3, 4]
     assert ["val_rollouts/accuracy" in line for line in written] == [True, False, False, True, True]
     assert len(read_samples(tmp_path / "samples.jsonl")) == 4
+    learner = Counter()
+    run(tmp_path / "ends", learner, total=3, val=0, save=0)
+    assert [step for kind, step in learner.calls if kind == "validate"] == [0, 3]
+    store = RunStateStore(tmp_path / "ends" / "run_state")
+    assert [state.step for state in store.states()] == [3]
 
 
 def test_data_may_end_before_the_steps_do(tmp_path):
@@ -379,19 +367,9 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, monkeypatch):
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
 
 
-def test_interval_zero_means_only_the_ends(tmp_path):
-    learner = Counter()
-    run(tmp_path, learner, total=3, val=0, save=0)
-    assert [step for kind, step in learner.calls if kind == "validate"] == [0, 3]
-    assert [s.step for s in RunStateStore(tmp_path / "run_state").states()] == [3]
-
-
 def test_config_changes_names_leaves():
     before, now = {"a": {"b": 1, "c": [1]}, "d": 0}, {"a": {"b": 2, "c": [1]}, "e": None}
     assert config_changes(before, now) == ["a.b: 1 -> 2", "d: 0 -> None"]
-
-
-def test_keys_that_an_earlier_version_did_not_have_are_no_change():
     assert config_changes({"a": 1}, {"a": 1, "b": [], "c": {}, "d": None}) == []
     assert config_changes({"a": 1, "b": [1]}, {"a": 1, "b": []}) == ["b: [1] -> []"]
     assert config_changes({"a": 1}, {"a": 1, "b": ["x"]}) == ["b: None -> ['x']"]

@@ -116,21 +116,15 @@ def test_an_estimator_decides_the_advantages(here):
     assert "returns" not in batch
 
 
-def test_one_number_for_a_response_is_that_of_its_tokens(here):
+def test_what_an_estimator_gets_and_gives(here):
     batch = rollout([1, 0], [3, 1])
     batch["sample_mask"] = torch.tensor([1.0, 1.0])
     assign(own("spread"), batch)
     assert torch.equal(batch["advantages"], torch.tensor([1.0, 0.0])[:, None] * batch["token_mask"])
-
-
-def test_what_an_estimator_writes_stays_its_own(here):
     batch = rollout([1, 0], [3, 1])
     before = batch["token_mask"].clone()
     assign(own("writes"), batch)
     assert torch.equal(batch["token_mask"], before)
-
-
-def test_an_estimator_that_takes_anything_gets_everything(here):
     batch = rollout([1, 0], [3, 1])
     batch["prev_logprobs"] = batch["generation_logprobs"] = torch.zeros_like(batch["token_mask"])
     assign(own("everything"), batch)

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from pathlib import Path
 
 import pytest
 import test_environment_rollout
@@ -16,7 +17,7 @@ from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.endpoint import trajectory_of
 from aligner.algorithms.rollout.environments import EnvironmentReward, rollout_batch
 from aligner.algorithms.rollout.rollout import score
-from aligner.algorithms.rollout.validation import Judge
+from aligner.algorithms.rollout.validation import evaluate_responses
 from aligner.algorithms.rs.trainer import best_of_each
 from aligner.config import ImproperEndConfig, TrainerPPOConfig
 from aligner.config.algorithms.trainer import AdvantageConfig
@@ -87,20 +88,24 @@ def test_a_conversation_that_a_limit_ended_is_a_sample(limit, settings, mode, re
     assert shaped(batch, mode) == (rewards, mask)
 
 
-def test_metrics_of_training_are_of_what_counts():
+def test_cut_conversations_count_in_training_and_rejection_sampling():
     asked = rows(CALLS, ANSWERS, WITHOUT)
     zero = score(EnvironmentReward(), collected(Scripted, asked, max_turns=2))
     mask = score(EnvironmentReward(), collected(Scripted, asked, max_turns=2, unscored="mask"))
     assert (zero["rewards"], zero["accuracy"], zero["accuracy_of_answered"]) == (0.5, 0.5, 1)
     assert (mask["rewards"], mask["accuracy"], mask["accuracy_of_answered"]) == (1, 1, 1)
     assert zero["unscored_samples"] == mask["unscored_samples"] == 2
+    batch = collected(Scripted, rows(CALLS, ANSWERS, CALLS, WITHOUT), max_turns=2)
+    score(EnvironmentReward(), batch)
+    rewards = batch["rewards"].masked_fill(batch["sample_mask"] == 0, float("-inf"))
+    assert best_of_each(rewards, 4, 3).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("unscored", ["zero", "mask"])
 def test_validation_counts_every_conversation(unscored):
     asked = rows(*[CALLS] * 6, WITHOUT, ANSWERS)
     batch = collected(Scripted, asked, max_turns=2, unscored=unscored)
-    found = Judge(EnvironmentReward(), str).evaluate(batch, 4)
+    found = evaluate_responses(batch, 4, EnvironmentReward(), str)
     assert found.metrics["accuracy"] == found.metrics["rewards"] == 0.125
     assert found.metrics["accuracy_of_answered"] == 1.0
     assert found.metrics["unscored_samples"] == 7
@@ -114,7 +119,7 @@ def test_a_rollout_that_limits_ended_is_no_error(unscored, caplog):
         batch = collected(Scripted, rows(CALLS), max_turns=2, unscored=unscored)
     assert batch["sample_mask"].tolist() == [float(unscored == "zero")]
     assert "scored none of the 1 conversations" in caplog.text
-    found = Judge(EnvironmentReward(), str).evaluate(batch, 1)
+    found = evaluate_responses(batch, 1, EnvironmentReward(), str)
     assert found.metrics["accuracy"] == 0.0
 
 
@@ -156,13 +161,8 @@ def test_the_expected_gradient_pushes_against_asking_for_ever(credit, unscored, 
         normalize_advantages=False, advantage=AdvantageConfig(estimator="rloo", credit=credit)
     )
     how = Credit(trainer, kl_in_reward=False, rollouts_per_prompt=group, max_length=2)
-    data = BatchedDataDict(
-        {
-            "sample_ids": torch.arange(group),
-            "ground_truths": [None] * group,
-            "columns": [{}] * group,
-        }
-    )
+    lists = {"ground_truths": [None] * group, "columns": [{}] * group}
+    data = BatchedDataDict({"sample_ids": torch.arange(group), **lists})
     for chosen in itertools.product(list(outcomes()), repeat=group):
         chance = 1.0
         for actions, share, _ in chosen:
@@ -177,13 +177,6 @@ def test_the_expected_gradient_pushes_against_asking_for_ever(credit, unscored, 
         for row, (actions, _, _) in enumerate(chosen):
             gradient += chance * batch["advantages"][row, 0].item() * (actions[0] - 0.5) / group
     assert gradient == pytest.approx(first, abs=1e-6)
-
-
-def test_rejection_sampling_keeps_cut_conversations_as_zero():
-    batch = collected(Scripted, rows(CALLS, ANSWERS, CALLS, WITHOUT), max_turns=2)
-    score(EnvironmentReward(), batch)
-    rewards = batch["rewards"].masked_fill(batch["sample_mask"] == 0, float("-inf"))
-    assert best_of_each(rewards, 4, 3).tolist() == [0, 1, 2]
 
 
 def test_a_conversation_that_failed_earns_nothing_on_request():
@@ -227,11 +220,10 @@ class Once(envs.Echo):
     """Does in ``turn`` what spoils a conversation, in the first that is made with a marker."""
 
     def spoiled(self):
-        path = self.columns["marker"]
-        with open(path, "a") as file:
-            file.write("x")
-        with open(path) as file:
-            return len(file.read()) == 1
+        path = Path(self.columns["marker"])
+        is_first = not path.exists()
+        path.touch()
+        return is_first
 
 
 class SpeaksAsATool(Once):

@@ -1,21 +1,14 @@
-"""Run states that are written while training goes on.
-
-1. What is written is what was there when the step was over, and the files have the same bytes as
-   those written in place; memory is one copy.
-2. A disk that is slow is waited for by the next save and by the end of a run, and by no step.
-3. A kill in the middle costs nothing older; a disk that fails stops the run, on every rank, with
-   its cause; a second Ctrl-C does not wait.
-"""
+"""Run states that are written while training goes on."""
 
 import errno
 import io
-import multiprocessing
 import os
 import random
 import resource
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +16,7 @@ import psutil
 import pytest
 import torch
 from newest_state import newest
+from ranks import FORKSERVER
 from test_run_loop import Counter, lines, run
 from test_run_state_failures import run_ranks
 
@@ -35,8 +29,6 @@ from aligner.checkpoint.run_state.worker_state import ShareWriter
 from aligner.errors import StorageError
 from aligner.observe.metrics import read_metrics
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state.store", "aligner.observe.metrics"])
 NUMBERS = 100_000
 
 
@@ -75,18 +67,15 @@ class Role:
 
 
 def save(store: RunStateStore, role: Role, step: int, in_background: bool = True) -> Path:
-    return store.save(
-        step, {"counters": {"step": step}}, roles={"role": role}, in_background=in_background
-    )
+    counters = {"counters": {"step": step}}
+    return store.save(step, counters, roles={"role": role}, in_background=in_background)
 
 
 def step_in(path: Path, ranks: int = 1, numbers: int = NUMBERS) -> int:
     """The step of a whole state, every number of which is that step's."""
     loaded = RunStateStore(path.parent).load(path)
-    assert sorted(each.name for each in (path / "role").iterdir()) == [
-        "checksums.json",
-        *(f"rank_{rank:05d}.pt" for rank in range(ranks)),
-    ]
+    files = ["checksums.json", *(f"rank_{rank:05d}.pt" for rank in range(ranks))]
+    assert sorted(each.name for each in (path / "role").iterdir()) == files
     for rank in range(ranks):
         state = read_tree(path / "role" / f"rank_{rank:05d}.pt")["state"]
         expected = Role(numbers=numbers)
@@ -114,8 +103,7 @@ class SlowDisk:
                         raise OSError(error, os.strerror(error))
                 return real(file, data)
 
-        slow = type("SlowFile", (durable._File, File), {})
-        monkeypatch.setattr(durable, "_File", slow)
+        monkeypatch.setattr(durable, "_File", type("SlowFile", (durable._File, File), {}))
 
 
 def test_a_slow_disk_holds_up_the_next_save_and_nothing_before_it(tmp_path, monkeypatch):
@@ -247,7 +235,7 @@ def test_killed_while_the_writer_works_nothing_older_is_lost(tmp_path, seed):
     role.train(1)
     save(store, role, 1)
     store.finish()
-    child = CONTEXT.Process(target=_save_slowly, args=(str(tmp_path), numbers))
+    child = FORKSERVER.Process(target=_save_slowly, args=(str(tmp_path), numbers))
     child.start()
     try:
         deadline = time.monotonic() + 60
@@ -286,8 +274,8 @@ def test_a_disk_that_takes_no_more_is_told_with_its_cause(tmp_path):
     store, role = RunStateStore(tmp_path), Role()
     role.train(1)
     save(store, role, 1, in_background=False)
-    answer = CONTEXT.SimpleQueue()
-    child = CONTEXT.Process(target=_save_with_size_limit, args=(str(tmp_path), answer))
+    answer = FORKSERVER.SimpleQueue()
+    child = FORKSERVER.Process(target=_save_with_size_limit, args=(str(tmp_path), answer))
     child.start()
     begun, message = answer.get(), answer.get()
     child.join()
@@ -418,18 +406,10 @@ def test_a_worker_touches_nothing_once_its_mark_is_there(tmp_path, monkeypatch):
             assert sealed.wait(30)
 
     monkeypatch.setattr(os, "replace", slow)
-    errors = []
-
-    def write():
-        try:
-            worker_state._write_share(folder, 0, {"x": torch.zeros(10)})
-        except Exception as error:
-            errors.append(error)
-
-    worker = threading.Thread(target=write)
-    worker.start()
-    worker_state.seal(folder, 1)
-    folder.parent.rename(tmp_path / "step_000001")
-    sealed.set()
-    worker.join(30)
-    assert errors == []
+    with ThreadPoolExecutor(1) as threads:
+        share = {"x": torch.zeros(10)}
+        writing_share = threads.submit(worker_state._write_share, folder, 0, share)
+        worker_state.seal(folder, 1)
+        folder.parent.rename(tmp_path / "step_000001")
+        sealed.set()
+        assert writing_share.exception(30) is None

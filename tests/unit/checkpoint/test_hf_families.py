@@ -1,7 +1,4 @@
-"""Every Hugging Face family: in, the same numbers as transformers; out, the same file.
-
-Logits, log-probs of packed rows that share prefixes, and generated tokens.
-"""
+"""Every Hugging Face family: in, the same numbers as transformers; out, the same file."""
 
 import dataclasses
 import json
@@ -32,7 +29,6 @@ from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
 
 ROOT = Path(__file__).parents[3]
-
 
 # Cases that differ from the others in biases or in one setting.
 FURTHER = (
@@ -105,14 +101,9 @@ def test_generated_tokens_are_those_of_transformers(model_folder, role):
     model, _ = model_folder
     prompts = torch.randint(259, (5, 9), generator=torch.Generator().manual_seed(4))
     lengths = torch.tensor([9, 4, 1, 7, 9])
+    length, sampling = LengthParams(max_length=14), SamplingParams(use_greedy=True)
     options = {"eos_ids": (), "pad_id": 0, "max_batch_size": 3}
-    generator = Generator(
-        role.gpt,
-        role.architecture,
-        length=LengthParams(max_length=14),
-        sampling=SamplingParams(use_greedy=True),
-        **options,
-    )
+    generator = Generator(role.gpt, role.architecture, length=length, sampling=sampling, **options)
     output = generator.sample(prompts, lengths, torch.arange(5), seed=1)
     expected = reference_logprobs(model, output.tokens)
     sampled = torch.arange(output.tokens.shape[1])
@@ -131,7 +122,7 @@ def test_round_trip_through_nemo_is_exact(model_folder, tmp_path, dtype):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model, folder = model_folder
-    source = tmp_path / "source"
+    source, back = tmp_path / "source", tmp_path / "back"
     model.to(dtype).save_pretrained(source)
     model.float()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -140,23 +131,21 @@ def test_round_trip_through_nemo_is_exact(model_folder, tmp_path, dtype):
     read = read_hf(source)
     save_nemo(tmp_path / "m.nemo", read.weights, read.architecture, read.tokenizer_files)
     with open_nemo(tmp_path / "m.nemo") as nemo:
-        assert nemo.architecture == dataclasses.replace(
-            read.architecture, make_vocab_size_divisible_by=128
-        )
-        save_hf(tmp_path / "back", nemo.weights, nemo.architecture, nemo.tokenizer_files)
+        padded = dataclasses.replace(read.architecture, make_vocab_size_divisible_by=128)
+        assert nemo.architecture == padded
+        save_hf(back, nemo.weights, nemo.architecture, nemo.tokenizer_files)
 
-    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "back"))
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, back))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert after[name].dtype == dtype
         assert torch.equal(after[name], tensor), name
-    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (
-        source / "tokenizer.json"
-    ).read_bytes()
-    original, returned = (AutoConfig.from_pretrained(f) for f in (source, tmp_path / "back"))
+    tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (source, back)]
+    assert tokenizers[0] == tokenizers[1]
+    original, returned = (AutoConfig.from_pretrained(folder) for folder in (source, back))
     for key in read_keys(original):
         assert getattr(returned, key) == getattr(original, key), key
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    again = AutoModelForCausalLM.from_pretrained(back)
     assert again.dtype == dtype
     for name, tensor in model.to(dtype).state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
@@ -262,30 +251,27 @@ def test_older_rope_keys_are_understood():
     assert (found.rope_scaling.kind, found.rope_scaling.factor) == ("linear", 3.0)
 
 
-ROPES = {
-    "yarn": {"rope_scaling": {**YARN, "factor": 4.0}},
-    "yarn with two scales": {
-        "rope_scaling": {**YARN, "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 2.0}
-    },
-    "yarn without a ramp": {
-        "rope_scaling": {**YARN, "factor": 4.0, "beta_fast": 0.1, "beta_slow": 0.1}
-    },
-    "longrope": {"rope_scaling": LONG, "original_max_position_embeddings": 16},
-    "longrope with a factor": {
-        "rope_scaling": {**LONG, "factor": 9.0},
-        "original_max_position_embeddings": 16,
-    },
-}
-
-
-@pytest.mark.parametrize("case", ROPES)
-def test_rotation_is_that_of_transformers_there_and_back(case):
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {**YARN, "factor": 4.0},
+        {**YARN, "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 2.0},
+        {**YARN, "factor": 4.0, "beta_fast": 0.1, "beta_slow": 0.1},
+        LONG,
+        {**LONG, "factor": 9.0},
+    ],
+    ids=["yarn", "two scales", "no ramp", "longrope", "longrope with a factor"],
+)
+def test_rotation_is_that_of_transformers_there_and_back(scaling):
     """Frequencies and their factor, of the read and of the written configuration."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    kind = "llama" if "yarn" in case else "phi3"
-    given = {"model_type": kind, **LLAMA_SIZES, **ROPES[case]}
+    is_yarn = scaling["rope_type"] == "yarn"
+    kind = {"model_type": "llama"}
+    if not is_yarn:
+        kind = {"model_type": "phi3", "original_max_position_embeddings": 16}
+    given = {**kind, **LLAMA_SIZES, "rope_scaling": scaling}
     found = architecture_from_hf(given)
     inverse = 1.0 / found.rotary_base ** (torch.arange(4) / 4)
     scaled = scaled_inverse_frequencies(inverse, found.rope_scaling, found.rotary_base)
@@ -295,8 +281,7 @@ def test_rotation_is_that_of_transformers_there_and_back(case):
         expected, factor = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu")
         torch.testing.assert_close(scaled, expected)
         assert found.rope_concentration == pytest.approx(factor)
-    longest = 16 if "longrope" in case else 64
-    assert found.max_position_embeddings == longest
+    assert found.max_position_embeddings == (64 if is_yarn else 16)
 
 
 def test_what_no_family_can_express_is_refused():
@@ -364,9 +349,16 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+def assert_same_model(one, other):
+    """Two `.nemo` files have the same tokenizer files and weights."""
+    with open_nemo(one) as first, open_nemo(other) as second:
+        assert first.tokenizer_files == second.tokenizer_files
+        assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
+
+
 @pytest.mark.extended
 @pytest.mark.integration
-def test_conversion_scripts(tmp_path):
+def test_conversion_scripts(tmp_path, tiny_nemo):
     """Both command lines, one after the other, and an error without a traceback."""
 
     def run(script, source, output):
@@ -379,22 +371,14 @@ def test_conversion_scripts(tmp_path):
             check=False,
         )
 
-    nemo, folder = tmp_path / "m.nemo", tmp_path / "hf"
-    save_nemo(
-        nemo,
-        random_weights(TINY_ARCHITECTURE),
-        TINY_ARCHITECTURE,
-        {**byte_level_tokenizer().files()},
-    )
-    done = run("convert_nemo_to_hf.py", nemo, folder)
+    folder = tmp_path / "hf"
+    done = run("convert_nemo_to_hf.py", tiny_nemo, folder)
     assert done.returncode == 0
     # A person reads it: no dataclass of 25 fields.
     assert done.stdout.startswith(f"wrote {folder}: llama, ")
     assert len(done.stdout) < len(str(folder)) + 120
     assert run("convert_hf_to_nemo.py", folder, tmp_path / "again.nemo").returncode == 0
-    with open_nemo(nemo) as one, open_nemo(tmp_path / "again.nemo") as two:
-        assert one.tokenizer_files == two.tokenizer_files
-        assert all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
+    assert_same_model(tiny_nemo, tmp_path / "again.nemo")
     failed = run("convert_nemo_to_hf.py", tmp_path / "none.nemo", folder)
     assert failed.returncode == 1
     assert failed.stderr.startswith("error: checkpoint")
@@ -404,8 +388,7 @@ def test_conversion_scripts(tmp_path):
 def test_convert_tells_the_direction_by_the_suffix(tmp_path, tiny_nemo):
     assert "wrote" in convert(tiny_nemo, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "again.nemo")
-    with open_nemo(tiny_nemo) as one, open_nemo(tmp_path / "again.nemo") as two:
-        assert all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
+    assert_same_model(tiny_nemo, tmp_path / "again.nemo")
     with pytest.raises(ConfigError, match=r"both are a \.nemo"):
         convert(tiny_nemo, tmp_path / "b.nemo")
     with pytest.raises(ConfigError, match=r"neither is a \.nemo"):
@@ -425,18 +408,13 @@ def test_a_directory_is_loaded_as_its_nemo_is(tmp_path, tiny_nemo):
     assert torch.equal(one, two)
     assert roles[1].tokenizer.encode("12+3=") == roles[0].tokenizer.encode("12+3=")
     roles[1].save_to(str(tmp_path / "again.nemo"))
-    with open_nemo(tiny_nemo) as first, open_nemo(tmp_path / "again.nemo") as second:
-        assert all(torch.equal(first.weights[n], second.weights[n]) for n in first.weights)
-    with (
-        pytest.raises(CheckpointError, match=r"aligner convert --input .*hf --output FILE\.nemo"),
-        open_nemo(tmp_path / "hf"),
-    ):
-        pass
+    assert_same_model(tiny_nemo, tmp_path / "again.nemo")
+    with pytest.raises(CheckpointError, match=r"aligner convert --input .*hf --output FILE\.nemo"):
+        open_nemo(tmp_path / "hf").__enter__()
 
 
 @pytest.mark.smollm2
 def test_smollm2_logits_equal_transformers(tmp_path):
-    """The converted SmolLM2, exported, is what transformers computes."""
     from transformers import AutoModelForCausalLM
 
     path = ROOT / "models" / "smollm2-135m-instruct.nemo"

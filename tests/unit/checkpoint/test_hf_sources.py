@@ -52,14 +52,11 @@ def test_spellings_that_transformers_takes_for_the_same():
     assert architecture_from_hf(moe).num_moe_experts == 128
 
 
-def test_a_config_file_in_place_of_its_directory(tmp_path):
+def test_a_config_file_in_place_of_its_directory_and_with_a_byte_order_mark(tmp_path):
     path = directory(tmp_path) / "config.json"
     message = re.escape(f"Give its directory, {str(tmp_path)!r}")
     with pytest.raises(CheckpointError, match=message), open_model(path):
         pass
-
-
-def test_a_byte_order_mark_in_a_configuration(tmp_path):
     path = directory(tmp_path) / "config.json"
     plain = read_hf(tmp_path).architecture
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(json.loads(path.read_bytes())).encode())

@@ -1,9 +1,4 @@
-"""What model files say of themselves: names that become paths, sizes, and values of a wrong kind.
-
-1. Names of tokenizer files and artifacts in a `.nemo` never leave the folder they are written to.
-2. Sizes that no model has are refused before anything of that size is built.
-3. Values of a wrong kind are refused by name, in `.nemo` files and Hugging Face directories.
-"""
+"""What model files say of themselves: names that become paths, sizes, values of a wrong kind."""
 
 import json
 import pickle
@@ -264,9 +259,7 @@ def test_an_index_of_a_wrong_kind(hugging_face, tmp_path, index, message):
         dict(read_hf(folder).weights)
 
 
-def test_json_nested_without_end(hugging_face, tmp_path):
-    folder = tmp_path / "deep"
-    shutil.copytree(hugging_face, folder)
-    (folder / "config.json").write_text("[" * 100_000)
+def test_json_nested_without_end(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(AlignerError, match=r"config\.json.*is not JSON"):
-        read_hf(folder)
+        read_hf(tmp_path)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from aligner.checkpoint.canonical import EMBEDDING
+from aligner.checkpoint.convert import convert
 from aligner.checkpoint.gpt_weights import GatheredWeights, load_weights
-from aligner.checkpoint.hf.model_folder import SafetensorsFolder, save_hf
+from aligner.checkpoint.hf.model_folder import SafetensorsFolder
 from aligner.checkpoint.model_source import open_model
-from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.nemo.weights import LazyWeights
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.groups import initialize_parallel
@@ -34,13 +34,6 @@ def reads(monkeypatch):
     return reads_of
 
 
-@pytest.fixture
-def folder(tiny_nemo, tmp_path):
-    with open_nemo(tiny_nemo) as nemo:
-        save_hf(tmp_path / "hf", nemo.weights, nemo.architecture, nemo.tokenizer_files)
-    return tmp_path / "hf"
-
-
 def load(path):
     initialize_parallel()
     with open_model(path) as source:
@@ -49,16 +42,14 @@ def load(path):
     return gpt, source.architecture
 
 
-def test_a_nemo_is_read_once(tiny_nemo, reads):
+def test_each_weight_is_read_once(tiny_nemo, reads, tmp_path):
     seen = reads(LazyWeights, "share")
     load(tiny_nemo)
     assert seen[EMBEDDING] == 1
     assert set(seen.values()) == {1}
-
-
-def test_a_hugging_face_directory_is_read_once(folder, reads):
+    convert(tiny_nemo, tmp_path / "hf")
     seen = reads(SafetensorsFolder)
-    load(folder)
+    load(tmp_path / "hf")
     assert len(seen) > 10
     assert set(seen.values()) == {1}
 

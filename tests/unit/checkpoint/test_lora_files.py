@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import ppo_batch
 from safetensors.torch import load_file
 
 from aligner.architecture import GPTArchitecture
@@ -35,7 +36,6 @@ from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 LORA = LoraConfig(adapter_dim=3, alpha=6.0)
 GPT2 = dataclasses.replace(
     TINY_ARCHITECTURE,
@@ -118,7 +118,8 @@ def test_transformers_computes_with_exported_adapters_what_the_merged_model_does
 def script(monkeypatch, name, **options):
     arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    path = Path(__file__).parents[3] / "examples" / name
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def test_scripts_merge_and_export(tmp_path, tiny_nemo, monkeypatch, capsys):
@@ -132,10 +133,8 @@ def test_scripts_merge_and_export(tmp_path, tiny_nemo, monkeypatch, capsys):
         assert all(torch.equal(merged.weights[name], expected[name]) for name in expected)
         assert merged.tokenizer_files == base.tokenizer_files
     script(monkeypatch, "convert_lora_to_peft.py", **given, output=tmp_path / "peft")
-    assert {path.name for path in (tmp_path / "peft").iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    files = sorted(path.name for path in (tmp_path / "peft").iterdir())
+    assert files == ["adapter_config.json", "adapter_model.safetensors"]
     with pytest.raises(SystemExit, match="does not exist"):
         script(monkeypatch, "merge_lora.py", model=tiny_nemo, adapters="none", output="o.nemo")
     capsys.readouterr()
@@ -162,21 +161,7 @@ def test_scripts_take_a_hugging_face_base(tmp_path, tiny_nemo, monkeypatch, caps
 
 
 def make_batch():
-    generator = torch.Generator().manual_seed(5)
-    noise = torch.randn(4, 12, generator=generator)
-    return BatchedDataDict(
-        {
-            "input_ids": torch.randint(0, 256, (4, 12), generator=generator),
-            "input_lengths": torch.full((4,), 12),
-            "token_mask": torch.ones(4, 12),
-            "sample_mask": torch.ones(4),
-            "advantages": noise,
-            "returns": noise.flip(0),
-            "values": torch.zeros_like(noise),
-            "prev_logprobs": torch.full_like(noise, -5.5),
-            "generation_logprobs": torch.full_like(noise, -5.5),
-        }
-    )
+    return BatchedDataDict(ppo_batch([12] * 4, [0] * 4))
 
 
 @pytest.mark.parametrize("role", ["policy", "value"])
@@ -215,12 +200,11 @@ def test_a_front_goes_on_from_what_it_saved(tmp_path, tiny_nemo, role):
         learn(handle)
     assert torch.equal(answers(second), answers(first))
     if role == "policy":  # still that of the frozen weights
-        reference = [
+        one, *others = (
             handle.get_reference_policy_logprobs(batch)["reference_logprobs"]
             for handle in (first, second, start())
-        ]
-        assert torch.equal(reference[0], reference[1])
-        assert torch.equal(reference[0], reference[2])
+        )
+        assert all(torch.equal(one, other) for other in others)
     adapters_beside(paths["weights_path"]).unlink()
     with pytest.raises(CheckpointNotFoundError, match=r"r\.lora\.safetensors"):
         start(**paths)

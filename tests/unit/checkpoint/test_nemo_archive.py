@@ -1,10 +1,4 @@
-"""Hostile, damaged and foreign archives are refused by name and leave nothing behind.
-
-1. Unsafe members: path traversal, absolute paths, links, devices, doubled names.
-2. Damage: truncation anywhere, foreign formats, gzip cut short.
-3. Pickles that run code, in rank files and in ``.metadata``.
-4. Nothing is extracted; temporary files vanish.
-"""
+"""Hostile, damaged and foreign archives are refused by name and leave nothing behind."""
 
 import gzip
 import io
@@ -56,7 +50,7 @@ def add_member(path, name, kind=tarfile.REGTYPE, link=""):
         ("./a/../../evil", tarfile.REGTYPE, "unsafe path"),
         ("/etc/evil", tarfile.REGTYPE, "'/etc/evil', an unsafe path"),
         ("a\\..\\evil", tarfile.REGTYPE, "unsafe path"),
-        ("./link", tarfile.SYMTYPE, "'./link', a link"),
+        ("./link", tarfile.SYMTYPE, "'link', a link"),
         ("./hard", tarfile.LNKTYPE, "link or a device"),
         ("./device", tarfile.CHRTYPE, "link or a device"),
         ("./pipe", tarfile.FIFOTYPE, "link or a device"),
@@ -88,18 +82,6 @@ def test_foreign_files(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"not a \.nemo archive"), open_nemo(path):
         pass
-
-
-def test_a_tar_of_something_else(tmp_path):
-    writers.write_archive(tmp_path / "photos.nemo", {"photo.jpg": b"\xff"})
-    with (
-        pytest.raises(CheckpointError, match=r"no 'model_config\.yaml'"),
-        open_nemo(tmp_path / "photos.nemo"),
-    ):
-        pass
-
-
-def test_a_missing_file(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"restore_from_path"):
         open_nemo(tmp_path / "none.nemo").__enter__()
 
@@ -118,11 +100,9 @@ def test_code_in_a_rank_file_is_not_run(tmp_path):
     mark = tmp_path / "mark"
     members = writers.config_members(21, **LLAMA_KEYS)
     members["model_weights.ckpt"] = writers.saved({"model.x": Evil(str(mark))})
-    writers.write_archive(tmp_path / "evil.nemo", members)
-    with (
-        pytest.raises(CheckpointError, match="more than tensors"),
-        open_nemo(tmp_path / "evil.nemo") as nemo,
-    ):
+    path = tmp_path / "evil.nemo"
+    writers.write_archive(path, members)
+    with pytest.raises(CheckpointError, match="more than tensors"), open_nemo(path) as nemo:
         dict(nemo.weights)
     assert not mark.exists()
 
@@ -144,16 +124,25 @@ def test_code_in_common_is_never_looked_at(good, tmp_path):
     assert not mark.exists()
 
 
+CONFIG = "model_config.yaml"
+
+
 @pytest.mark.parametrize(
-    "yaml", [b"!!python/object/apply:os.system ['true']", b"[", b"- 1", b"a: 1"]
+    ("members", "message"),
+    [
+        ({"photo.jpg": b"\xff"}, r"no 'model_config\.yaml'"),
+        ({CONFIG: b"!!python/object/apply:os.system ['true']"}, r"model_config\.yaml"),
+        ({CONFIG: b"["}, r"model_config\.yaml"),
+        ({CONFIG: b"- 1"}, r"model_config\.yaml"),
+        ({CONFIG: b"a: 1"}, r"model_config\.yaml"),
+        (writers.config_members(21, **LLAMA_KEYS), "contains no weights"),
+    ],
+    ids=["photo", "code", "open list", "list", "other keys", "no weights"],
 )
-def test_bad_yaml(tmp_path, yaml):
-    writers.write_archive(tmp_path / "m.nemo", {"model_config.yaml": yaml})
-    with (
-        pytest.raises(CheckpointError, match=r"model_config\.yaml"),
-        open_nemo(tmp_path / "m.nemo"),
-    ):
-        pass
+def test_archives_that_lack_something(tmp_path, members, message):
+    writers.write_archive(tmp_path / "m.nemo", members)
+    with pytest.raises(CheckpointError, match=message), open_nemo(tmp_path / "m.nemo") as nemo:
+        _ = nemo.weights
 
 
 @pytest.mark.parametrize(
@@ -171,15 +160,6 @@ def test_unsupported_configurations_are_named(tmp_path, key, value, message):
     writers.write_archive(tmp_path / "m.nemo", members)
     with pytest.raises(AlignerError, match=message), open_nemo(tmp_path / "m.nemo") as nemo:
         _ = nemo.architecture
-
-
-def test_no_weights(tmp_path):
-    writers.write_archive(tmp_path / "m.nemo", writers.config_members(21, **LLAMA_KEYS))
-    with (
-        pytest.raises(CheckpointError, match="contains no weights"),
-        open_nemo(tmp_path / "m.nemo") as n,
-    ):
-        _ = n.weights
 
 
 def test_a_directory_without_a_model_is_not_listed(tmp_path, monkeypatch):

@@ -2,15 +2,18 @@
 
 import tarfile
 
+import pytest
 import torch
-from nemo.core import ModelPT
-from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from omegaconf import OmegaConf
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 
 
+@pytest.mark.integration
 def test_nemo_reads_the_configuration_and_unpacks_the_rest(tiny_nemo, tmp_path):
+    from nemo.core import ModelPT
+    from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+
     with tarfile.open(tiny_nemo) as archive:
         assert any(name.endswith("checksums.json") for name in archive.getnames())
     theirs = SaveRestoreConnector()

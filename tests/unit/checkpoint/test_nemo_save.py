@@ -15,7 +15,7 @@ from aligner.checkpoint.nemo.config import architecture_from_config, config_from
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import CheckpointError, StorageError
-from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, write_tiny_nemo
+from aligner.examples.tasks.tiny_model import write_tiny_nemo
 from aligner.models.gpt.megatron.build import transformer_config
 from aligner.parallel.groups import initialize_parallel
 
@@ -46,12 +46,6 @@ def test_the_same_model_gives_the_same_bytes(tmp_path):
     write_tiny_nemo(tmp_path / "c.nemo", seed=1)
     contents = [(tmp_path / f"{name}.nemo").read_bytes() for name in "abc"]
     assert contents[0] == contents[1] != contents[2]
-
-
-def test_tiny_divides_by_four():
-    sizes = [TINY_ARCHITECTURE.num_layers, TINY_ARCHITECTURE.num_query_groups]
-    sizes += [TINY_ARCHITECTURE.num_attention_heads, TINY_ARCHITECTURE.ffn_hidden_size]
-    assert all(size % 4 == 0 for size in sizes)
 
 
 def test_members_are_named_as_nemo_names_them(tmp_path):
@@ -159,12 +153,8 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_an_unwritable_directory(tmp_path):
-    (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="Make the directory writable"):
-        save_nemo(tmp_path / "file" / "m.nemo", distinct_weights(LLAMA), LLAMA, {})
+        save_nemo(path / "below_a_file.nemo", distinct_weights(LLAMA), LLAMA, {})
 
 
 def test_incomplete_weights_are_refused_before_anything_is_written(tmp_path):

@@ -55,11 +55,7 @@ def test_every_entry_comes_back_bit_equal(tmp_path):
     assert loaded.state["counters"] == state["counters"]
     assert math.isnan(loaded.state["odd"]["nan"])
     assert loaded.state["odd"]["pair"] == (1, "a")
-
-
-def test_counters_are_readable_json(tmp_path):
-    path = RunStateStore(tmp_path).save(7, small_state(7))
-    assert json.loads((path / "state.json").read_text()) == {"counters": small_state(7)["counters"]}
+    assert json.loads((path / "state.json").read_text()) == {"counters": state["counters"]}
 
 
 def test_a_slice_does_not_drag_its_storage_along_but_a_covered_buffer_is_not_copied():
@@ -98,26 +94,30 @@ def saved_steps(store: RunStateStore) -> list[int]:
     return [state.step for state in store.states()]
 
 
-def test_keeps_the_best_k_and_the_newest(tmp_path):
-    store = RunStateStore(tmp_path, save_top_k=2, monitor="val_rollouts/accuracy", mode="max")
-    for step, metric in [(1, 0.3), (2, 0.9), (3, None), (4, 0.5), (5, math.nan), (6, 0.1)]:
+@pytest.mark.parametrize(
+    ("options", "metrics", "kept"),
+    [
+        (
+            {"save_top_k": 2, "monitor": "val_rollouts/accuracy", "mode": "max"},
+            [0.3, 0.9, None, 0.5, math.nan, 0.1],
+            [2, 4, 6],
+        ),
+        ({"save_top_k": 1, "monitor": "loss", "mode": "min"}, [0.5, 0.2, 0.2, 0.4], [3, 4]),
+        ({"save_top_k": 2}, [None] * 4, [3, 4]),
+        (
+            {"save_top_k": 1, "monitor": "loss", "mode": "min", "save_last_k": 2},
+            [0.5, 0.1, 0.2, None, 0.4],
+            [2, 4, 5],
+        ),
+    ],
+    ids=["best and newest", "ties prefer the later", "no monitor", "one before the last"],
+)
+def test_the_states_that_are_kept(tmp_path, options, metrics, kept):
+    store = RunStateStore(tmp_path, **options)
+    for step, metric in enumerate(metrics, 1):
         store.save(step, {"counters": {"step": step}}, metric)
-    assert saved_steps(store) == [2, 4, 6]
-    assert newest(store) == tmp_path / "step_000006"
-
-
-def test_mode_min_and_ties_prefer_the_later(tmp_path):
-    store = RunStateStore(tmp_path, save_top_k=1, monitor="loss", mode="min")
-    for step, metric in [(1, 0.5), (2, 0.2), (3, 0.2), (4, 0.4)]:
-        store.save(step, {}, metric)
-    assert saved_steps(store) == [3, 4]
-
-
-def test_without_monitor_the_newest_are_kept(tmp_path):
-    store = RunStateStore(tmp_path, save_top_k=2)
-    for step in range(4):
-        store.save(step, {})
-    assert saved_steps(store) == [2, 3]
+    assert saved_steps(store) == kept
+    assert newest(store) == tmp_path / f"step_{len(metrics):06d}"
 
 
 def test_a_metric_of_another_name_is_not_compared(tmp_path):
@@ -158,9 +158,9 @@ def test_damaged_states_are_passed_over_and_leftovers_removed(tmp_path):
         ("step", 10**9),
         ("step", "3"),
         ("step", True),
+        ("step", None),
         ("files", []),
         ("metric", "x"),
-        ("step", None),
     ],
 )
 def test_a_manifest_that_cannot_be_is_passed_over(tmp_path, key, value):
@@ -172,23 +172,12 @@ def test_a_manifest_that_cannot_be_is_passed_over(tmp_path, key, value):
     assert str(path.parent) in store.survey()[1][0]
 
 
-def test_the_newest_are_kept_so_that_there_is_one_before_the_last(tmp_path):
-    store = RunStateStore(tmp_path, 1, "loss", "min", save_last_k=2)
-    for step, metric in [(1, 0.5), (2, 0.1), (3, 0.2), (4, None), (5, 0.4)]:
-        store.save(step, {}, metric)
-    assert saved_steps(store) == [2, 4, 5]
-
-
 def test_states_of_earlier_versions_have_no_checksums_and_still_load(tmp_path):
     store = RunStateStore(tmp_path)
     path = store.save(7, small_state(7))
     manifest = json.loads((path / "manifest.json").read_text())
-    assert sorted(manifest.pop("checksums")) == [
-        "odd.pt",
-        "optimizer.pt",
-        "policy.pt",
-        "state.json",
-    ]
+    files = ["odd.pt", "optimizer.pt", "policy.pt", "state.json"]
+    assert sorted(manifest.pop("checksums")) == files
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert store.load(path).state["counters"] == small_state(7)["counters"]
     (path / "state.json").write_bytes(b"x" * (path / "state.json").stat().st_size)
@@ -209,9 +198,6 @@ def test_a_state_of_another_format_is_refused_and_not_passed_over(tmp_path):
     manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 1'))
     with pytest.raises(CheckpointError, match=r"format 1, but this version reads 3.*log_dir"):
         newest(store)
-
-
-def test_no_state_yet(tmp_path):
     assert newest(RunStateStore(tmp_path / "not" / "there")) is None
 
 

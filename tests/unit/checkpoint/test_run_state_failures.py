@@ -1,27 +1,24 @@
 """Run state when things go wrong: full disks, other ranks, and SIGKILL at any moment."""
 
 import errno
-import multiprocessing
 import os
 import random
 import resource
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from newest_state import newest
+from ranks import FORKSERVER
 
 from aligner.checkpoint import durable
 from aligner.checkpoint.run_state import files as state_files
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.errors import AlignerError, StorageError
-
-# Children of all tests share one server, which has imported what takes time.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state.store", "aligner.observe.metrics"])
 
 
 def state_of(step: int, numbers: int = 100_000) -> dict:
@@ -54,39 +51,37 @@ def _save_with_size_limit(root: str, limit: int, answer) -> None:
 @pytest.mark.integration
 def test_a_write_that_fails_half_way_leaves_the_previous_state(tmp_path):
     RunStateStore(tmp_path).save(1, state_of(1))
-    answer = CONTEXT.SimpleQueue()
-    child = CONTEXT.Process(target=_save_with_size_limit, args=(str(tmp_path), 150_000, answer))
+    answer = FORKSERVER.SimpleQueue()
+    child = FORKSERVER.Process(target=_save_with_size_limit, args=(str(tmp_path), 150_000, answer))
     child.start()
     message, number, is_storage_error = answer.get()
     child.join()
-    assert number == errno.EFBIG
-    assert is_storage_error
-    assert str(tmp_path / ".tmp-step_000002" / "policy.pt") in message
-    assert "bytes) needed" in message
-    assert "bytes) free" in message
-    assert "intact" in message
+    assert (number, is_storage_error) == (errno.EFBIG, True)
+    file = str(tmp_path / ".tmp-step_000002" / "policy.pt")
+    for part in (file, "bytes) needed", "bytes) free", "intact"):
+        assert part in message
     assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
     assert assert_complete(newest(RunStateStore(tmp_path))) == 1
 
 
-def test_a_state_that_cannot_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def disk_is_full(path: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "replacement", "message"),
+    [
+        (durable, "free_bytes", lambda path: 399_999, r"390\.62 KiB \(399999 bytes\) free"),
+        (state_files, "sync_tree", disk_is_full, "No space left on device"),
+    ],
+    ids=["before anything is written", "while the manifest is flushed"],
+)
+def test_a_full_disk(tmp_path, monkeypatch, module, name, replacement, message):
     RunStateStore(tmp_path).save(1, state_of(1))
-    monkeypatch.setattr(durable, "free_bytes", lambda path: 399_999)
-    with pytest.raises(StorageError, match=r"390\.62 KiB \(399999 bytes\) free") as caught:
+    monkeypatch.setattr(module, name, replacement)
+    with pytest.raises(StorageError, match=message) as caught:
         RunStateStore(tmp_path).save(2, state_of(2))
     assert caught.value.errno == errno.ENOSPC
-    assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
-
-
-def test_disk_full_while_the_manifest_is_flushed(tmp_path, monkeypatch):
-    RunStateStore(tmp_path).save(1, state_of(1))
-
-    def full(path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(state_files, "sync_tree", full)
-    with pytest.raises(StorageError, match="No space left on device"):
-        RunStateStore(tmp_path).save(2, state_of(2))
     assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
 
 
@@ -99,38 +94,25 @@ def test_unwritable_directory_is_named(tmp_path):
 # Several ranks, as threads
 
 
-class Ranks:
-    """`exchange` between threads."""
+def run_ranks(size: int, work) -> list:
+    """What ``work(rank, exchange)`` returns or raises on each rank, which is a thread."""
+    barrier, given = threading.Barrier(size, timeout=30), [None] * size
 
-    def __init__(self, size: int) -> None:
-        self.barrier, self.given = threading.Barrier(size, timeout=30), [None] * size
-
-    def exchange_of(self, rank: int):
+    def one(rank: int):
         def exchange(mine):
-            self.given[rank] = mine
-            self.barrier.wait()
-            everything = list(self.given)
-            self.barrier.wait()
+            given[rank] = mine
+            barrier.wait()
+            everything = list(given)
+            barrier.wait()
             return everything
 
-        return exchange
-
-
-def run_ranks(size: int, work) -> list:
-    ranks, results = Ranks(size), [None] * size
-
-    def one(rank: int) -> None:
         try:
-            results[rank] = work(rank, ranks.exchange_of(rank))
+            return work(rank, exchange)
         except AlignerError as error:
-            results[rank] = error
+            return error
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(one, range(size)))
 
 
 class Role:
@@ -215,9 +197,6 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_old_state
     assert events[named + 2] == ("rename", "step_000001 .del-step_000001")
 
 
-CALLS = [(os, "fsync"), (os, "rename"), (state_files.shutil, "rmtree")]
-
-
 def _save_and_die_at_call(root: str, fatal_call: int) -> None:
     """Save steps 2 and (again) 2, killing this process just before the n-th critical call."""
     calls = 0
@@ -232,7 +211,7 @@ def _save_and_die_at_call(root: str, fatal_call: int) -> None:
 
         return call
 
-    for module, name in CALLS:
+    for module, name in ((os, "fsync"), (os, "rename"), (state_files.shutil, "rmtree")):
         setattr(module, name, deadly(getattr(module, name)))
     store = RunStateStore(root, save_top_k=0)
     for _ in range(2):
@@ -246,7 +225,7 @@ def test_killed_at_every_critical_call_a_complete_state_remains(tmp_path):
     for fatal_call in range(1, 100):
         root = tmp_path / str(fatal_call)
         RunStateStore(root).save(1, state_of(1, 10))
-        child = CONTEXT.Process(target=_save_and_die_at_call, args=(str(root), fatal_call))
+        child = FORKSERVER.Process(target=_save_and_die_at_call, args=(str(root), fatal_call))
         child.start()
         child.join()
         survived.add(assert_complete(newest(RunStateStore(root)), 10))
@@ -270,7 +249,7 @@ def _save_for_ever(root: str) -> None:
 def test_killed_at_a_random_moment_a_complete_state_remains(tmp_path, seed):
     store = RunStateStore(tmp_path)
     store.save(1, state_of(1, 1_000_000))
-    child = CONTEXT.Process(target=_save_for_ever, args=(str(tmp_path),))
+    child = FORKSERVER.Process(target=_save_for_ever, args=(str(tmp_path),))
     child.start()
     try:
         # None at all is seen where the first goes while the list is read.

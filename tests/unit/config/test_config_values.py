@@ -1,5 +1,6 @@
 """Values that no setting can have are refused by key: infinities, NaN, numbers without end."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,17 @@ def ppo(*overrides):
         return load_config(compose("gpt_ppo", overrides=[*needed, *overrides]))
 
 
-NUMBERS = [
-    *("model.optim.lr", "model.optim.weight_decay", "model.optim.sched.min_lr"),
-    *("trainer.ppo.reward.scale", "trainer.ppo.reward.shift", "trainer.ppo.reward.clip"),
-    *("trainer.ppo.improper_end.penalty", "model.ppo.entropy_bonus", "model.ppo.kl_loss.coef"),
-    *("trainer.ppo.initial_policy_kl_penalty", "model.peft.lora_tuning.alpha"),
-    *("reward.time_limit_s", "cluster.timeout_s", "model.ppo.sampling_params.temperature"),
-]
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("model.optim.lr", "model.optim.weight_decay", "model.optim.sched.min_lr"),
+        *("trainer.ppo.reward.scale", "trainer.ppo.reward.shift", "trainer.ppo.reward.clip"),
+        *("trainer.ppo.improper_end.penalty", "model.ppo.entropy_bonus", "model.ppo.kl_loss.coef"),
+        *("trainer.ppo.initial_policy_kl_penalty", "model.peft.lora_tuning.alpha"),
+        *("reward.time_limit_s", "cluster.timeout_s", "model.ppo.sampling_params.temperature"),
+    ],
+)
 def test_numbers_are_finite(key):
     for value in ("inf", "-inf", "nan", "9" * 400, "'1e999'", "''"):
         with pytest.raises(ConfigError, match=rf"^{key}: .*(finite|number)"):
@@ -82,15 +83,15 @@ def test_a_step_has_no_more_rows_than_a_process_can_list(key):
         ppo(f"{key}=1000000000")
 
 
-PATHS = [
-    *("model.restore_from_path", "model.tokenizer", "model.peft.restore_from_path"),
-    *("critic.restore_from_path", "exp_manager.explicit_log_dir", "generation.vllm.python"),
-    *("data.train.source", "reward.function"),
-]
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("model.restore_from_path", "model.tokenizer", "model.peft.restore_from_path"),
+        *("critic.restore_from_path", "exp_manager.explicit_log_dir", "generation.vllm.python"),
+        *("data.train.source", "reward.function"),
+    ],
+)
 def test_paths_are_not_empty(key):
     for blank in ("''", "' '"):
         with pytest.raises(ConfigError, match=rf"^{key}: empty, got {blank} \(str\). Give "):
@@ -101,6 +102,7 @@ def test_paths_of_other_commands_are_not_empty():
     model, data = {"restore_from_path": "m.nemo"}, {"prompts": {"source": "p.jsonl"}}
     train = {"model": model, "data": {"train": {"source": "d.jsonl"}}}
     asked = {"model": model, "data": data}
+    second, file = {"train": {"source": ["a.jsonl", ""]}}, {"url": "h", "token_file": ""}
     for root, values, key in (
         (GenerateConfig, {**asked, "output": ""}, "output"),
         (GenerateConfig, {**asked, "model": {"restore_from_path": ""}}, "model.restore_from_path"),
@@ -109,16 +111,8 @@ def test_paths_of_other_commands_are_not_empty():
         (EvaluateConfig, {**asked, "reward": {}, "final_answer": ""}, "final_answer"),
         (DistillRunConfig, {**train, "teacher": model | {"restore_from_path": ""}}, "teacher.rest"),
         (RunConfig, {**train, "reward": {"server": {"url": ""}}}, "reward.server.url"),
-        (
-            RunConfig,
-            {**train, "reward": {"server": {"url": "h", "token_file": ""}}},
-            "reward.server.token_file",
-        ),
-        (
-            RunConfig,
-            {"model": model, "reward": {}, "data": {"train": {"source": ["a.jsonl", ""]}}},
-            r"data.train.source\[1\]",
-        ),
+        (RunConfig, {**train, "reward": {"server": file}}, "reward.server.token_file"),
+        (RunConfig, {"model": model, "reward": {}, "data": second}, r"data.train.source\[1\]"),
     ):
         with pytest.raises(ConfigError, match=rf"^{key}.*: empty, got ''"):
             parse_config(values, root)
@@ -132,8 +126,10 @@ def test_prompts_may_be_empty():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("time_limit_s", s) for s in (float("inf"), float("nan"), 2 * MOST_SECONDS, 0.0)]
-    + [("max_concurrency", 0)],
+    [
+        *(("time_limit_s", seconds) for seconds in (math.inf, math.nan, 2 * MOST_SECONDS, 0.0)),
+        ("max_concurrency", 0),
+    ],
 )
 def test_limits_of_reward_functions(key, value):
     values = {"function": "a:b", key: value}

@@ -69,11 +69,16 @@ def test_the_dtensor_backend_refuses(tuning, model, message):
         parse_config({**values, "policy": {"backend": "dtensor"}}, RunConfig)
 
 
-def test_null_is_all_weights():
+def test_null_is_all_weights_and_continuing_takes_the_adapters():
     config = run({})
     check_config(config)
     assert config.model.peft == PeftConfig()
     assert policy_settings(config.model, RunSettings()).lora is None
+    settings = policy_settings(run(LORA).model, RunSettings())
+    begun, whole = settings_to_continue(settings, "/run/policy.nemo")
+    assert (begun.adapters_path, whole) == ("/run/policy.lora.safetensors", None)
+    plain = policy_settings(run({}).model, RunSettings())
+    assert settings_to_continue(plain, "/run/policy.nemo") == (plain, "/run/policy.nemo")
 
 
 def test_the_critic_follows_and_begins_where_the_policy_does():
@@ -87,11 +92,3 @@ def test_the_critic_follows_and_begins_where_the_policy_does():
     other = run(peft, critic={"restore_from_path": "c.nemo"})
     assert other.critic is not None
     assert critic_settings(other.critic, other.model, RunSettings()).adapters_path is None
-
-
-def test_continuing_takes_the_adapters_and_leaves_the_frozen_weights():
-    settings = policy_settings(run(LORA).model, RunSettings())
-    begun, whole = settings_to_continue(settings, "/run/policy.nemo")
-    assert (begun.adapters_path, whole) == ("/run/policy.lora.safetensors", None)
-    plain = policy_settings(run({}).model, RunSettings())
-    assert settings_to_continue(plain, "/run/policy.nemo") == (plain, "/run/policy.nemo")

@@ -52,10 +52,7 @@ def test_options_reach_the_loss(options, loss):
         ({"loss": "simpo", "average_logprobs": True}, "is an option of dpo, ipo, rpo"),
         ({"loss": "kto", "sft_weight": 1}, "is an option of dpo, ipo, rpo, simpo"),
         ({"desirable_weight": 2}, "is an option of kto"),
-        (
-            {"label_smoothing": 0.5},
-            r"label_smoothing: must be between 0 and 0.5 \(exclusive\), got 0.5",
-        ),
+        ({"label_smoothing": 0.5}, r"label_smoothing: must be .* 0 and 0.5 \(exclusive\), got 0.5"),
         ({"loss": "orpo"}, "must be one of dpo, ipo, rpo, simpo, kto"),
     ],
 )
@@ -88,9 +85,8 @@ def test_a_token_budget_holds_both_rows_of_a_pair(section, multiple, needed):
 
 
 def test_both_rewards_or_none():
-    with pytest.raises(
-        ConfigError, match=r"data\.rejected_reward_column=None: .*Set both or neither"
-    ):
+    said = r"data\.rejected_reward_column=None: .*Set both or neither"
+    with pytest.raises(ConfigError, match=said):
         parsed(data={"chosen_reward_column": "good"})
 
 

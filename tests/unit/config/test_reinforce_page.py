@@ -17,41 +17,27 @@ ROWS = dict(
     )
 )
 
+GRPO = {"estimator": "grpo"}
+DAPO = {**GRPO, "clip": (0.2, 0.28), "dynamic_sampling": True}
 # What each is by its paper; what is not named here is as in NOTHING_ELSE.
 PAPERS = {
     "REINFORCE (Williams, 1992)": {"estimator": "reinforce"},
     "REINFORCE with a baseline": {"estimator": "reinforce", "batch_baseline": True},
     "RLOO (Ahmadian et al., 2024)": {"estimator": "rloo", "kl_in_reward": "k1"},
-    "GRPO (Shao et al., 2024)": {
-        "estimator": "grpo",
-        "aggregation": "sequence_mean",
-        "kl_in_loss": "k3",
-    },
+    "GRPO (Shao et al., 2024)": {**GRPO, "aggregation": "sequence_mean", "kl_in_loss": "k3"},
     "Dr. GRPO (Liu et al., 2025)": {"estimator": "dr_grpo", "aggregation": "fixed_length"},
     "REINFORCE++ (Hu et al., 2025)": {"estimator": "reinforce_plus_plus", "kl_in_reward": "k1"},
     "REINFORCE++-baseline (Hu et al., 2025)": {
         "estimator": "reinforce_plus_plus_baseline",
         "kl_in_loss": "k2",
     },
-    "DAPO (Yu et al., 2025)": {
-        "estimator": "grpo",
-        "clip": (0.2, 0.28),
-        "dynamic_sampling": True,
-        "overlong": 16,
-    },
-    "DAPO with overlong filtering instead": {
-        "estimator": "grpo",
-        "clip": (0.2, 0.28),
-        "dynamic_sampling": True,
-        "improper_end": "mask",
-    },
+    "DAPO (Yu et al., 2025)": {**DAPO, "overlong": 16},
+    "DAPO with overlong filtering instead": {**DAPO, "improper_end": "mask"},
     "GSPO (Zheng et al., 2025)": {
-        "estimator": "grpo",
-        "level": "sequence",
-        "aggregation": "sequence_mean",
-        "clip": (3e-4, 4e-4),
+        **GRPO,
+        **{"level": "sequence", "aggregation": "sequence_mean", "clip": (3e-4, 4e-4)},
     },
-    "CISPO (MiniMax, 2025)": {"estimator": "grpo", "surrogate": "cispo", "clip": (1.0, 4.0)},
+    "CISPO (MiniMax, 2025)": {**GRPO, "surrogate": "cispo", "clip": (1.0, 4.0)},
 }
 NOTHING_ELSE = {
     "batch_baseline": False,

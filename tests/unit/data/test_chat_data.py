@@ -81,16 +81,6 @@ def learned(tokenizer, ids, spans):
 # A space of its own ----------------------------------------------------------------------------
 
 
-def test_every_answer_is_encoded_where_it_stands(tokenizer):
-    ids, spans = encode_chat(tokenizer, CHAT)
-    whole = tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
-    assert ids == tokenizer.encode(whole)
-    for number, (start, end) in enumerate(spans):
-        asked = tokenizer.apply_chat_template(CHAT[: 2 * number + 1])
-        assert ids[:start] == tokenizer.encode(asked)  # what a rollout's prompt would be
-        assert ids[end - 1] == tokenizer.eos_id
-
-
 def test_all_kinds_of_data_hold_the_sequence_that_a_model_is_asked_with(tokenizer, tmp_path):
     row = {"prompt": [QUESTION], "response": "four", "chosen": "four", "rejected": "five"}
     others = {"label": True, "good": 1.0, "ground_truth": "four"}
@@ -111,12 +101,19 @@ def test_all_kinds_of_data_hold_the_sequence_that_a_model_is_asked_with(tokenize
     assert SequenceEncoder(tokenizer, 256).ids(prompt.text, text) == learned_from[0].ids
 
 
-def test_a_token_over_the_border_gets_no_space_either(tokenizer):
+def test_every_answer_is_encoded_where_it_stands(tokenizer):
     assert len(tokenizer.encode("ab")) == 1  # where the response is not encoded whole
     ids, span = encode_pair(tokenizer, "a", "b")
     assert tokenizer.decode(ids[:-1]) == "ab"
     assert len(ids) == 3
     assert span == [(1, 3)]
+    ids, spans = encode_chat(tokenizer, CHAT)
+    whole = tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
+    assert ids == tokenizer.encode(whole)
+    for number, (start, end) in enumerate(spans):
+        asked = tokenizer.apply_chat_template(CHAT[: 2 * number + 1])
+        assert ids[:start] == tokenizer.encode(asked)  # what a rollout's prompt would be
+        assert ids[end - 1] == tokenizer.eos_id
 
 
 # Openings that finished messages do not show -----------------------------------------------
@@ -154,15 +151,12 @@ def test_an_answer_is_learned_behind_the_tag_that_its_prompt_ends_with(answer, t
     assert SequenceEncoder(tokenizer, 256).ids(asked, text) == alone.ids
 
 
-def test_preferences_between_reasoned_answers(tmp_path):
+def test_preferences_between_reasoned_answers_and_what_cannot_be_learned(tmp_path):
     tokenizer = chatml(R1)
     row = {"prompt": [QUESTION], "chosen": "hm</think>4", "rejected": "<think>\nno</think>5"}
     pair = load_set(PairDataset, written(tmp_path, row), tokenizer)[0]
     for example, text in ((pair.chosen, "hm</think>4"), (pair.rejected, "no</think>5")):
         assert learned(tokenizer, example.ids, example.learned) == [f"{text}<|im_end|>"]
-
-
-def test_what_cannot_be_learned_is_refused_with_the_remedy():
     with pytest.raises(DataError, match=r"message 1 is added\. Set learn=last"):
         encode_chat(chatml(R1), CHAT)
     opens_otherwise = R1.replace("<think>\\n", "Answer: ")
@@ -243,12 +237,8 @@ def test_what_a_template_makes_nothing_of_is_refused_by_name(chat, further, lost
 def test_preferences_in_every_public_form(tmp_path):
     tokenizer = byte_level_tokenizer()
     chosen, rejected = ({"role": "assistant", "content": text} for text in ("four", "five"))
-    text = load_set(
-        PairDataset,
-        written(tmp_path, {"prompt": "two and two", "chosen": "four", "rejected": "five"}),
-        tokenizer,
-        chat=True,
-    )[0]
+    plain = written(tmp_path, {"prompt": "two and two", "chosen": "four", "rejected": "five"})
+    text = load_set(PairDataset, plain, tokenizer, chat=True)[0]
     both = {"chosen": [QUESTION, chosen], "rejected": [QUESTION, rejected]}
     rows = [
         {"prompt": [QUESTION], "chosen": [chosen], "rejected": [rejected]},
@@ -291,9 +281,8 @@ def test_preferences_that_do_not_fit_are_refused(changes, message, tmp_path):
 def test_no_calls_are_the_same_as_none(tokenizer, tmp_path):
     question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     rows = [{"messages": [question, each]} for each in (answer, {**answer, "tool_calls": []})]
-    plain, empty = load_set(
-        ExampleDataset, written(tmp_path, *rows), tokenizer, messages_column="messages"
-    )
+    path = written(tmp_path, *rows)
+    plain, empty = load_set(ExampleDataset, path, tokenizer, messages_column="messages")
     assert plain.ids == empty.ids
 
 

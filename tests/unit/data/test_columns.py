@@ -60,19 +60,6 @@ def saved_to_disk(folder, rows):
     return folder
 
 
-def test_every_format_gives_the_same_rows(tmp_path):
-    (tmp_path / "a.json").write_text("\ufeff " + json.dumps(ROWS, indent=1), encoding="utf-8")
-    (tmp_path / "b.json").write_text("\n".join(map(json.dumps, ROWS)))
-    (tmp_path / "c.csv").write_text('prompt,ground_truth\n1+1=,2\n"é, ""x""\n=",3\n')
-    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "d.parquet")
-    saved_to_disk(tmp_path / "e", ROWS)
-    for name in ("a.json", "b.json", "c.csv", "d.parquet", "e", "e/data-?.arrow"):
-        expected = ROWS[::-1] if "?" in name else ROWS
-        assert columns(tmp_path / name) == expected, name
-    assert columns(tmp_path / "[ab].json") == ROWS * 2
-    assert columns(tmp_path / "**" / "*.csv") == ROWS
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -92,13 +79,23 @@ def test_a_faulty_file_is_named(tmp_path, name, text, message):
         columns(tmp_path if name == "state.json" else tmp_path / name)
 
 
-def test_patterns_without_files_and_folders_of_splits_are_refused(tmp_path):
+def test_every_format_gives_the_same_rows(tmp_path):
     with pytest.raises(DataError, match=r"no file matches .*none\*\.json"):
         columns(tmp_path / "none*.json")
     saved_to_disk(tmp_path / "d" / "test", ROWS)
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["test"]}')
     with pytest.raises(DataError, match=r"several splits. Name one: .*d/test$"):
         columns(tmp_path / "d")
+    (tmp_path / "a.json").write_text("\ufeff " + json.dumps(ROWS, indent=1), encoding="utf-8")
+    (tmp_path / "b.json").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "c.csv").write_text('prompt,ground_truth\n1+1=,2\n"é, ""x""\n=",3\n')
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "d.parquet")
+    saved_to_disk(tmp_path / "e", ROWS)
+    for name in ("a.json", "b.json", "c.csv", "d.parquet", "e", "e/data-?.arrow"):
+        expected = ROWS[::-1] if "?" in name else ROWS
+        assert columns(tmp_path / name) == expected, name
+    assert columns(tmp_path / "[ab].json") == ROWS * 2
+    assert columns(tmp_path / "**" / "*.csv") == ROWS
 
 
 def test_a_dot_leads_into_a_column(tokenizer, tmp_path):
@@ -114,19 +111,21 @@ def test_a_dot_leads_into_a_column(tokenizer, tmp_path):
     assert rated.ratings == (4.0,)
 
 
+SUM = ("2+3=", "5")
+
+
 @pytest.mark.parametrize(
     ("row", "expected", "taken"),
     [
         (
             {"question": "2+3=", "answer": "5"},
-            ("2+3=", "5"),
+            SUM,
             "prompt_column=question, response_column=answer",
         ),
-        ({"prompt": "2+3=", "completion": "5"}, ("2+3=", "5"), "response_column=completion"),
+        ({"prompt": "2+3=", "completion": "5"}, SUM, "response_column=completion"),
         (
             {"instruction": "2+3=", "output": "5", "id": 1},
-            ("2+3=", "5"),
-            "prompt_column=instruction, response_column=output",
+            *(SUM, "prompt_column=instruction, response_column=output"),
         ),
         ({"text": "2+3=5"}, ("2", "+3=5"), "text_column=text"),
     ],
@@ -147,48 +146,24 @@ def test_chats_are_recognised_in_both_forms(tokenizer, tmp_path, row):
     assert found.taken == [f"{tmp_path / 'x.json'}: data.messages_column={next(iter(row))}"]
 
 
+BING = {"from": "bing", "value": "a"}
+
+
 @pytest.mark.parametrize(
     ("kind", "row", "options", "message"),
     [
+        (ExampleDataset, {"prompt": "", "answer": "", "output": ""}, {}, "'response' is missing"),
         (
-            ExampleDataset,
-            {"prompt": "a", "answer": "b", "output": "c"},
-            {},
-            "column 'response' is missing",
-        ),
-        (
-            ExampleDataset,
-            {"prompt": "a", "answer": "b"},
-            {"response_column": "reply"},
+            *(ExampleDataset, {"prompt": "a", "answer": "b"}, {"response_column": "reply"}),
             "column 'reply' is missing",
         ),
-        (
-            ExampleDataset,
-            {"prompt": None, "question": "a", "response": "b"},
-            {},
-            "'prompt' is null",
-        ),
-        (
-            ExampleDataset,
-            {"conversations": [{"from": "bing", "value": "a"}]},
-            {},
-            "from='bing' is none of human",
-        ),
+        (ExampleDataset, {"prompt": None, "question": "a", "response": ""}, {}, "'prompt' is null"),
+        (ExampleDataset, {"conversations": [BING]}, {}, "from='bing' is none of human"),
         (ExampleDataset, {"text": ""}, {}, "the text is empty"),
         (ExampleDataset, {"text": 1}, {"text_column": "text"}, "'text' must be text, got int"),
-        (
-            PromptDataset,
-            {"question": "a", "answer": "b", "solution": "c"},
-            {},
-            "data.ground_truth_column",
-        ),
+        (PromptDataset, {"question": "", "answer": "", "solution": ""}, {}, "ground_truth_column"),
         (PairDataset, {"chosen": "yes", "rejected": "no"}, {}, "do not begin with the same prompt"),
-        (
-            PairDataset,
-            {"chosen": "ab", "rejected": "ac"},
-            {"prompt_column": "p"},
-            "column 'p' is missing",
-        ),
+        (PairDataset, {"chosen": "ab", "rejected": "ac"}, {"prompt_column": "p"}, "'p' is missing"),
     ],
 )
 def test_what_is_ambiguous_is_refused_with_the_key(
@@ -225,15 +200,13 @@ def test_each_source_has_its_own_columns(tokenizer, tmp_path):
     assert len(examples.taken) == 2
 
 
+HELPFUL = "\n\nHuman: Hi\n\nAssistant: I"
+
+
 @pytest.mark.parametrize(
     ("chosen", "rejected", "prompt", "answers"),
     [
-        (
-            "\n\nHuman: Hi\n\nAssistant: I am",
-            "\n\nHuman: Hi\n\nAssistant: I will",
-            "\n\nHuman: Hi\n\nAssistant: I",
-            (" am", " will"),
-        ),
+        (f"{HELPFUL} am", f"{HELPFUL} will", HELPFUL, (" am", " will")),
         ("2+3=15", "2+3=16", "2+3=", ("15", "16")),
         ("Why? Because.", "Why?", "Why?", (" Because.", "")),
         ("say: tea", "say: teapot", "say:", (" tea", " teapot")),

@@ -81,15 +81,12 @@ def test_they_travel_through_conversions(tmp_path):
     assert read_hf(tmp_path / "hf").tokenizer.end_ids == (EOS, OTHER, TURN)
 
 
-def test_a_run_knows_those_that_its_configuration_adds(base_nemo):
+def test_a_run_knows_and_learns_those_of_its_configuration(base_nemo):
     ppo = PolicyPPOConfig(sampling_params=SamplingParams(end_tokens=("!",)))
     assert ValidationConfig().sampling_options(ppo) is None  # validation is drawn as training is
     assert ValidationConfig(max_length=5).sampling_options(ppo).sampling.end_tokens == ("!",)
     tokenizer, _ = describe_model(ModelConfig(restore_from_path=str(base_nemo), ppo=ppo))
     assert tokenizer.end_ids == (EOS, TURN, ord("!"))
-
-
-def test_the_first_of_them_is_the_last_token_that_is_learned():
     base = tokenizer_from_files(base_files())
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ids, spans = encode_chat(base, chat)

@@ -148,11 +148,8 @@ SCALED = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
             "qwen3moe",
             {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
             | {"head_dim": 16, "norm_topk_prob": True},
-            {
-                "qwen3moe.expert_count": 4,
-                "qwen3moe.expert_used_count": 2,
-                "qwen3moe.expert_feed_forward_length": 24,
-            },
+            {"qwen3moe.expert_count": 4, "qwen3moe.expert_used_count": 2}
+            | {"qwen3moe.expert_feed_forward_length": 24},
         ),
     ],
     ids=str,

@@ -38,7 +38,7 @@ def test_a_prompt_is_joined_by_the_nearest_earlier_response_to_another_prompt(tm
     assert rows.max_length == 7
 
 
-def test_a_mismatched_response_fits_the_limit_too(tmp_path):
+def test_a_mismatched_response_fits_the_limit_and_needs_another_prompt(tmp_path):
     rows = [
         {"prompt": "long prompt=", "response": "5", "label": True},
         {"prompt": "b", "response": "1", "label": False},
@@ -48,9 +48,6 @@ def test_a_mismatched_response_fits_the_limit_too(tmp_path):
     assert loaded[0].mismatched.ids == encoded("long prompt=1")
     with pytest.raises(DataError, match=r"x\.jsonl: row 1 has a prompt of 12 tokens"):
         load(tmp_path, [rows[0], rows[2]], max_length=17)
-
-
-def test_without_another_prompt_there_is_no_mismatched_response(tmp_path):
     with pytest.raises(DataError, match="give rows with different prompts"):
         load(tmp_path, ROWS[:2])
 
@@ -63,9 +60,6 @@ def test_columns_of_a_batch(tmp_path):
     assert batch["mismatched_input_ids"].tolist() == [[*encoded("2+3=2"), EOS], encoded("1+1=66")]
     assert batch["mismatched_token_mask"].sum(1).tolist() == [2, 3]
     assert "ref_logprobs" not in batch
-
-
-def test_what_the_reference_says_lies_where_the_tokens_are(tmp_path):
     row = load(tmp_path, ROWS)[2]
     first, mismatched = (
         type(each)(each.id, each.ids, each.learned, torch.arange(1.0, 1 + each.learned_tokens))

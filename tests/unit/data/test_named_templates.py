@@ -49,9 +49,8 @@ def test_the_text_is_that_of_transformers(tmp_path, config, files, tools):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    expected = theirs.apply_chat_template(
-        CHAT, tools=tools, tokenize=False, add_generation_prompt=True
-    ).removeprefix("\ufeff")
+    options = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+    expected = theirs.apply_chat_template(CHAT, **options).removeprefix("\ufeff")
     ours = load_tokenizer(tmp_path)
     if "tool_use" in json.dumps([config, list(files)]):
         assert form_of(ours) == "hermes"  # functions are left to the template

@@ -31,26 +31,19 @@ def tokenizer():
 
 
 def tool(name, **properties):
-    return {
-        "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
-    }
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 def call(name, **arguments):
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
-    }
+    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [made]}
 
 
+NUMBERS = {"type": "array", "items": {"type": "number"}}
 ROWS = [
     {"tools": [tool("weather", town={"type": "string"})], "call": call("weather", town="Graz")},
-    {
-        "tools": [tool("add", terms={"type": "array", "items": {"type": "number"}})],
-        "call": call("add", terms=[1, 2]),
-    },
+    {"tools": [tool("add", terms=NUMBERS)], "call": call("add", terms=[1, 2])},
     {"tools": [tool("now")], "call": call("now")},
 ]
 USER = {"role": "user", "content": "do it"}
@@ -63,47 +56,31 @@ def both(tmp_path, rows):
     return tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
 
 
-def test_examples(tmp_path, tokenizer):
-    rows = [{"messages": [USER, row["call"]], "tools": row["tools"]} for row in ROWS]
-    lines, table = (
-        load_set(ExampleDataset, file, tokenizer, messages_column="messages")
-        for file in both(tmp_path, rows)
-    )
-    assert [each.ids for each in table] == [each.ids for each in lines]
-    assert "null" not in tokenizer.decode(table[0].ids)
+NO = {"role": "assistant", "content": "no"}
+HERE = {"role": "tool", "content": "here"}
 
 
-def test_prompts(tmp_path, tokenizer):
-    answer = {"role": "tool", "content": "here"}
-    rows = [{"prompt": [USER, row["call"], answer], "tools": row["tools"]} for row in ROWS]
-    lines, table = (
-        load_set(PromptDataset, file, tokenizer, ground_truth_column=None)
-        for file in both(tmp_path, rows)
-    )
-    assert [each.text for each in table] == [each.text for each in lines]
+@pytest.mark.parametrize(
+    ("kind", "columns", "options"),
+    [
+        (ExampleDataset, lambda call: {"messages": [USER, call]}, {"messages_column": "messages"}),
+        (PromptDataset, lambda call: {"prompt": [USER, call, HERE]}, {"ground_truth_column": None}),
+        (PairDataset, lambda call: {"prompt": [USER], "chosen": [call], "rejected": [NO]}, {}),
+    ],
+    ids=["examples", "prompts", "pairs"],
+)
+def test_rows_are_those_of_jsonl(tmp_path, tokenizer, kind, columns, options):
+    rows = [{**columns(row["call"]), "tools": row["tools"]} for row in ROWS]
+    lines, table = (load_set(kind, file, tokenizer, **options) for file in both(tmp_path, rows))
+    assert list(table) == list(lines)
+    if kind is ExampleDataset:
+        assert "null" not in tokenizer.decode(table[0].ids)
 
 
-def test_pairs(tmp_path, tokenizer):
-    rows = [
-        {
-            "prompt": [USER],
-            "chosen": [row["call"]],
-            "rejected": [{"role": "assistant", "content": "no"}],
-            "tools": row["tools"],
-        }
-        for row in ROWS
-    ]
-    lines, table = (load_set(PairDataset, file, tokenizer) for file in both(tmp_path, rows))
-    assert [each.chosen.ids for each in table] == [each.chosen.ids for each in lines]
-
-
-def test_columns_of_environments(tmp_path):
+def test_columns_of_environments_and_others(tmp_path):
     rows = [{"messages": [USER, row["call"]], "tools": row["tools"]} for row in ROWS]
     lines, table = (list(read_rows(file)) for file in both(tmp_path, rows))
     assert [row.columns for row in table] == [row.columns for row in lines]
-
-
-def test_other_columns_keep_their_nulls(tmp_path):
     rows = [{"extra": {"hint": None, "index": 1}}, {"extra": {"hint": "h", "index": 2}}]
     _, table = both(tmp_path, rows)
     assert [row.columns for row in read_rows(table)] == rows

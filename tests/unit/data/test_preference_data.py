@@ -29,23 +29,13 @@ def test_rows_of_a_pair_are_adjacent(tmp_path):
     eos = byte_level_tokenizer().eos_id
     batch = collate_pairs(list(pairs), pad_id=eos)
     encode = byte_level_tokenizer().encode
-    assert batch["input_ids"].tolist() == [
-        [*encode("2+3=5"), eos, eos],
-        [*encode("2+3=66"), eos],
-        [*encode("1+1=2"), eos, eos],
-        [*encode("1+1=3"), eos, eos],
-    ]
+    texts = ("2+3=5", "2+3=66", "1+1=2", "1+1=3")
+    assert batch["input_ids"].tolist() == [[*encode(text), eos, eos][:7] for text in texts]
     assert batch["input_lengths"].tolist() == [6, 7, 6, 6]
     assert batch["token_mask"].sum(1).tolist() == [2, 3, 2, 2]
     assert batch["ground_truth_rewards"].tolist() == pytest.approx([0.9, 0.25, 1.0, 0.0])
     assert batch["preference_strengths"].tolist() == pytest.approx([0.65, 0.65, 1.0, 1.0])
-
-
-def test_without_rewards_the_better_is_worth_one(tmp_path):
     assert [pair.rewards for pair in load(tmp_path, ROWS)] == [(1.0, 0.0)] * 2
-
-
-def test_a_pair_is_as_long_as_its_longer_sequence(tmp_path):
     pairs = load(tmp_path, ROWS, max_length=6)
     assert (len(pairs), pairs.dropped_too_long, pairs.max_length) == (1, 1, 6)
 
@@ -82,17 +72,12 @@ def test_a_preference_of_negative_strength_is_refused_where_strength_counts(tmp_
 def test_reward_models_know_where_strength_counts(variant, refused, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({**ROWS[0], "good": 0.25, "bad": 0.9}) + "\n")
-    config = parse_config(
-        {
-            "model": {"restore_from_path": "m.nemo"},
-            "data": {
-                "train": {"source": str(path)},
-                "chosen_reward_column": "good",
-                "rejected_reward_column": "bad",
-            },
-            "trainer": {"reward_model": {"variant": variant}},
-        },
-        RewardRunConfig,
-    )
+    rewards = {"chosen_reward_column": "good", "rejected_reward_column": "bad"}
+    values = {
+        "model": {"restore_from_path": "m.nemo"},
+        "data": {"train": {"source": str(path)}, **rewards},
+        "trainer": {"reward_model": {"variant": variant}},
+    }
+    config = parse_config(values, RewardRunConfig)
     with pytest.raises(DataError) if refused else contextlib.nullcontext():
         kind_of(config).load(config.data.train, byte_level_tokenizer(), config.data)

@@ -72,11 +72,8 @@ def test_directory_list_and_limit(tmp_path, tokenizer):
     write_jsonl(tmp_path / "b.jsonl", ROWS)
     write_parquet(tmp_path / "a.parquet", ROWS[:1])
     (tmp_path / "README").write_text("not data")
-    assert [p.text for p in load_set(PromptDataset, tmp_path, tokenizer)] == [
-        "2+3=",
-        "2+3=",
-        "10+11=",
-    ]
+    texts = [prompt.text for prompt in load_set(PromptDataset, tmp_path, tokenizer)]
+    assert texts == ["2+3=", "2+3=", "10+11="]
     both = [tmp_path / "b.jsonl", f"{__file__}:generate"]
     with pytest.raises(ConfigError, match="is a file"):
         load_set(PromptDataset, both, tokenizer, arguments={"count": 1})
@@ -93,7 +90,7 @@ def test_generators(tokenizer):
     assert dataset.column_names == {"a", "b", "operator"}
 
 
-def test_column_names(tmp_path, tokenizer):
+def test_columns_and_bos_are_settings(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "x.jsonl", [{"q": "2+3=", "a": 5, "prompt": "other"}])
     chosen = {"prompt_column": "q", "ground_truth_column": "a"}
     prompt = load_set(PromptDataset, path, tokenizer, **chosen)[0]
@@ -103,6 +100,12 @@ def test_column_names(tmp_path, tokenizer):
     prompt = load_set(PromptDataset, path, tokenizer, **no_truth)[0]
     assert prompt.ground_truth is None
     assert prompt.columns == {"a": 5, "prompt": "other"}
+    rows = [{"prompt": "2+3="}, {"prompt": [{"role": "user", "content": "Hi"}]}]
+    path = write_jsonl(tmp_path / "x.jsonl", rows)
+    with_bos = {"ground_truth_column": None, "add_bos": True}
+    dataset = load_set(PromptDataset, path, tokenizer, **with_bos)
+    assert dataset[0].ids == [257, *tokenizer.encode("2+3=")]
+    assert dataset[1].ids[:2] == tokenizer.encode("<|im_start|>u")
 
 
 def test_chat(tmp_path, tokenizer):
@@ -129,19 +132,8 @@ def test_chat(tmp_path, tokenizer):
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+3?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    in_parquet = load_set(
-        PromptDataset, write_parquet(tmp_path / "x.parquet", rows[:1]), tokenizer, **plain
-    )
-    assert in_parquet[0].text == expected
-
-
-def test_bos_is_added_once(tmp_path, tokenizer):
-    rows = [{"prompt": "2+3="}, {"prompt": [{"role": "user", "content": "Hi"}]}]
-    path = write_jsonl(tmp_path / "x.jsonl", rows)
-    with_bos = {"ground_truth_column": None, "add_bos": True}
-    dataset = load_set(PromptDataset, path, tokenizer, **with_bos)
-    assert dataset[0].ids == [257, *tokenizer.encode("2+3=")]
-    assert dataset[1].ids[:2] == tokenizer.encode("<|im_start|>u")
+    path = write_parquet(tmp_path / "x.parquet", rows[:1])
+    assert load_set(PromptDataset, path, tokenizer, **plain)[0].text == expected
 
 
 def test_too_long_is_dropped_and_counted(tmp_path, tokenizer, caplog):
@@ -184,13 +176,10 @@ def test_bad_row_is_named(tmp_path, tokenizer, line, message):
         assert f"Columns found: {sorted(json.loads(line))}" in str(refusal.value)
 
 
-def test_bytes_that_are_no_text(tmp_path, tokenizer):
+def test_files_that_cannot_be_read(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_bytes(b'\n{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match="line 2: not UTF-8"):
         load_set(PromptDataset, tmp_path / "x.jsonl", tokenizer)
-
-
-def test_bad_parquet(tmp_path, tokenizer):
     path = write_parquet(tmp_path / "x.parquet", [*ROWS, {"prompt": None, "ground_truth": "1"}])
     with pytest.raises(DataError, match=r"x.parquet, row 3: column 'prompt' is null"):
         load_set(PromptDataset, path, tokenizer)
@@ -215,7 +204,7 @@ def test_bad_generators(tokenizer):
         load_set(PromptDataset, "nowhere.at.all:f", tokenizer)
 
 
-def test_bad_sources(tmp_path, tokenizer):
+def test_bad_sources_and_settings(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"nope.jsonl does not exist"):
         load_set(PromptDataset, tmp_path / "nope.jsonl", tokenizer)
     with pytest.raises(DataError, match=r"contains no .jsonl"):
@@ -227,8 +216,6 @@ def test_bad_sources(tmp_path, tokenizer):
     with pytest.raises(DataError, match="contains no rows"):
         load_set(PromptDataset, tmp_path / "empty.jsonl", tokenizer)
 
-
-def test_bad_settings(tmp_path, tokenizer):
     class NoBos:
         bos_id = None
 
@@ -265,9 +252,8 @@ def test_what_a_row_cannot_hold_is_named_with_its_line(tmp_path, tokenizer, line
 
 def test_a_generators_half_character_is_named(tokenizer, monkeypatch):
     monkeypatch.setattr(__name__ + ".half_rows", lambda: [{"prompt": "\ud800"}], raising=False)
-    with pytest.raises(
-        DataError, match="half_rows, row 1: column 'prompt' contains half a character"
-    ):
+    said = "half_rows, row 1: column 'prompt' contains half a character"
+    with pytest.raises(DataError, match=said):
         load_set(PromptDataset, f"{__name__}:half_rows", tokenizer)
 
 

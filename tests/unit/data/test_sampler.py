@@ -1,7 +1,5 @@
 """Order of prompts: by seed and epoch, resumable, defined for any batch size."""
 
-from itertools import islice
-
 import pytest
 import torch
 
@@ -25,7 +23,7 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert epoch_order(8, 1, 0).tolist() == [5, 0, 1, 4, 2, 6, 3, 7]
 
 
-def test_wrap_shows_every_prompt_once_per_epoch():
+def test_epochs_follow_each_other():
     sampler = PromptSampler(5, 2, seed=1)
     flat = [index for batch in draw(sampler, 5) for index in batch]
     assert flat[:5] == epoch_order(5, 1, 0).tolist()
@@ -33,17 +31,11 @@ def test_wrap_shows_every_prompt_once_per_epoch():
     assert (sampler.epoch, sampler.position) == (1, 5)
     assert PromptSampler(5, 2, seed=1).batches_left(1) == 3
     assert PromptSampler(5, 2, seed=1).batches_left(2) == 5
-
-
-def test_batch_larger_than_the_data():
     sampler = PromptSampler(3, 8, seed=4)
     orders = [epoch_order(3, 4, epoch).tolist() for epoch in range(3)]
     assert sampler.next_batch() == (orders[0] + orders[1] + orders[2])[:8]
-
-
-def test_without_shuffling():
     sampler = PromptSampler(3, 2, seed=1, shuffle=False)
-    assert list(islice(sampler, 3)) == [[0, 1], [2, 0], [1, 2]]
+    assert draw(sampler, 3) == [[0, 1], [2, 0], [1, 2]]
 
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3, 7])
@@ -56,12 +48,17 @@ def test_resumes_where_it_stopped(before):
     assert draw(resumed, 6) == whole[before:]
 
 
-def test_other_data_or_seed_is_refused():
+def test_other_data_are_refused_or_begin_the_next_epoch():
     state = PromptSampler(7, 3, seed=2).state_dict()
     with pytest.raises(DataError, match="size=7, but this run has size=8"):
         PromptSampler(8, 3, seed=2).load_state_dict(state)
     with pytest.raises(DataError, match="seed=2, but this run has seed=3"):
         PromptSampler(7, 3, seed=3).load_state_dict(state)
+    before = PromptSampler(7, 3, seed=2)
+    draw(before, 2)
+    resumed = PromptSampler(4, 3, seed=2, may_change=True)
+    resumed.load_state_dict(before.state_dict())
+    assert resumed.next_batch() == epoch_order(4, 2, 1)[:3].tolist()
 
 
 @pytest.mark.parametrize(("size", "seed", "shuffle"), [(7, 3, True), (7, 2, False), (9, 2, True)])
@@ -74,28 +71,17 @@ def test_a_change_that_was_accepted_goes_on_in_the_new_order(size, seed, shuffle
     assert draw(resumed, 4) == draw(whole, 5)[1:]
 
 
-def test_fewer_rows_than_were_read_begin_the_next_epoch():
-    before = PromptSampler(7, 3, seed=2)
-    draw(before, 2)
-    resumed = PromptSampler(4, 3, seed=2, may_change=True)
-    resumed.load_state_dict(before.state_dict())
-    assert resumed.next_batch() == epoch_order(4, 2, 1)[:3].tolist()
-
-
 def test_validation_goes_through_once():
     assert list(sequential_batches(5, 2)) == [[0, 1], [2, 3], [4]]
     assert list(sequential_batches(4, 8)) == [[0, 1, 2, 3]]
 
 
-def test_padding_goes_by_length():
+def test_prompts_are_padded_to_a_batch():
     ids, lengths = pad_right([[7, 0, 0], [5], []], pad_id=0)
     assert ids.tolist() == [[7, 0, 0], [5, 0, 0], [0, 0, 0]]
     assert lengths.tolist() == [3, 1, 0]  # zeros that are tokens count
     assert ids.dtype == lengths.dtype == torch.int64
     assert pad_right([[1, 2, 3]], 9)[0].shape == (1, 3)
-
-
-def test_batch_of_prompts():
     prompts = [
         Prompt(4, "ab", [1, 2], "x", {"level": 3}),
         Prompt(9, "c", [3], None, {"source": "web"}),
@@ -128,12 +114,16 @@ def test_weights_are_the_shares_of_an_epoch():
     assert epochs[0] != epochs[1]
 
 
-def test_without_shuffling_the_sources_alternate():
+def test_sources_alternate_and_need_items():
     sampler = PromptSampler(20, 20, seed=3, shuffle=False, shares=shares(2, 1, 1))
     first, second = draw(sampler, 2)
     assert first == [0, 4, 14, 1, 2, 5, 15, 3, 0, 6, 16, 1, 2, 7, 17, 3, 0, 8, 18, 1]
     assert [i for i in second if i < 4] == [2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
     assert [i for i in second if 4 <= i < 14] == [9, 10, 11, 12, 13]
+    with pytest.raises(DataError, match=r"weights=\[1, 1, 0.01\]: c has 6 items and 0 of the 20"):
+        shares(1, 1, 0.01)
+    with pytest.raises(DataError, match=r"b has 0 items"):
+        Shares("ab", [3, 0], [1, 1])
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -147,10 +137,3 @@ def test_shares_resume_at_the_next_item(shuffle):
         resumed = PromptSampler(20, 3, **options)
         resumed.load_state_dict(begun.state_dict())
         assert draw(resumed, 30 - done) == batches[done:]
-
-
-def test_a_source_without_items_is_named():
-    with pytest.raises(DataError, match=r"weights=\[1, 1, 0.01\]: c has 6 items and 0 of the 20"):
-        shares(1, 1, 0.01)
-    with pytest.raises(DataError, match=r"b has 0 items"):
-        Shares("ab", [3, 0], [1, 1])

@@ -60,10 +60,13 @@ def with_added(*tokens, normalizer=None, template=WITH_TOOLS):
 # The function ---------------------------------------------------------------------------------
 
 
-def test_the_default_keeps_every_text():
+def test_text_is_kept_or_escaped():
     tokenizer, value = byte_level_tokenizer(), [user(HOSTILE)]
     assert treat_special_tokens(tokenizer, value, "keep", "messages") is value
     assert AskedDataConfig().special_tokens_in_text == "keep"
+    tokenizer = with_added("<a>", "<b>", "<a><b>")
+    treated = treat_special_tokens(tokenizer, "<a><b>", "escape", "x")
+    assert all(token < 256 for token in tokenizer.encode(treated))
 
 
 @pytest.mark.parametrize("token", [END, START, "<|endoftext|>", "<tool>"])
@@ -77,12 +80,6 @@ def test_a_token_is_refused_or_ordinary_text(token):
     assert treated[0] == value[0]
     assert treated[1]["content"].replace(BREAK, "") == value[1]["content"]
     assert all(token < 256 for token in tokenizer.encode(treated[1]["content"]))
-
-
-def test_tokens_within_tokens_are_escaped():
-    tokenizer = with_added("<a>", "<b>", "<a><b>")
-    treated = treat_special_tokens(tokenizer, "<a><b>", "escape", "x")
-    assert all(token < 256 for token in tokenizer.encode(treated))
 
 
 def test_what_a_normaliser_restores_is_refused():
@@ -240,6 +237,9 @@ def test_answers_of_the_policy_remain():
         _, talk = conversation({"special_tokens_in_text": policy}, answer=f"b{START}b")
         assert talk.ids == conversation({}, answer=f"b{START}b")[1].ids
         assert len(talk.starts) == 1
+    messages = [user("a"), {"role": "assistant", "content": HOSTILE}, user("b")]
+    text = served("refuse").chat(messages, [], keeps_answers=True)
+    assert text == served("keep").chat(messages, [])
 
 
 def served(policy, **options):
@@ -270,12 +270,6 @@ def test_requests():
     assert (served("escape").prompt(HOSTILE), served("keep").prompt(HOSTILE)) == (ESCAPED, HOSTILE)
     with pytest.raises(DataError, match=r"^prompt spells"):
         served("refuse").prompt(HOSTILE)
-
-
-def test_answers_in_sessions_remain():
-    messages = [user("a"), {"role": "assistant", "content": HOSTILE}, user("b")]
-    text = served("refuse").chat(messages, [], keeps_answers=True)
-    assert text == served("keep").chat(messages, [])
 
 
 def test_the_message_of_a_terminal():

@@ -44,6 +44,10 @@ def test_prompt_and_response(tmp_path, tokenizer):
     example = load(tmp_path, tokenizer, [{"prompt": "2+3=", "response": "5"}])[0]
     assert example.ids == [*tokenizer.encode("2+3=5"), tokenizer.eos_id]
     assert example.learned == [(4, 6)]  # "5" and EOS
+    rows = [{"prompt": "2+3=", "response": "5"}]
+    example = load(tmp_path, tokenizer, rows, add_bos=True)[0]
+    assert example.ids[0] == tokenizer.bos_id
+    assert example.learned == [(5, 7)]
 
 
 def test_the_prompt_keeps_its_tokens():
@@ -103,13 +107,10 @@ def test_a_response_that_ends_with_the_end_token_gets_no_second_end(tmp_path, to
     assert learned_text(tokenizer, spelt) == [f"5{eos}"]
 
 
-def test_plain_text_that_spells_an_end_token_is_learned_whole(tmp_path, tokenizer):
+def test_plain_text_that_spells_an_end_token_is_learned_whole_and_noted(tmp_path, tokenizer):
     eos = tokenizer.decode([tokenizer.eos_id])
     example = load(tmp_path, tokenizer, [{"prompt": "q", "response": f"a {eos} b"}])[0]
     assert learned_text(tokenizer, example) == [f"a {eos} b{eos}"]
-
-
-def test_the_note_counts_the_tokens_of_responses(tmp_path, tokenizer):
     rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "44+4=", "response": "48"}]
     examples = load(tmp_path, tokenizer, rows)
     note = response_note([examples[0], examples[1]], tokenizer)
@@ -117,7 +118,7 @@ def test_the_note_counts_the_tokens_of_responses(tmp_path, tokenizer):
     assert f"2+3=⟦5{tokenizer.decode([tokenizer.eos_id])}⟧" in note
 
 
-def test_a_template_without_an_end_gets_one(tokenizer):
+def test_a_template_gets_an_end_and_must_not_forget(tokenizer):
     class Plain:
         eos_id = turn_end_id = tokenizer.eos_id
         end_ids = (tokenizer.eos_id,)
@@ -128,22 +129,14 @@ def test_a_template_without_an_end_gets_one(tokenizer):
             text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages)
             return text + "a:" * add_generation_prompt
 
+    class Forgetful(Plain):
+        def apply_chat_template(self, messages, **options):
+            return super().apply_chat_template(messages[-2:], **options)
+
     ids, learned = encode_chat(Plain(), CHAT[1:3])
     assert tokenizer.decode(ids[:-1]) == "u:2+3?\na:5\n"
     assert ids[-1] == tokenizer.eos_id
     assert learned == [(len("u:2+3?\na:"), len(ids))]
-
-
-def test_a_template_that_forgets_is_refused(tokenizer):
-    class Forgetful:
-        eos_id = turn_end_id = tokenizer.eos_id
-        end_ids = (tokenizer.eos_id,)
-        encode = staticmethod(tokenizer.encode)
-        decode = staticmethod(tokenizer.decode)
-
-        def apply_chat_template(self, messages, *, add_generation_prompt=True):
-            return "".join(m["content"] for m in messages[-2:]) + ">" * add_generation_prompt
-
     with pytest.raises(DataError, match="learn=last"):
         encode_chat(Forgetful(), CHAT[1:])
 
@@ -156,27 +149,14 @@ def test_chat_prompt_with_response(tmp_path, tokenizer):
     assert tokenizer.decode(examples[0].ids).startswith(asked + "5")
 
 
-def test_bos_moves_the_spans(tmp_path, tokenizer):
-    rows = [{"prompt": "2+3=", "response": "5"}]
-    example = load(tmp_path, tokenizer, rows, add_bos=True)[0]
-    assert example.ids[0] == tokenizer.bos_id
-    assert example.learned == [(5, 7)]
-
-
-def test_collated(tmp_path, tokenizer):
+def test_collated_and_cut_to_the_longest(tmp_path, tokenizer):
     rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "1=", "response": "111111"}]
     examples = list(load(tmp_path, tokenizer, rows))
     batch = collate_examples(examples, pad_id=tokenizer.eos_id)  # padding with EOS is safe
     assert batch["input_ids"].shape == (2, 9)
     assert batch["input_lengths"].tolist() == [6, 9]
-    assert batch["token_mask"].tolist() == [
-        [0, 0, 0, 0, 1, 1, 0, 0, 0],
-        [0, 0, 1, 1, 1, 1, 1, 1, 1],
-    ]
+    assert batch["token_mask"].tolist() == [[0] * 4 + [1] * 2 + [0] * 3, [0] * 2 + [1] * 7]
     assert torch.equal(batch["sample_mask"], torch.ones(2))
-
-
-def test_too_long_is_dropped_and_counted(tmp_path, tokenizer):
     rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "2+3=", "response": "5" * 9}]
     dataset = load(tmp_path, tokenizer, rows, max_length=6)
     assert (len(dataset), dataset.dropped_too_long, dataset.max_length) == (1, 1, 6)
@@ -201,7 +181,7 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer):
         ({"messages": "hi"}, {"messages_column": "messages"}, "must be a list of chat messages"),
         ({"prompt": CHAT, "response": "5"}, {}, "the last chat message is the assistant"),
         ({"messages": CHAT[:2]}, {}, "has the role 'user'"),
-        ({"messages": "hi"}, {}, "column 'response' is missing"),
+        ({"messages": "hi"}, {}, "column 'response' is missing.*data.messages_column"),
         ({"prompt": "x", "response": "5"}, {"system_prompt": "Add."}, "data.system_prompt is set"),
         (
             {"messages": [*CHAT[:2], {"role": "assistant", "content": "a <|im_end|> b"}]},

@@ -63,9 +63,8 @@ def test_variables_are_those_of_transformers(tmp_path, config, kwargs):
     for name, content in files(**config).items():
         (tmp_path / name).write_bytes(content)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    expected = theirs.apply_chat_template(
-        CHAT, tokenize=False, add_generation_prompt=True, **kwargs
-    )
+    options = {"tokenize": False, "add_generation_prompt": True, **kwargs}
+    expected = theirs.apply_chat_template(CHAT, **options)
     ours = tokenizer_from_files(files(**config))
     again = tokenizer_from_files(ours.files())
     for tokenizer in (ours, again):
@@ -105,9 +104,8 @@ def test_the_key_reaches_data_and_conversations(model):
     talk = Conversation(ChatRenderer(tokenizer), Start(CHAT))
     assert tokenizer.decode(talk.ids).endswith("assistant<no>")
     row = DataRow("row 1", {"prompt": "a", "response": "b"})
-    config = parse_config(
-        {"model": model, "data": {"train": section["train"]} | kwargs}, SFTRunConfig
-    )
+    del section["messages_column"]
+    config = parse_config({"model": model, "data": section | kwargs}, SFTRunConfig)
     with pytest.raises(DataError, match=r"data\.chat_template_kwargs is set, but the row is plain"):
         make_example(row, 0, tokenizer, config.data)
 

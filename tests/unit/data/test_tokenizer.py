@@ -86,7 +86,7 @@ def test_response_is_what_the_prompt_lacks(tokenizer, response):
     assert not any("�" in piece for piece in pieces)
 
 
-def test_character_appears_with_its_last_byte(tokenizer):
+def test_responses_stream_character_by_character(tokenizer):
     prompt_ids = tokenizer.encode("Hello")
     balloon = tokenizer.encode("Hello🎈")[len(prompt_ids) :]
     assert len(balloon) == 4  # one token per byte: neither vocabulary knows it
@@ -95,31 +95,17 @@ def test_character_appears_with_its_last_byte(tokenizer):
     cut = IncrementalDecoder(tokenizer, prompt_ids)
     assert cut.push(balloon[0]) == ""
     assert set(cut.flush()) == {"�"}
-
-
-def test_long_response_streams_exactly(tokenizer):
     text = " wörld 🎈" * 40
     prompt_ids = tokenizer.encode("Hello")
     response_ids = tokenizer.encode("Hello" + text)[len(prompt_ids) :]
     decoder = IncrementalDecoder(tokenizer, prompt_ids)
     assert "".join(decoder.push(token) for token in response_ids) + decoder.flush() == text
-
-
-def test_prompt_that_ends_within_a_character(tokenizer):
     balloon = tokenizer.encode("🎈")
     tail = tokenizer.encode("🎈ab")[len(balloon) :]
     decoder = IncrementalDecoder(tokenizer, balloon[:-1])
     streamed = decoder.push(balloon[-1]) + "".join(decoder.push(t) for t in tail) + decoder.flush()
     assert streamed == decode_response(tokenizer, balloon[:-1], [balloon[-1], *tail])
     assert streamed.endswith("ab")
-
-
-def test_sentencepiece_keeps_the_first_space_of_a_response(sentencepiece_file):
-    tokenizer = load_tokenizer(sentencepiece_file)
-    prompt_ids = tokenizer.encode("Hello")
-    ids = tokenizer.encode("Hello there")[len(prompt_ids) :]
-    assert tokenizer.decode(ids) == "there"  # what a careless caller would get
-    assert decode_response(tokenizer, prompt_ids, ids) == " there"
 
 
 def test_special_ids(byte_level_dir, sentencepiece_file):
@@ -139,12 +125,8 @@ def test_rebuilt_from_its_files_and_from_a_pickle(tokenizer):
         assert copy.encode("7+4=11\n") == ids
         assert copy.decode(ids) == "7+4=11\n"
         assert copy.files() == tokenizer.files()
-        assert (copy.eos_id, copy.bos_id, copy.pad_id, copy.vocab_size) == (
-            tokenizer.eos_id,
-            tokenizer.bos_id,
-            tokenizer.pad_id,
-            tokenizer.vocab_size,
-        )
+        for name in ("eos_id", "bos_id", "pad_id", "vocab_size"):
+            assert getattr(copy, name) == getattr(tokenizer, name), name
 
 
 def test_same_ids_as_transformers(byte_level_dir):
@@ -160,13 +142,10 @@ def test_same_ids_as_transformers(byte_level_dir):
     pickle.loads(pickle.dumps(ours))  # the renderer stays behind
 
 
-def test_chat_template(byte_level_dir):
+def test_chat_templates(byte_level_dir):
     tokenizer = load_tokenizer(byte_level_dir / "tokenizer.json")
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
     assert text == "<|user|>Hi<eos><|assistant|>"
-
-
-def test_template_file_and_named_templates(byte_level_dir):
     files = load_tokenizer(byte_level_dir).files()
     config = json.loads(files["tokenizer_config.json"])
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
@@ -261,13 +240,10 @@ def test_a_sentencepiece_model_of_hugging_faces_is_what_transformers_makes_of_it
         assert tokenizer.apply_chat_template(chat) == "<|user|>7+4=</s><|assistant|>"
 
 
-def test_without_a_class_it_is_llamas(sentencepiece_file):
+def test_sentencepiece_models_by_themselves(sentencepiece_file):
     config = b'{"bos_token": "<s>", "eos_token": "</s>"}'
     files = {"tokenizer.model": sentencepiece_file.read_bytes(), "tokenizer_config.json": config}
     assert tokenizer_from_files(files).encode("16</s>")[-1] == 2
-
-
-def test_pieces_may_end_a_response_too(sentencepiece_file):
     plain = load_tokenizer(sentencepiece_file)
     more = plain.with_end_tokens(["<s>"])
     assert (plain.end_ids, more.end_ids) == ((2,), (2, 1))
@@ -275,6 +251,11 @@ def test_pieces_may_end_a_response_too(sentencepiece_file):
         assert copy.end_ids == (2, 1)
     with pytest.raises(TokenizerError, match="'<nothing>' is not a piece"):
         plain.with_end_tokens(["<nothing>"])
+    tokenizer = load_tokenizer(sentencepiece_file)
+    prompt_ids = tokenizer.encode("Hello")
+    ids = tokenizer.encode("Hello there")[len(prompt_ids) :]
+    assert tokenizer.decode(ids) == "there"  # what a careless caller would get
+    assert decode_response(tokenizer, prompt_ids, ids) == " there"
 
 
 def test_refusals(tmp_path, byte_level_dir, sentencepiece_file):

@@ -30,28 +30,23 @@ SERVED = """
 
 
 def run(code, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(BEGIN) + textwrap.dedent(code)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(BEGIN) + textwrap.dedent(code)]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.fixture
-def compiler():
+def run_served():
+    """Run code in a process whose large tensors are the allocator's."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("the allocator is compiled: needs g++ or clang++")
+    return lambda code: run(SERVED + code)
 
 
-@pytest.mark.usefixtures("compiler")
-def test_kept_tensors_beside_temporary_ones_take_no_more_than_they_are():
-    run(
-        SERVED
-        + """
+def test_kept_tensors_beside_temporary_ones_take_no_more_than_they_are(run_served):
+    run_served("""
     torch.ones(MB - 1)
     assert held() == 0  # smaller ones are the C library's
     before, kept = host_memory.resident_bytes(), []
@@ -63,30 +58,22 @@ def test_kept_tensors_beside_temporary_ones_take_no_more_than_they_are():
     assert grown < 30 * 8 + 2 * 8 + 64, grown
     assert 30 * 8 * 2**20 <= held() <= (30 * 8 + 2 * 8 + 64) * 2**20
     assert held() % 2**26 == 0  # taken in regions, not tensor by tensor
-    """
-    )
+    """)
 
 
-@pytest.mark.usefixtures("compiler")
-def test_ranges_that_touch_become_one():
-    run(
-        SERVED
-        + """
+def test_ranges_that_touch_become_one(run_served):
+    run_served("""
     first, second = torch.empty(20 * MB), torch.empty(20 * MB)
     assert held() == 64 * 2**20
     del first  # by itself
     del second  # between the first and what is left of the region
     whole = torch.empty(64 * MB)
     assert held() == 64 * 2**20, held()
-    """
-    )
+    """)
 
 
-@pytest.mark.usefixtures("compiler")
-def test_no_two_tensors_share_a_byte_whatever_the_order():
-    run(
-        SERVED
-        + """
+def test_no_two_tensors_share_a_byte_whatever_the_order(run_served):
+    run_served("""
     def work(seed):
         order, alive = random.Random(seed), {}
         for number in range(1, 400):
@@ -114,15 +101,11 @@ def test_no_two_tensors_share_a_byte_whatever_the_order():
     for _ in range(3):
         work(1)
     assert held() <= most  # what is free serves again
-    """
-    )
+    """)
 
 
-@pytest.mark.usefixtures("compiler")
-def test_a_process_that_is_forked_while_another_thread_allocates():
-    run(
-        SERVED
-        + """
+def test_a_process_that_is_forked_while_another_thread_allocates(run_served):
+    run_served("""
     begun, stop = threading.Event(), threading.Event()
 
     def allocate():
@@ -145,15 +128,11 @@ def test_a_process_that_is_forked_while_another_thread_allocates():
     stop.set()
     thread.join()
     assert not any(ends), ends
-    """
-    )
+    """)
 
 
-@pytest.mark.usefixtures("compiler")
-def test_a_forked_process_and_one_without_memory():
-    run(
-        SERVED
-        + """
+def test_a_forked_process_and_one_without_memory(run_served):
+    run_served("""
     tensor = torch.ones(4 * MB)
     child = os.fork()
     if child == 0:
@@ -168,8 +147,7 @@ def test_a_forked_process_and_one_without_memory():
     from aligner.device import accelerator
     accelerator.prepare_megatron()  # asks again, to no effect
     assert torch.ones(2 * MB).sum() == 2 * MB
-    """
-    )
+    """)
 
 
 def test_without_a_compiler_memory_is_the_c_library_s(tmp_path):

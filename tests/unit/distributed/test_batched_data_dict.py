@@ -23,6 +23,19 @@ def test_shards_take_their_part_of_every_global_batch():
     assert shards[1]["text"] == ["row 2", "row 3", "row 6", "row 7"]
     whole = batch(4).shard_by_batch_size(2)
     assert [s["length"].tolist() for s in whole] == [[0, 1], [2, 3]]
+    with pytest.raises(DataError, match=r"5 rows .* evenly into 2 shards"):
+        batch(5).shard_by_batch_size(2)
+    with pytest.raises(DataError, match="8 rows are not a multiple of the batch size 3"):
+        batch(8).shard_by_batch_size(1, batch_size=3)
+    shards = batch(7).shard_by_batch_size(2, batch_size=5, allow_uneven_shards=True)
+    assert [shard.elem_counts_per_gb for shard in shards] == [[3, 1], [2, 1]]
+    parts = [shard.get_batch(1)["length"].tolist() for shard in shards]
+    assert parts == [[5], [6]]
+    assert shards[1].get_batch(1, 2)["length"].tolist() == [6]  # by rows, when told how many
+    with pytest.raises(DataError, match=r"global batch 2 is outside 0\.\.1"):
+        shards[0].get_batch(2)
+    with pytest.raises(DataError, match="Pass batch_size"):
+        batch(4).get_batch(0)
 
 
 @pytest.mark.parametrize(
@@ -36,13 +49,6 @@ def test_uneven_shards(rows, shards, expected):
     assert joined["length"].tolist() == list(range(rows))
 
 
-def test_uneven_shards_are_refused_unless_allowed():
-    with pytest.raises(DataError, match=r"5 rows .* evenly into 2 shards"):
-        batch(5).shard_by_batch_size(2)
-    with pytest.raises(DataError, match="8 rows are not a multiple of the batch size 3"):
-        batch(8).shard_by_batch_size(1, batch_size=3)
-
-
 def test_from_batches_pads_to_the_right_with_the_columns_value():
     joined = BatchedDataDict.from_batches(
         [
@@ -54,6 +60,10 @@ def test_from_batches_pads_to_the_right_with_the_columns_value():
     assert joined["ids"].tolist() == [[1, 2, 9], [3, 4, 5]]
     assert joined["lp"].tolist() == [[0.5, 0.5, 0], [1, 1, 1]]
     assert joined["name"] == ["a", "b"]
+    joined = BatchedDataDict.from_batches([{"x": torch.zeros(0, 9)}, {"x": torch.ones(1, 2)}])
+    assert joined["x"].shape == (1, 2)
+    with pytest.raises(DataError, match="batch 1 has columns"):
+        BatchedDataDict.from_batches([{"a": [1]}, {"b": [1]}])
 
 
 @pytest.mark.parametrize(("name", "padding"), [("x", 0), ("kept_ids", -1)])
@@ -61,16 +71,6 @@ def test_from_batches_pads_dimension_one_of_deeper_tensors(name, padding):
     narrow, wide = torch.full((1, 1, 2), 7), torch.ones(1, 2, 2, dtype=torch.int64)
     joined = BatchedDataDict.from_batches([{name: narrow}, {name: wide}])
     assert joined[name].tolist() == [[[7, 7], [padding, padding]], [[1, 1], [1, 1]]]
-
-
-def test_a_batch_without_rows_does_not_decide_the_width():
-    joined = BatchedDataDict.from_batches([{"x": torch.zeros(0, 9)}, {"x": torch.ones(1, 2)}])
-    assert joined["x"].shape == (1, 2)
-
-
-def test_from_batches_refuses_different_columns():
-    with pytest.raises(DataError, match="batch 1 has columns"):
-        BatchedDataDict.from_batches([{"a": [1]}, {"b": [1]}])
 
 
 def test_reorder_data_undoes_a_selection():
@@ -93,33 +93,24 @@ def test_chunk_slice_get_batch():
         data.get_batch(2, 4)
     with pytest.raises(DataError, match="evenly"):
         data.chunk(0, 4)
-
-
-def test_slices_are_views():
     data = batch(4)
     data.slice(0, 2)["length"][0] = 7
     assert data["length"][0] == 7
 
 
-def test_repeat_interleave_keeps_copies_adjacent():
+def test_repeat_interleave_and_truncate_tensors():
     data = batch(2).repeat_interleave(2)
     assert data["length"].tolist() == [0, 0, 1, 1]
     assert data["text"] == ["row 0", "row 0", "row 1", "row 1"]
-
-
-def test_truncate_tensors_leaves_smaller_ones_alone():
     data = batch(2)
     data.truncate_tensors(dim=1, truncated_len=2)
     assert data["ids"].shape == (2, 2)
     assert data["length"].shape == (2,)
 
 
-def test_microbatches_cover_all_rows_once():
+def test_ranks_with_fewer_rows_run_as_many_microbatches():
     parts = list(batch(5).make_microbatch_iterator(2))
     assert [p["length"].tolist() for p in parts] == [[0, 1], [2, 3], [4]]
-
-
-def test_ranks_with_fewer_rows_run_as_many_microbatches():
     shards = batch(5).shard_by_batch_size(3, allow_uneven_shards=True)  # 2, 2 and 1 rows
     for shard in (*shards, *(shard.get_batch(0) for shard in shards)):
         sizes = [part.size for part in shard.make_microbatch_iterator(1)]
@@ -127,34 +118,15 @@ def test_ranks_with_fewer_rows_run_as_many_microbatches():
     assert [len(list(shard.make_microbatch_iterator(2))) for shard in shards] == [1, 1, 1]
 
 
-def test_a_shard_knows_its_part_of_every_global_batch():
-    shards = batch(7).shard_by_batch_size(2, batch_size=5, allow_uneven_shards=True)
-    assert [shard.elem_counts_per_gb for shard in shards] == [[3, 1], [2, 1]]
-    parts = [shard.get_batch(1)["length"].tolist() for shard in shards]
-    assert parts == [[5], [6]]
-    assert shards[1].get_batch(1, 2)["length"].tolist() == [6]  # by rows, when told how many
-    with pytest.raises(DataError, match=r"global batch 2 is outside 0\.\.1"):
-        shards[0].get_batch(2)
-    with pytest.raises(DataError, match="Pass batch_size"):
-        batch(4).get_batch(0)
-
-
 def tokens(lengths, budget=6, **batch_size):
     lengths = torch.tensor(lengths)
     data = BatchedDataDict({"ids": torch.ones(len(lengths), 6), "n": lengths, "x": [*lengths]})
-    return data.shard_by_batch_size(
-        1,
-        **batch_size,
-        dynamic_batching_args={
-            "max_tokens_per_microbatch": budget,
-            "sequence_length_round": 2,
-            "input_key": "ids",
-            "input_lengths_key": "n",
-        },
-    )
+    args = {"max_tokens_per_microbatch": budget, "sequence_length_round": 2}
+    args |= {"input_key": "ids", "input_lengths_key": "n"}
+    return data.shard_by_batch_size(1, **batch_size, dynamic_batching_args=args)
 
 
-def test_dynamic_microbatches_are_as_wide_as_they_must_be():
+def test_microbatches_of_a_token_budget():
     ((shard,), order) = tokens([1, 5, 3, 2])
     parts = list(shard.make_microbatch_iterator_with_dynamic_shapes())
     assert [part["n"].tolist() for part in parts] == [[5], [3], [1, 2]]
@@ -162,10 +134,6 @@ def test_dynamic_microbatches_are_as_wide_as_they_must_be():
     assert shard.get_microbatch_iterator_dynamic_shapes_len() == 3
     assert order == [1, 2, 0, 3]
     assert shard["ids"].shape == (4, 6)  # the shard itself is left alone
-
-
-def test_packable_microbatches_are_runs_of_rows():
-    ((shard,), _) = tokens([1, 5, 3, 2])
     parts = list(shard.make_microbatch_iterator_for_packable_sequences())
     assert [part["n"].tolist() for part in parts] == [[5], [3], [1, 2]]
     assert shard.get_microbatch_iterator_for_packable_sequences_len() == (3, 6)
@@ -184,13 +152,10 @@ def test_a_global_batch_brings_its_own_microbatches():
         list(batch().make_microbatch_iterator_for_packable_sequences())
 
 
-def test_size_refuses_ragged_columns():
+def test_size_and_to():
     data = BatchedDataDict({"a": [1, 2], "b": [1]})
     with pytest.raises(DataError, match="different lengths"):
         _ = data.size
-
-
-def test_to_moves_tensors_in_place():
     data = batch(1)
     assert data.to("meta") is data
     assert data["ids"].device.type == "meta"

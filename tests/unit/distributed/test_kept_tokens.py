@@ -1,10 +1,4 @@
-"""What top-k and top-p kept, recorded by the sampler and used again by the trainer.
-
-1. What is recorded is what a token was drawn from; a set larger than the limit is not recorded.
-2. Log-probs, entropies and gradients over a recorded set are those of log-softmax over it.
-3. With another engine's rounding, the mean ratio is 1 over the recorded set, not over an own.
-4. A whole policy scores what it sampled, by itself and by the reference.
-"""
+"""What top-k and top-p kept, recorded by the sampler and used again by the trainer."""
 
 import math
 import sys
@@ -74,15 +68,9 @@ def test_what_is_recorded_is_what_is_drawn_from():
 
 def test_a_ban_is_part_of_what_is_recorded():
     logits = torch.tensor([[3.0, 1.0, 2.0, -1.0, 0.0]])
-    drawn = sample_tokens(
-        logits,
-        torch.tensor([0.5], dtype=torch.float64),
-        SamplingParams(top_k=2),
-        greedy=False,
-        banned=torch.tensor([True]),
-        end_ids=torch.tensor([0]),
-        record=4,
-    )
+    uniforms, sampling = torch.tensor([0.5], dtype=torch.float64), SamplingParams(top_k=2)
+    ban = {"banned": torch.tensor([True]), "end_ids": torch.tensor([0])}
+    drawn = sample_tokens(logits, uniforms, sampling, greedy=False, record=4, **ban)
     assert sorted(drawn.kept_ids[0].tolist()) == [-1, -1, 1, 2]
 
 
@@ -95,16 +83,8 @@ def test_values_and_gradients_over_a_recorded_set(temperature):
     hidden, weight, generator = inputs()
     kept, target = recorded_sets(generator)
     g, e = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
-    found = hidden_states_to_logprobs(
-        hidden,
-        weight,
-        target,
-        vocab_size=VOCAB,
-        temperature=temperature,
-        top_p=0.8,
-        kept_ids=kept,
-        with_entropy=True,
-    )
+    options = {"vocab_size": VOCAB, "temperature": temperature, "top_p": 0.8, "kept_ids": kept}
+    found = hidden_states_to_logprobs(hidden, weight, target, **options, with_entropy=True)
     logprobs, entropies = [], []
     for row in range(TOKENS):
         ids = kept[row][kept[row] >= 0].long()
@@ -154,23 +134,17 @@ def test_the_mean_ratio_at_top_p_of_eight_tenths():
     sampling = SamplingParams(top_p=0.8)
     uniforms = torch.rand(400, generator=generator, dtype=torch.float64)
     drawn = sample_tokens(rough, uniforms, sampling, greedy=False, record=VOCAB)
-    everything = {"vocab_size": VOCAB}
 
-    def ratios(**options):
+    def ratios(kept_ids=None, **options):
         """Σ of the trainer's probabilities over the sampler's set, of each position."""
         sums = torch.zeros(400)
         for place in range(VOCAB):
             target = drawn.kept_ids[:, place].long()
             there = target >= 0
             if there.any():
-                found, _ = hidden_states_to_logprobs(
-                    hidden[there],
-                    weight,
-                    target[there],
-                    **everything,
-                    **{key: v[there] if key == "kept_ids" else v for key, v in options.items()},
-                )
-                sums[there] += found.exp()
+                given = {**options, "kept_ids": None if kept_ids is None else kept_ids[there]}
+                rows = hidden[there], weight, target[there]
+                sums[there] += hidden_states_to_logprobs(*rows, vocab_size=VOCAB, **given)[0].exp()
         return sums
 
     unfiltered, own = ratios(), ratios(top_p=0.8)
@@ -189,8 +163,6 @@ def test_the_mean_ratio_at_top_p_of_eight_tenths():
 # 4. A whole policy ----------------------------------------------------------------------------
 
 VOCABULARY = 259  # of the tiny model: what it keeps is nearly all of it
-
-
 VLLM = {
     "generation": {"backend": "vllm", "vllm": {"python": sys.executable}},
     "cluster": {"engine": "ray"},

@@ -34,6 +34,7 @@ def test_on_hand():
     assert groups.fewest == 2
     assert groups.cut(2) == [[1, 2], [4, 6, 0, 3, 5]]
     assert groups.cut(3) == [[1], [2, 4, 6], [0, 3, 5]]
+    assert LengthGroups([4, 2], [0, 0, 5, 0, 7], 8).cut(5) == [[4], [2]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,7 +54,3 @@ def test_the_cut_is_the_best_there_is(padded, budget):
 @pytest.mark.parametrize("count", [0, 3])
 def test_no_rows_make_no_groups(count):
     assert LengthGroups([], [], 8).cut(count) == []
-
-
-def test_rows_are_not_cut_into_more_groups_than_there_are():
-    assert LengthGroups([4, 2], [0, 0, 5, 0, 7], 8).cut(5) == [[4], [2]]

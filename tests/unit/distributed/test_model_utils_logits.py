@@ -138,15 +138,13 @@ def test_any_shape(shape, transposed):
     world, span = dist.group.WORLD, (0, vocab)
     probability = full_logits.softmax(-1)
     entropy = (probability * full_logits.log_softmax(-1)).sum(-1)
+    logprobs = picked(full_logits, tokens)
     for output, expected_values in (
-        (mu.DistributedLogprob.apply(logits, tokens, *span, world), picked(full_logits, tokens)),
-        (
-            mu.ChunkedDistributedLogprob.apply(logits, tokens, *span, chunk, world),
-            picked(full_logits, tokens),
-        ),
+        (mu.DistributedLogprob.apply(logits, tokens, *span, world), logprobs),
+        (mu.ChunkedDistributedLogprob.apply(logits, tokens, *span, chunk, world), logprobs),
         (
             mu.ChunkedDistributedLogprobWithSampling.apply(logits, tokens, world, -1, 1.0, chunk),
-            picked(full_logits, tokens),
+            logprobs,
         ),
         (mu.ChunkedDistributedEntropy.apply(logits, chunk, world), entropy),
         (mu._compute_distributed_softmax(logits, world), probability),
@@ -158,10 +156,11 @@ def test_any_shape(shape, transposed):
     ):
         torch.testing.assert_close(output, expected_values)
         upstream = draw(seed + 1, *expected_values.shape)
-        actual = torch.autograd.grad(output, full_logits, upstream, retain_graph=True)
-        torch.testing.assert_close(
-            actual, torch.autograd.grad(expected_values, full_logits, upstream, retain_graph=True)
+        slopes = (
+            torch.autograd.grad(each, full_logits, upstream, retain_graph=True)
+            for each in (output, expected_values)
         )
+        torch.testing.assert_close(*slopes)
 
 
 @settings(deadline=None, max_examples=60)
@@ -234,17 +233,10 @@ def test_bfloat16_logits_are_never_float32_as_a_whole(group, sampling):
     logits = draw(0, 1, length, vocab, dtype=torch.bfloat16).requires_grad_()
     tokens, boundaries = tokens_for(1, vocab, 1, length), torch.tensor([0, 40, 40, length])
     params = sampling and mu.TrainingSamplingParams(**sampling, keep_target=True)
+    options = {"chunk_size": chunk, "sampling_params": params}
     with LargestFloat32() as recorder:
         mu.from_parallel_logits_to_logprobs_packed_sequences(
-            logits,
-            tokens,
-            boundaries,
-            64,
-            0,
-            vocab,
-            group,
-            chunk_size=chunk,
-            sampling_params=params,
+            logits, tokens, boundaries, 64, 0, vocab, group, **options
         ).sum().backward()
         if sampling is None:
             mu.ChunkedDistributedEntropy.apply(logits, chunk, group).sum().backward()
@@ -259,22 +251,18 @@ def test_chunks_are_bounded_without_a_chunk_size(group, monkeypatch):
     logits = draw(0, 1, 96, 128, dtype=torch.bfloat16).requires_grad_()
     target = draw(1, 1, 96, 128, dtype=torch.bfloat16)
     with LargestFloat32() as recorder:
-        mu.DistributedLogprob.apply(
-            logits, tokens_for(1, 64, 1, 96), 0, 128, group
-        ).sum().backward()
+        tokens = tokens_for(1, 64, 1, 96)
+        mu.DistributedLogprob.apply(logits, tokens, 0, 128, group).sum().backward()
         mu.DistributedCrossEntropy.apply(logits, target, group).sum().backward()
         mu._compute_distributed_log_softmax(logits, group).sum().backward()
     assert 0 < recorder.largest <= 4 * 128
 
 
-def test_inference_keeps_nothing(group):
+def test_inference_keeps_nothing_and_extreme_logits_stay_exact(group):
     logits = draw(0, 2, 3, 5).requires_grad_()
     tokens = tokens_for(2, 5, 2, 3)
     output = mu.DistributedLogprob.apply(logits, tokens, 0, 5, group, True)
     assert output.grad_fn.saved_tensors == ()
-
-
-def test_extreme_logits_stay_exact(group):
     logits = torch.tensor([[[1e4, 0.0, -1e4], [0.0, -torch.inf, -(2.0**99)]]], requires_grad=True)
     tokens = torch.tensor([[0, 2]])
     output = mu.DistributedLogprob.apply(logits, tokens, 0, 3, group)
@@ -288,16 +276,12 @@ def test_extreme_logits_stay_exact(group):
     assert (logits.grad == 0).all()
 
 
-def test_a_student_that_excludes_what_the_teacher_says(group):
+def test_tokens_outside_of_what_is_kept(group):
     student = torch.tensor([[[0.0, -torch.inf]]])
-    assert (
-        mu.DistributedCrossEntropy.apply(student, torch.zeros(1, 1, 2), group).item() == torch.inf
-    )
+    teacher = torch.zeros(1, 1, 2)
+    assert mu.DistributedCrossEntropy.apply(student, teacher, group).item() == torch.inf
     assert mu.DistributedCrossEntropy.apply(student, student, group).item() == 0.0
-
-
-def test_a_token_outside_the_kept_set(group):
-    """Logits 3, 2, 1, 0 and top-k 2: -inf as published, or counted as kept."""
+    # Logits 3, 2, 1, 0 and top-k 2: -inf as published, or counted as kept.
     logits = torch.tensor([[[3.0, 2.0, 1.0, 0.0]] * 2], requires_grad=True)
     tokens = torch.tensor([[0, 3]])
     published = mu.DistributedLogprobWithSampling.apply(logits, tokens, group, 2, 1.0)

@@ -57,14 +57,10 @@ def test_the_fused_forward_equals_the_logits(gpt):
 
 
 @pytest.mark.usefixtures("_patched")
-def test_patching_twice_changes_the_chunk_only(gpt):
+def test_patching_twice_changes_the_chunk_only_and_log_probs_need_labels(gpt):
     assert GPTModel._linear_ce_fusion_chunk_size == CHUNK
     assert GPTModel._original_forward_for_linear_ce_fusion is not GPTModel.forward
     assert gpt.output_layer.__class__.__name__ == "ColumnParallelLinear"
-
-
-@pytest.mark.usefixtures("_patched")
-def test_log_probs_need_labels(gpt):
     with pytest.raises(ConfigError, match="labels=None"):
         gpt(*inputs(), return_logprobs_for_linear_ce_fusion=True)
 
@@ -74,24 +70,14 @@ def test_packed_sequences_equal_padded_ones(gpt):
     lengths = np.array([7, 3, 1, 5])
     tokens = torch.randint(0, 250, (4, 7), generator=torch.Generator().manual_seed(5))
     layout = build_layout(tokens, lengths, LayoutRules(True, sequence_multiple=1, row_multiple=1))
-    params = SegmentParams(
-        segments=layout.segments,
-        cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).int(),
-        max_seqlen_q=7,
-    )
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    params = SegmentParams(segments=layout.segments, cu_seqlens_q=ends, max_seqlen_q=7)
+    fused = {"return_logprobs_for_linear_ce_fusion": True}
+    ids, positions = layout.input_ids, layout.positions
     with torch.no_grad(), placed_positions(gpt, layout):
-        packed = gpt(
-            layout.input_ids,
-            layout.positions,
-            None,
-            labels=layout.input_ids,
-            packed_seq_params=params,
-            return_logprobs_for_linear_ce_fusion=True,
-        )
+        packed = gpt(ids, positions, None, labels=ids, packed_seq_params=params, **fused)
     position = torch.arange(7).expand(4, 7)
     with torch.no_grad():
-        padded = gpt(
-            tokens, position, None, labels=tokens, return_logprobs_for_linear_ce_fusion=True
-        )
+        padded = gpt(tokens, position, None, labels=tokens, **fused)
     inside = position[:, 1:] < torch.from_numpy(lengths)[:, None]
     torch.testing.assert_close(packed, padded * inside, rtol=1e-5, atol=1e-5)

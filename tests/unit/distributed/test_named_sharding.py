@@ -12,30 +12,19 @@ def sharding():
     return NamedSharding(np.arange(8).reshape(2, 2, 2), ["pp", "dp", "tp"])
 
 
-def test_shape_and_sizes():
+def test_ranks_by_their_coordinates():
     s = sharding()
     assert s.shape == {"pp": 2, "dp": 2, "tp": 2}
     assert s.get_axis_size("dp") == 2
     assert (s.ndim, s.size, s.names) == (3, 8, ["pp", "dp", "tp"])
-
-
-def test_coordinates_and_ranks_are_inverse():
-    s = sharding()
     for rank in range(8):
         assert s.get_ranks(**s.get_worker_coords(rank)) == rank
     assert s.get_worker_coords(5) == {"pp": 1, "dp": 0, "tp": 1}
-
-
-def test_partial_coordinates_leave_a_smaller_sharding():
+    s.layout[0, 0, 0] = 99
+    assert s.get_ranks(pp=0, dp=0, tp=0) == 0
     assert sharding().get_ranks(dp=1) == NamedSharding([[2, 3], [6, 7]], ["pp", "tp"])
     assert sharding().get_ranks_by_coord(dp=1) == [2, 3, 6, 7]
     assert sharding().get_ranks_by_coord(pp=0, tp=1) == [1, 3]
-
-
-def test_layout_is_a_copy():
-    s = sharding()
-    s.layout[0, 0, 0] = 99
-    assert s.get_ranks(pp=0, dp=0, tp=0) == 0
 
 
 @pytest.mark.parametrize(
@@ -52,16 +41,13 @@ def test_bad_layouts(layout, names, words):
         NamedSharding(layout, names)
 
 
-def test_unknown_axis_coordinate_and_rank():
+def test_unknown_axes_and_megatrons_order():
     with pytest.raises(LayoutError, match="unknown axis 'cp'"):
         sharding().get_axis_size("cp")
     with pytest.raises(LayoutError, match=r"dp=2 is outside 0\.\.1"):
         sharding().get_ranks(dp=2)
     with pytest.raises(LayoutError, match="rank 8"):
         sharding().get_worker_coords(8)
-
-
-def test_megatron_order_is_tensor_fastest_pipeline_slowest():
     layout = layout_of(pipeline=2, data=2, context=1, tensor=2)
     assert layout.get_ranks_by_coord(pipeline_parallel=0, data_parallel=1) == [2, 3]
     assert layout.get_ranks_by_coord(pipeline_parallel=1, data_parallel=0) == [4, 5]

@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,45 +17,47 @@ def pack(algorithm, lengths, capacity, **kwargs):
     return get_packer(algorithm, capacity, **kwargs).pack(lengths)
 
 
-def test_concatenative_keeps_the_order_and_looks_back_at_one_bin_only():
-    # 4+5 | 3 (+8 is over 10) | 8+2; the 2 would have fitted with the 3.
-    assert pack("concatenative", [4, 5, 3, 8, 2], 10) == [[0, 1], [2], [3, 4]]
+@pytest.mark.parametrize(
+    ("algorithm", "lengths", "capacity", "bins"),
+    [
+        # 4+5 | 3 (+8 is over 10) | 8+2; the 2 would have fitted with the 3.
+        ("concatenative", [4, 5, 3, 8, 2], 10, [[0, 1], [2], [3, 4]]),
+        # 8 | 5 | 4 to the 5 | 3 does not fit beside 8 or 5+4 | 2 to the 8.
+        ("first_fit_decreasing", [4, 5, 3, 8, 2], 10, [[3, 4], [1, 0], [2]]),
+        ("first_fit_decreasing", [5, 5, 5, 5], 10, [[0, 1], [2, 3]]),
+        # The seed's order of five indices, 2 4 3 0 1: 3, 2 | 8 | 4 to the 3 and 2 | 5
+        ("first_fit_shuffle", [4, 5, 3, 8, 2], 10, [[2, 4, 0], [3], [1]]),
+        # Large (over 30): 40, 35, 32. Medium (over 20): 25, 21. Small (over 10): 18, 12, 11.
+        #   medium, forward:  40 has room 20, none; 35 takes 25, full; 32 (room 28) takes 21 (53).
+        #   small pairs, backward, bins without a medium: 40 has room 20; 11 + 12 = 23 do not fit.
+        #   anything, forward: 40 takes 18 (58), nothing of 2 is left; 32+21 takes 5, room 2.
+        #   the rest, first fit decreasing: 12 + 11 + 3.
+        (
+            *("modified_first_fit_decreasing", [40, 35, 32, 25, 21, 18, 12, 11, 5, 3], 60),
+            [[0, 5], [1, 3], [2, 4, 8], [6, 7, 9]],
+        ),
+        # Large: 33 (room 27) and 31 (room 29). No medium one. Small: 18, 12, 11.
+        #   backward: 31 takes the smallest, 11, and the largest that fits in 18: 18 (full);
+        #   33: fewer than two small ones are left. Forward: 33 takes 12.
+        ("modified_first_fit_decreasing", [33, 31, 18, 12, 11], 60, [[0, 3], [1, 4, 2]]),
+    ],
+)
+def test_bins_by_hand(algorithm, lengths, capacity, bins):
+    assert pack(algorithm, lengths, capacity) == bins
 
 
-def test_first_fit_decreasing_takes_the_longest_first():
-    # 8 | 5 | 4 to the 5 | 3 does not fit beside 8 or 5+4 | 2 to the 8.
-    assert pack("first_fit_decreasing", [4, 5, 3, 8, 2], 10) == [[3, 4], [1, 0], [2]]
-
-
-def test_equal_lengths_keep_their_order():
-    assert pack("first_fit_decreasing", [5, 5, 5, 5], 10) == [[0, 1], [2, 3]]
-
-
-def test_modified_first_fit_decreasing_fills_the_bins_of_long_sequences():
-    # Capacity 60. Large (over 30): 40, 35, 32. Medium (over 20): 25, 21. Small (over 10): 18, 12,
-    # 11. Tiny: 5, 3.
-    #   medium, forward:  40 has room 20, none; 35 takes 25, full; 32 has room 28, takes 21 (53).
-    #   small pairs, backward, bins without a medium: 40 has room 20; 11 + 12 = 23 do not fit.
-    #   anything, forward: 40 takes 18 (58), nothing of 2 is left; 32+21 takes 5, room 2.
-    #   the rest, first fit decreasing: 12 + 11 + 3.
-    lengths = [40, 35, 32, 25, 21, 18, 12, 11, 5, 3]
-    bins = pack("modified_first_fit_decreasing", lengths, 60)
-    assert bins == [[0, 5], [1, 3], [2, 4, 8], [6, 7, 9]]
-
-
-def test_modified_first_fit_decreasing_places_two_small_ones():
-    # Capacity 60, large: 33 (room 27) and 31 (room 29). No medium one. Small: 18, 12, 11.
-    #   backward: 31 takes the smallest, 11, and the largest that fits in 18: 18 (full);
-    #   33: fewer than two small ones are left. Forward: 33 takes 12.
-    assert pack("modified_first_fit_decreasing", [33, 31, 18, 12, 11], 60) == [[0, 3], [1, 4, 2]]
-
-
-def test_modified_first_fit_decreasing_beats_first_fit_decreasing_on_its_worst_case():
+def test_fewer_bins_and_more_bins_by_hand():
     # Bins of 100. FFD: 51+27 six times, 26 thrice twice, 23 four times thrice: 11 bins.
     # Modified: 51+23+26 six times, 27 thrice twice, the six 23 left in two: 10 bins.
     lengths = [51] * 6 + [27] * 6 + [26] * 6 + [23] * 12
     assert len(pack("first_fit_decreasing", lengths, 100)) == 11
     assert len(pack("modified_first_fit_decreasing", lengths, 100)) == 10
+    # 6+4 and 3+3+1: the first bin is fuller and goes into 6 | 4, then 3+3+1 into 3+1 | 3.
+    lengths = [6, 4, 3, 3, 1]
+    assert pack("first_fit_decreasing", lengths, 10) == [[0, 1], [2, 3, 4]]
+    assert pack("first_fit_decreasing", lengths, 10, min_bin_count=3) == [[0], [2, 3, 4], [1]]
+    four = [[0], [2, 4], [1], [3]]
+    assert pack("first_fit_decreasing", lengths, 10, bin_count_multiple=4) == four
 
 
 def test_first_fit_shuffle_is_the_same_every_time_and_follows_its_seed():
@@ -65,26 +66,6 @@ def test_first_fit_shuffle_is_the_same_every_time_and_follows_its_seed():
     assert packer.pack(lengths) == packer.pack(lengths)
     assert FirstFitShufflePacker(64).pack(lengths) == packer.pack(lengths)
     assert FirstFitShufflePacker(64, seed=1).pack(lengths) != packer.pack(lengths)
-
-
-def test_first_fit_shuffle_on_hand():
-    # The seed's order of five indices is the order of packing.
-    order = np.random.Generator(np.random.PCG64(0)).permutation(5).tolist()
-    assert order == [2, 4, 3, 0, 1]  # 3, 2 | 8 | 4 to the 3 and 2 | 5
-    assert pack("first_fit_shuffle", [4, 5, 3, 8, 2], 10) == [[2, 4, 0], [3], [1]]
-
-
-def test_the_fullest_bin_is_split_level_to_reach_a_count():
-    # 6+4 and 3+3+1: the first bin is fuller and goes into 6 | 4, then 3+3+1 into 3+1 | 3.
-    lengths = [6, 4, 3, 3, 1]
-    assert pack("first_fit_decreasing", lengths, 10) == [[0, 1], [2, 3, 4]]
-    assert pack("first_fit_decreasing", lengths, 10, min_bin_count=3) == [[0], [2, 3, 4], [1]]
-    assert pack("first_fit_decreasing", lengths, 10, bin_count_multiple=4) == [
-        [0],
-        [2, 4],
-        [1],
-        [3],
-    ]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

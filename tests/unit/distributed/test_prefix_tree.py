@@ -1,10 +1,4 @@
-"""What sequences begin with in common is one run of the tree, and rows are grouped by it.
-
-1. By hand: forks of forks, a sequence that begins another one, equal sequences, short headers.
-2. Every tree spells its sequences, and no run of several could be longer (hypothesis).
-3. Adjacent rows that begin alike are one group, cut at the budget and at global batches.
-4. Planned micro-batches hold whole groups, and count their tokens once.
-"""
+"""What sequences begin with in common is one run of the tree, and rows are grouped by it."""
 
 import numpy as np
 import pytest
@@ -44,7 +38,7 @@ def spelled(tree, ids):
     return {owner: sorted(runs) for owner, runs in actual.items()}
 
 
-def test_forks_of_forks():
+def test_trees_by_hand():
     tree = tree_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7], [8])
     runs = {
         (int(start), int(length), int(parent))
@@ -57,15 +51,9 @@ def test_forks_of_forks():
     assert tree.num_tokens() == 8
     assert tree.num_tokens(multiple=4) == 24
     assert (tree.parents < np.arange(6)).all()
-
-
-def test_a_sequence_that_begins_another_has_no_run_of_its_own():
     tree = tree_of([1, 2, 3], [1, 2], [1, 2])
     assert sorted(zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True)) == [(0, 2), (2, 1)]
     assert sorted(tree.owners[tree.owned == 0].tolist()) == [0, 1, 2]
-
-
-def test_a_short_header_splits_no_rows():
     rows = [[1, 2, 3, 10 + row] for row in range(4)]
     assert len(tree_of(*rows, least_saved=10).starts) == 4  # 3 tokens x 3 sequences would be saved
     assert len(tree_of(*rows, least_saved=9).starts) == 5
@@ -73,9 +61,6 @@ def test_a_short_header_splits_no_rows():
     pair = [[1, 2, 3, 4, 4, 4, 4, 4, 4, 5 + row] for row in range(2)]
     tree = tree_of(*pair, [1, 7], least_saved=9)
     assert sorted(tree.lengths.tolist()) == [1, 1, 2, 9]
-
-
-def test_where_too_little_is_saved_there_is_no_tree():
     prompt = list(range(100, 100 + LEAST_SAVED))
     assert shared_prefixes(*padded([*prompt, 1], [*prompt, 2])) is not None
     assert shared_prefixes(*padded([*prompt[1:], 1], [*prompt[1:], 2])) is None
@@ -139,26 +124,17 @@ def test_rows_of_a_prompt_are_one_group():
     ]
 
 
-def test_groups_end_where_global_batches_do():
+def test_where_groups_end():
     actual = grouped(*rollout(4), batches=[range(3), range(3, 4)])
     assert actual == [[(range(3), PROMPT + 24, True)], [(range(3, 4), PROMPT + 8, False)]]
-
-
-def test_a_group_is_cut_at_the_budget_and_at_a_shard_s_part():
     sizes = [len(rows) for rows, _, _ in grouped(*rollout(5), max_tokens=PROMPT + 16)[0]]
     assert sizes == [2, 2, 1]
     assert [len(rows) for rows, _, _ in grouped(*rollout(8), shards=2)[0]] == [4, 4]
     assert [len(rows) for rows, _, _ in grouped(*rollout(8, 4), shards=2)[0]] == [6, 2, 4]
-
-
-def test_pairs_stay_whole():
     ids, lengths = rollout(2, 2)
     ids[1] = ids[1][::-1]  # the first pair shares nothing
     actual = grouped(ids, lengths, rows_per_group=2, max_tokens=1)
     assert actual == [[(range(2), 2 * (PROMPT + 8), False), (range(2, 4), PROMPT + 16, True)]]
-
-
-def test_what_saves_too_little_is_no_group():
     ids, lengths = rollout(3)
     ids[:, LEAST_SAVED - 1] = np.arange(3)
     assert [shares for _, _, shares in grouped(ids, lengths)[0]] == [False] * 3

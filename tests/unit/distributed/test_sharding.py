@@ -15,6 +15,7 @@ from aligner.errors import ConfigError, DataError
 
 WIDTH = 40
 MODES = ["plain", "dynamic", "packed"]
+COLUMNS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
 
 
 def batch(lengths, width=WIDTH):
@@ -30,24 +31,13 @@ def batch(lengths, width=WIDTH):
 
 
 def dynamic(budget, multiple=1, **changes):
-    args = {
-        "max_tokens_per_microbatch": budget,
-        "sequence_length_round": multiple,
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
-    }
-    return {"dynamic_batching_args": args | changes}
+    args = {"max_tokens_per_microbatch": budget, "sequence_length_round": multiple}
+    return {"dynamic_batching_args": {**args, **COLUMNS, **changes}}
 
 
 def packed(budget, multiple=1, algorithm="modified_first_fit_decreasing", **changes):
-    args = {
-        "max_tokens_per_microbatch": budget,
-        "sequence_length_pad_multiple": multiple,
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
-        "algorithm": algorithm,
-    }
-    return {"sequence_packing_args": args | changes}
+    args = {"max_tokens_per_microbatch": budget, "sequence_length_pad_multiple": multiple}
+    return {"sequence_packing_args": {**args, **COLUMNS, "algorithm": algorithm, **changes}}
 
 
 def microbatches(shard, number):
@@ -99,9 +89,8 @@ def test_order_is_restored_and_each_rank_gets_its_part_of_each_global_batch(case
 def test_dynamic_microbatches_keep_the_budget_and_their_number(case, spare):
     lengths, batch_size, shards, multiple = case
     budget = round_up(WIDTH, multiple) + spare
-    parts, _ = batch(lengths).shard_by_batch_size(
-        shards, batch_size, True, **dynamic(budget, multiple)
-    )
+    args = dynamic(budget, multiple)
+    parts, _ = batch(lengths).shard_by_batch_size(shards, batch_size, True, **args)
     for number in range(len(parts[0].elem_counts_per_gb)):
         shown = [microbatches(part, number) for part in parts]
         assert len({len(shard) for shard in shown}) == 1
@@ -125,9 +114,8 @@ def test_packed_microbatches_keep_the_budget_and_their_number(
 ):
     lengths, batch_size, shards, multiple = case
     budget = round_up(WIDTH, multiple) + spare
-    args = packed(
-        budget, multiple, algorithm, min_bin_count=least, bin_count_multiple=count_multiple
-    )
+    counts = {"min_bin_count": least, "bin_count_multiple": count_multiple}
+    args = packed(budget, multiple, algorithm, **counts)
     parts, _ = batch(lengths).shard_by_batch_size(shards, batch_size, True, **args)
     for number in range(len(parts[0].elem_counts_per_gb)):
         shown = [microbatches(part, number) for part in parts]
@@ -160,14 +148,6 @@ def test_tokens_are_level_on_a_log_normal_mix(mode, seed, shards):
     assert np.ptp(tokens) / tokens.mean() < 0.05
 
 
-def test_level_tokens_may_mean_uneven_rows():
-    # One row of 30 tokens against six of 5.
-    parts, order = batch([5, 5, 30, 5, 5, 5, 5]).shard_by_batch_size(2, **packed(40))
-    assert [part["row"] for part in parts] == [[2], [0, 1, 3, 4, 5, 6]]
-    assert order == [2, 0, 1, 3, 4, 5, 6]
-    assert parts[0].micro_batch_lengths == parts[1].micro_batch_lengths == [[30]]
-
-
 def test_dynamic_shards_on_hand():
     # 8 to the first, 7 and 6 to the second (13), 3 and 2 to the first (13), 1 to the second, which
     # has fewer rows.
@@ -179,52 +159,45 @@ def test_dynamic_shards_on_hand():
     assert order == [5, 1, 2, 3, 4, 0]
 
 
-def test_fewer_samples_than_shards():
+def test_fewer_samples_than_shards_or_none():
     for args in (dynamic(40), packed(40)):
         parts, order = batch([7, 9]).shard_by_batch_size(4, **args)
         assert [part.size for part in parts] == [1, 1, 0, 0]
-        assert [part.micro_batch_indices for part in parts[1:]] == [
-            [[[0, 1]]],
-            [[[0, 0]]],
-            [[[0, 0]]],
-        ]
+        bounds = [part.micro_batch_indices for part in parts[1:]]
+        assert bounds == [[[[0, 1]]], [[[0, 0]]], [[[0, 0]]]]
         assert [part.micro_batch_lengths[0] for part in parts] == [[9], [7], [0], [0]]
         assert [next(iter(part.get_batch(0)["input_ids"].shape)) for part in parts] == [1, 1, 0, 0]
         assert order == [1, 0]
-
-
-def test_no_samples_at_all():
-    for args in (dynamic(40), packed(40)):
         parts, order = batch([]).shard_by_batch_size(2, **args)
         assert order == []
         assert [list(p.make_microbatch_iterator_with_dynamic_shapes()) for p in parts] == [[], []]
         assert parts[0].get_microbatch_iterator_for_packable_sequences_len() == (0, 0)
 
 
-def test_the_largest_microbatch_comes_first():
+def test_shards_are_level():
     for args in (dynamic(40), packed(40)):
         parts, _ = batch([3, 30, 8, 22, 15]).shard_by_batch_size(1, **args)
         (lengths,) = parts[0].micro_batch_lengths
         assert all(a >= b for a, b in pairwise(lengths))
-
-
-def test_balance_is_within_the_lightest_row():
     parts = balance_rows(range(100), [*range(1, 101)], 7)
     sums = [sum(row + 1 for row in part) for part in parts]
     assert max(sums) - min(sums) <= 7
     assert all(part == sorted(part) for part in parts)
+    # One row of 30 tokens against six of 5.
+    parts, order = batch([5, 5, 30, 5, 5, 5, 5]).shard_by_batch_size(2, **packed(40))
+    assert [part["row"] for part in parts] == [[2], [0, 1, 3, 4, 5, 6]]
+    assert order == [2, 0, 1, 3, 4, 5, 6]
+    assert parts[0].micro_batch_lengths == parts[1].micro_batch_lengths == [[30]]
 
 
 def test_errors_name_key_value_and_remedy():
     data = batch([5, 30])
-    with pytest.raises(
-        ConfigError, match=r"dynamic_batching_args and sequence_packing_args are both given"
-    ):
+    both = "dynamic_batching_args and sequence_packing_args are both given"
+    with pytest.raises(ConfigError, match=both):
         data.shard_by_batch_size(1, **dynamic(40), **packed(40))
+    too_long = r"row 1 has 30 tokens.*max_tokens_per_microbatch=29.* least 30"
     for args in (dynamic(29), packed(29)):
-        with pytest.raises(
-            DataError, match=r"row 1 has 30 tokens.*max_tokens_per_microbatch=29.* least 30"
-        ):
+        with pytest.raises(DataError, match=too_long):
             data.shard_by_batch_size(1, **args)
     with pytest.raises(DataError, match="row 1 has 30 tokens, 32 when padded to a multiple of 8"):
         data.shard_by_batch_size(1, **dynamic(31, 8))
@@ -248,6 +221,10 @@ def test_errors_name_key_value_and_remedy():
             data.shard_by_batch_size(1, batch_size=3, **args)
         with pytest.raises(DataError, match="shards=0"):
             data.shard_by_batch_size(0, **args)
+    with pytest.raises(DataError, match=r"3 rows .*rows_per_group=2"):
+        batch([1, 2, 3]).shard_by_batch_size(1, **packed(8, rows_per_group=2))
+    with pytest.raises(DataError, match="rows 0 to 3 splits a group of 2 adjacent rows"):
+        batch([1] * 6).shard_by_batch_size(1, 3, **dynamic(8, rows_per_group=2))
 
 
 @settings(max_examples=60, deadline=None)
@@ -271,9 +248,8 @@ def test_rows_of_a_group_stay_together(lengths, mode, shards, multiple):
         planned_lengths = part.micro_batch_lengths[0]
         for (start, end), planned in zip(part.micro_batch_indices[0], planned_lengths, strict=True):
             members = rows[start:end]
-            assert [row for row in members if row % 2 == 0] == [
-                row - 1 for row in members if row % 2
-            ]
+            first, second = ([row for row in members if row % 2 == odd] for odd in (0, 1))
+            assert [row + 1 for row in first] == second
             sizes = padded[start:end]
             if mode == "packed":
                 assert planned == sum(sizes) <= budget
@@ -281,10 +257,3 @@ def test_rows_of_a_group_stay_together(lengths, mode, shards, multiple):
                 assert planned == max(sizes, default=0)
                 assert planned * len(sizes) <= budget
     assert sorted(order) == list(range(data.size))
-
-
-def test_groups_that_do_not_divide_are_refused():
-    with pytest.raises(DataError, match=r"3 rows .*rows_per_group=2"):
-        batch([1, 2, 3]).shard_by_batch_size(1, **packed(8, rows_per_group=2))
-    with pytest.raises(DataError, match="rows 0 to 3 splits a group of 2 adjacent rows"):
-        batch([1] * 6).shard_by_batch_size(1, 3, **dynamic(8, rows_per_group=2))

@@ -31,22 +31,16 @@ class Doubler:
         self.closed = True
 
 
-def test_sharded_call_passes_shard_and_arguments():
+def test_a_group_from_its_start_to_its_end():
     group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
     data = BatchedDataDict({"x": torch.tensor([1, 2, 3])})
+    axes = {"replicate_on_axes": MODEL_AXES, "output_is_replicated": MODEL_AXES}
+    shards, options = data.shard_by_batch_size(1), {"common_kwargs": {"offset": 1}}
     future = group.run_all_workers_sharded_data(
-        "apply",
-        data.shard_by_batch_size(1),
-        in_sharded_axes=["data_parallel"],
-        replicate_on_axes=MODEL_AXES,
-        output_is_replicated=MODEL_AXES,
-        common_kwargs={"offset": 1},
+        "apply", shards, ["data_parallel"], **axes, **options
     )
     (result,) = group.get_all_worker_results(future)
     assert result["y"].tolist() == [3, 5, 7]
-
-
-def test_cluster_starts_a_class_by_name():
     name = f"{Doubler.__module__}.Doubler"
     group = LocalCluster(PARALLEL).start_workers(name, "doubler", factor=3)
     assert group.worker.factor == 3
@@ -54,9 +48,6 @@ def test_cluster_starts_a_class_by_name():
     with pytest.raises(ConfigError) as caught:
         LocalCluster(PARALLEL).start_workers(name, "doubler", factor=0)
     assert "while starting doubler on rank 0" in caught.value.__notes__
-
-
-def test_shutdown_calls_the_cleanup_method():
     group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
     assert group.shutdown(cleanup_method="close")
     assert group.worker.closed
@@ -73,7 +64,7 @@ def test_what_needs_ray_is_published_here_and_imports_it_later():
         _ = worker_groups.RayWorkers
 
 
-def test_wrong_axes_and_shard_counts_are_refused():
+def test_shard_counts_and_results():
     group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
     with pytest.raises(WorkerError, match="2 shards for 1"):
         group.run_all_workers_sharded_data("apply", [1, 2], ["data_parallel"], [], [])
@@ -81,9 +72,6 @@ def test_wrong_axes_and_shard_counts_are_refused():
         group.run_all_workers_sharded_data("apply", [1], ["tensor_parallel"], [], [])
     with pytest.raises(WorkerError, match=r"and \['x'\]"):
         group.run_all_workers_sharded_data("apply", [1], ["data_parallel"], ["x"], [])
-
-
-def test_results_are_sent_from_the_host_whatever_holds_them():
     sent = to_host(BatchedDataDict({"x": torch.ones(2, requires_grad=True), "y": [torch.ones(1)]}))
     assert isinstance(sent, BatchedDataDict)
     assert not sent["x"].requires_grad

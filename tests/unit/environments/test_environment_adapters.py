@@ -120,11 +120,8 @@ def test_calls_of_plain_methods_are_made_in_order_and_coroutines_at_the_same_tim
     log = make("Log", prompt=chat, reward=f"{HERE}:scored", arguments={"name": "book"})
     start = log.init()
     assert start.messages[0] == chat[0]
-    assert start.messages[1]["content"] == (
-        'call fail {}: Fail.\ncall write {"line": "<string>"}: Write a line.\n'
-        + HOW_TO_CALL
-        + "\nq"
-    )
+    tools = 'call fail {}: Fail.\ncall write {"line": "<string>"}: Write a line.'
+    assert start.messages[1]["content"] == f"{tools}\n{HOW_TO_CALL}\nq"
     turn = log.step(say('call write {"line": "a"}\ncall write {"line": "b"}\ncall fail'))
     assert turn.messages[0]["content"].splitlines() == [
         "result of write: 1 of book",
@@ -153,15 +150,13 @@ def half(prompts, completions, **columns):
     return [0.5]
 
 
-def test_rewards_of_the_class_and_of_a_function_are_added():
+def test_functions_bring_rewards_and_schemas():
     chat = [{"role": "user", "content": "q"}]
     env = make("Meeting", prompt=chat, reward=f"{HERE}:half")
     assert env.messages == [{"role": "user", "content": "qmeet"}]
     assert chat[0]["content"] == "q"  # the row stays
     assert env.step(say("over")).score == 1.5
 
-
-def test_a_function_may_bring_its_schema():
     def call(**arguments):
         raise AssertionError
 
@@ -170,13 +165,8 @@ def test_a_function_may_bring_its_schema():
 
 
 def test_calls_beyond_the_limit_end_the_conversation():
-    log = make(
-        "Log",
-        prompt="q",
-        reward=f"{HERE}:scored",
-        ground_truth=["b"],
-        max_tool_calling_iterations=1,
-    )
+    options = {"reward": f"{HERE}:scored", "max_tool_calling_iterations": 1}
+    log = make("Log", prompt="q", ground_truth=["b"], **options)
     assert not log.step(say('call write {"line": "b"}')).done
     end = log.step(say('call write {"line": "c"}'))
     assert (end.done, end.score) == (True, 1.0)
@@ -273,7 +263,7 @@ def test_actions_of_messages(space, options, said, action):
     assert parse(said) == action
 
 
-def test_spaces_without_a_parser_are_refused():
+def test_spaces_without_a_parser_and_observations():
     with pytest.raises(ConfigError, match=r"Box\(-1, 1\).* as environment.kwargs.action"):
         action_parser(Box())
     with pytest.raises(ConfigError, match=r"actions=\['a'\] has 1 names, and the .* 2 actions"):
@@ -282,8 +272,6 @@ def test_spaces_without_a_parser_are_refused():
     assert action_parser(Discrete(2), ["a", "b"])[1] == "Answer with one of: a, b."
     assert "columns" in GymnasiumEnv.__init__.__annotations__  # any row can be given
 
-
-def test_observations_become_text():
     class Array:
         def tolist(self):
             return [1, 2]
@@ -325,14 +313,8 @@ class Coroutine:
 
 
 def test_nemo_rls_interface_in_full():
-    env = NeMoRLEnv(
-        seed=0,
-        environment=f"{HERE}:Coroutine",
-        config={"a": 1},
-        prompt="q",
-        x=7,
-        observation_role="tool",
-    )
+    given = {"config": {"a": 1}, "prompt": "q", "x": 7, "observation_role": "tool"}
+    env = NeMoRLEnv(seed=0, environment=f"{HERE}:Coroutine", **given)
     for length in (2, 4):  # metadata that is None leaves the last one
         turn = asyncio.run(env.step(say("w")))
         assert turn.messages == [{"role": "tool", "content": str(length)}]
@@ -352,23 +334,17 @@ def test_rewards_and_actors_of_nemo_rl():
 
     assert reward_of(torch.tensor([0.5])) == 0.5
     assert reward_of(torch.tensor([[1.0, 2.0]])) == {"reward": 3, "reward1": 1, "reward2": 2}
-    assert reward_of({"form": torch.tensor([0.5]), "right": [1]}) == {
-        "reward": 1.5,
-        "form": 0.5,
-        "right": 1.0,
-    }
+    parts = reward_of({"form": torch.tensor([0.5]), "right": [1]})
+    assert parts == {"reward": 1.5, "form": 0.5, "right": 1.0}
     assert actor_class(ray.remote(Coroutine)) is Coroutine
     assert actor_class(Coroutine) is Coroutine
 
 
-def test_results_of_mcp_become_text():
+def test_results_and_settings_of_mcp_and_skyrl_gym(monkeypatch):
     text = {"type": "text", "text": "42"}
     assert result_text({"content": [text, {"type": "image"}]}) == "42\n[image]"
     assert result_text({"content": [text], "isError": True}) == "error: 42"
     assert result_text({"structuredContent": {"a": 1}}) == "{'a': 1}"
-
-
-def test_servers_without_a_command_or_a_reward_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", asyncio)  # any module
     with pytest.raises(ConfigError, match=r"environment.kwargs.command='python s.py' must be a"):
         MCPEnv.check_kwargs({"command": "python s.py"})
@@ -377,9 +353,6 @@ def test_servers_without_a_command_or_a_reward_are_refused(monkeypatch):
     MCPEnv.check_kwargs(
         {"command": ["python"], "reward": "aligner.examples.tasks.exact_number:reward"}
     )
-
-
-def test_a_name_of_skyrl_gym_is_needed():
     with pytest.raises(ConfigError, match=r"environment.kwargs.id is not set, and the data has no"):
         SkyRLGymEnv(seed=0, prompt="q")
 

@@ -41,27 +41,13 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def ends(tokenizer):
-    """The token that an answer is ended with."""
-    return tokenizer.turn_end_id
-
-
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_conversations(family):
+def test_random_conversations(family, count):
     tokenizer = FAMILIES[family]()
     renderer = ChatRenderer(tokenizer, rewritten_history="refuse")
-    rng = random.Random(family)
-    for _ in range(100):
-        _check_conversation(family, tokenizer, renderer, rng)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_thousand_random_conversations(family):
-    tokenizer = FAMILIES[family]()
-    renderer = ChatRenderer(tokenizer, rewritten_history="refuse")
-    rng = random.Random(f"many {family}")
-    for _ in range(1000):
+    rng = random.Random(f"{count} {family}")
+    for _ in range(count):
         _check_conversation(family, tokenizer, renderer, rng)
 
 
@@ -80,7 +66,7 @@ def _check_conversation(family, tokenizer, renderer, rng):
         assert before == expected
         text, ended = words(rng, known), rng.random() < 0.7
         every_turn_ended &= ended
-        ids = tokenizer.encode(text) + ([ends(tokenizer)] if ended else [])
+        ids = tokenizer.encode(text) + ([tokenizer.turn_end_id] if ended else [])
         logprobs = [-rng.random() for _ in ids]
         message = talk.answered(ids, logprobs, ended)
         for at, (token, logprob) in enumerate(zip(ids, logprobs, strict=True), len(before)):
@@ -150,7 +136,7 @@ def test_tools_that_no_template_shows_are_described_in_the_first_message(templat
     assert f"call f {{}}: \n{HOW_TO_CALL}\na" in tokenizer.decode(talk.ids)
 
 
-def test_history_that_a_template_rewrites():
+def test_history_that_a_template_rewrites_or_leaves_out():
     tokenizer = chatml(R1)
     thought = [*tokenizer.encode("hm</think>4"), 258]
 
@@ -166,9 +152,6 @@ def test_history_that_a_template_rewrites():
     assert after_a_turn() == f"{question}{answer}<U>q<A>4<|im_end|><U>r<A><think>\n"
     kept = after_a_turn(rewritten_history="keep")
     assert kept == "<U>q<A><think>\nhm</think>4<|im_end|><U>r<A><think>\n"
-
-
-def test_messages_that_a_template_leaves_out_are_refused():
     plain = R1.replace("{% else %}{% set", "{% elif m.role == 'assistant' %}{% set", 1)
     renderer = ChatRenderer(chatml(plain), rewritten_history="keep")
     talk = Conversation(renderer, Start([user("q")]))
@@ -185,7 +168,7 @@ def test_rewards_of_steps_stand_at_the_tokens_that_complete_them():
         ("ab\ncé.", Turn([user("r")], 2.0, steps=[(3, 0.5), (5, -1.0), (6, 4.0)])),
         ("é", Turn(done=True, steps=[(1, 8.0)])),
     ):
-        ids = [*tokenizer.encode(text), ends(tokenizer)]
+        ids = [*tokenizer.encode(text), tokenizer.turn_end_id]
         message = talk.answered(ids, [-1.0] * len(ids), True)
         assert message["content"] == text
         talk.follow(turn, goes_on=not turn.done)
@@ -197,11 +180,7 @@ def test_rewards_of_steps_stand_at_the_tokens_that_complete_them():
     assert sampled[1] == [0, 0, 0.5, 0, 0, -1.0, 4.0, 2.0]  # a b \n c é é . end
     assert sampled[2] == [0, 8.0, 0]
     assert len(talk.rewards) == talk.length
-
-
-def test_a_step_that_ends_within_what_was_cut():
-    """Half a character at the end is shown as one: its step is the last token's."""
-    tokenizer = byte_level_tokenizer()
+    # Half a character at the end is shown as one: its step is the last token's.
     talk = Conversation(ChatRenderer(tokenizer), Start([user("q")]))
     ids = tokenizer.encode("aé")[:2]
     message = talk.answered(ids, [-1.0] * 2, False)
@@ -213,9 +192,18 @@ def test_a_step_that_ends_within_what_was_cut():
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-@pytest.mark.parametrize("template", [None, TURNS, LLAMA2, MISTRAL])
+@pytest.mark.parametrize(
+    ("template", "behind"),
+    [
+        (None, "\nand one\n"),
+        (TURNS, "\nuser: and one\nassistant:"),
+        (LLAMA2, " </s><s>[INST] and one [/INST]"),
+        (MISTRAL, "</s><s>[INST] and one [/INST]"),
+    ],
+    ids=["none", "turns", "llama2", "mistral"],
+)
 @pytest.mark.parametrize("ended", [False, True])
-def test_no_token_is_added_between_turns(template, ended):
+def test_no_token_is_added_between_turns(template, behind, ended):
     """The normaliser begins every text with a space; what follows a turn is no beginning."""
     tokenizer = prepending(template)
     talk = Conversation(ChatRenderer(tokenizer, rewritten_history="keep"), Start([user("two")]))
@@ -224,14 +212,7 @@ def test_no_token_is_added_between_turns(template, ended):
     talk.answered(ids, [-1.0] * len(ids), ended)
     talk.follow(Turn([user("and one")]), goes_on=True)
     read = talk.ids[talk.prompt_length + len(ids) :]
-    first = tokenizer.encode("x")
-    behind = {
-        None: "\nand one\n",
-        TURNS: "\nuser: and one\nassistant:",
-        LLAMA2: " </s><s>[INST] and one [/INST]",
-        MISTRAL: "</s><s>[INST] and one [/INST]",
-    }[template]
-    expected = tokenizer.encode("x" + behind)[len(first) :]
+    expected = tokenizer.encode("x" + behind)[len(tokenizer.encode("x")) :]
     if ended and tokenizer.eos_id in expected:  # what was sampled stands for it
         expected = expected[expected.index(tokenizer.eos_id) + 1 :]
     assert read == expected
@@ -280,7 +261,7 @@ def test_no_text_of_a_message_is_taken_for_an_answer(how):
     tokenizer = byte_level_tokenizer()
     said = "more ⁂answer⁂ ⁂answer 0⁂ ⁂answer 1⁂ and more"
     talk = Conversation(ChatRenderer(tokenizer, rewritten_history=how), Start([user(said)]))
-    ids = [*tokenizer.encode("ok"), ends(tokenizer)]
+    ids = [*tokenizer.encode("ok"), tokenizer.turn_end_id]
     for _ in range(2):
         talk.answered(ids, [-1.0] * len(ids), True)
         talk.follow(Turn([user(said)]), goes_on=True)

@@ -27,18 +27,9 @@ def test_the_form_is_that_of_the_template(family):
     assert form_of(FAMILIES[family].make()) == FAMILIES[family].form
 
 
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_conversations_with_tools(family):
-    play(family, 100)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_thousand_random_conversations_with_tools(family):
-    play(family, 1000)
-
-
-def play(family, count):
+def test_random_conversations_with_tools(family, count):
     kind = FAMILIES[family]
     renderer = ChatRenderer(kind.make(), rewritten_history="refuse")
     rng = random.Random(f"{family} {count}")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,8 @@ def module(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pool(module):
     columns = ["what", "at", "marker", "name"]
-    found = EnvironmentPool(f"{module}:Does", {"turns": 2}, columns)
-    yield found
-    found.close()
+    with closing(EnvironmentPool(f"{module}:Does", {"turns": 2}, columns)) as found:
+        yield found
 
 
 def begin(slot, seed=1, **columns):
@@ -99,15 +99,6 @@ def test_one_that_hangs_is_killed_with_what_it_started(pool, tmp_path, what):
     assert "did not answer within 1 seconds and was killed" in failed.text
     assert all(gone(int(pid)) for pid in marker.read_text().split())
     assert isinstance(pool.call([begin(0)])[0], CallAnswer)
-
-
-def test_a_dead_one_leaves_nothing_behind(pool, tmp_path):
-    """Nor does it where its children are no longer its own when it is found dead."""
-    marker = tmp_path / "pids"
-    pool.call([begin(0, what="dies_alone", marker=str(marker))])
-    (failed,) = pool.call([step(0)])
-    assert re.search(r"died \(exit code -9\)", failed.text)
-    assert gone(int(marker.read_text()))
 
 
 @pytest.mark.parametrize("what", ["stops", "writes_half_an_answer"])
@@ -179,12 +170,9 @@ def test_one_that_dies_while_it_starts_fails_its_conversation_only(pool, monkeyp
 
 
 def test_memory_is_bounded(module):
-    pool = EnvironmentPool(f"{module}:Does", {}, ["what"], memory_mb=256)
-    try:
+    with closing(EnvironmentPool(f"{module}:Does", {}, ["what"], memory_mb=256)) as pool:
         pool.call([begin(0, what="eats_memory")])
         (failed,) = pool.call([step(0)])
-    finally:
-        pool.close()
     assert "raised MemoryError" in failed.text
     assert failed.text.endswith("It may allocate environment.memory_mb=256 MiB")
 
@@ -197,8 +185,7 @@ def use(how, limit=60.0):
 def test_tools_that_misbehave(module, tmp_path):
     """One that hangs is killed with its environment and what it forked; others say what it was."""
     marker = tmp_path / "pids"
-    pool = EnvironmentPool(f"{module}:Tools", {}, ["marker"], memory_mb=512)
-    try:
+    with closing(EnvironmentPool(f"{module}:Tools", {}, ["marker"], memory_mb=512)) as pool:
         for how in ("hangs", "forks_many"):
             marker.unlink(missing_ok=True)
             pool.call([begin(0, marker=str(marker))])
@@ -215,8 +202,6 @@ def test_tools_that_misbehave(module, tmp_path):
             text = answer.value.messages[0]["content"]
             assert text.startswith(said)
             assert len(text) < 4100
-    finally:
-        pool.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file of Linux")
@@ -226,29 +211,29 @@ def test_where_memory_runs_out_environments_go_first(pool):
 
 
 def test_what_was_left_under_way_is_closed_before_the_next(module, tmp_path):
-    pool = EnvironmentPool(f"{module}:Closes", {}, ["marker"])
-    try:
+    with closing(EnvironmentPool(f"{module}:Closes", {}, ["marker"])) as pool:
         for number in range(3):
             pool.call([begin(0, seed=number, marker=str(tmp_path / "closed"))])
             assert isinstance(pool.call([step(0)])[0], CallAnswer)
-    finally:
-        pool.close()
     assert (tmp_path / "closed").read_text() == "0 1 "
 
 
-def test_a_fork_answers_nothing(pool):
+def test_forks_answer_nothing_and_dead_ones_leave_nothing(pool, tmp_path):
     pool.call([begin(0, what="forks")])
     assert [pool.call([step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
+    # Nor does it where its children are no longer its own when it is found dead.
+    marker = tmp_path / "pids"
+    pool.call([begin(0, what="dies_alone", marker=str(marker))])
+    (failed,) = pool.call([step(0)])
+    assert re.search(r"died \(exit code -9\)", failed.text)
+    assert gone(int(marker.read_text()))
 
 
 def test_coroutines_share_a_loop(module):
-    pool = EnvironmentPool(f"{module}:Async", {}, [])
-    try:
+    with closing(EnvironmentPool(f"{module}:Async", {}, [])) as pool:
         pool.call([begin(0)])
         assert [pool.call([step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
         assert pool.call([Call(0, "close", None, 60.0)])[0].value is None
-    finally:
-        pool.close()
 
 
 @pytest.mark.parametrize(

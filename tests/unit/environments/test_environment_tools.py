@@ -50,7 +50,7 @@ def test_schemas_are_those_of_transformers(function):
     assert ours == theirs
 
 
-def test_a_choice_of_texts_is_an_enumeration():
+def test_schemas_name_choices_and_need_descriptions():
     def pick(colour: Literal["red", "blue"]) -> str:
         """Pick.
 
@@ -62,8 +62,6 @@ def test_a_choice_of_texts_is_an_enumeration():
     kind = json_schema(pick)["function"]["parameters"]["properties"]["colour"]
     assert kind == {"type": "string", "enum": ["red", "blue"], "description": "One."}
 
-
-def test_functions_that_say_too_little_are_refused():
     def silent(x: int) -> int:
         return x
 
@@ -132,9 +130,8 @@ def test_the_plain_form_needs_no_template():
     env = Calculation(seed=0, prompt="6*7=", ground_truth="42", form="plain")
     start = env.init()
     assert start.tools is None
-    assert start.messages[0]["content"].startswith(
-        'call calculator {"expression": "<string>"}: Compute'
-    )
+    shown = 'call calculator {"expression": "<string>"}: Compute'
+    assert start.messages[0]["content"].startswith(shown)
     turn = env.step(say('call calculator {"expression": "1/0"}'))
     assert "result of calculator: error: ZeroDivisionError" in turn.messages[0]["content"]
     unread = env.step(say("call calculator {")).info["calls"]
@@ -184,6 +181,7 @@ def test_the_guessing_game():
 LLAMA = '{"name": "get_weather", "parameters": {"city": "Rome", "days": 2}}'
 WEATHER = ToolCall("get_weather", {"city": "Rome", "days": 2})
 V3 = '[TOOL_CALLS] [{"name": "f", "arguments": {"x": [1]}, "id": "a1B2c3D4e"}'
+V3_CALL = ToolCall("f", {"x": [1]}, id="a1B2c3D4e")
 
 
 @pytest.mark.parametrize(
@@ -196,13 +194,12 @@ V3 = '[TOOL_CALLS] [{"name": "f", "arguments": {"x": [1]}, "id": "a1B2c3D4e"}'
         ("llama3", LLAMA.replace("parameters", "arguments"), [WEATHER]),
         ("llama3", "It is 21 degrees.", []),
         ("llama3", 'Say {"name": "get_weather"}?', []),
-        ("mistral", V3 + "]", [ToolCall("f", {"x": [1]}, id="a1B2c3D4e")]),
-        ("mistral", V3.replace("[TOOL_CALLS] [", "[TOOL_CALLS]"), None),
+        ("mistral", V3 + "]", [V3_CALL]),
+        ("mistral", V3.replace("[TOOL_CALLS] [", "[TOOL_CALLS]"), [V3_CALL]),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": "{}"}]', [ToolCall("f", {})]),
         ("mistral", 'ok[TOOL_CALLS]f[ARGS]{"x": 1}', [ToolCall("f", {"x": 1})]),
         (
-            "mistral",
-            '[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}[TOOL_CALLS]g[ARGS]{"y": 2}',
+            *("mistral", '[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}[TOOL_CALLS]g[ARGS]{"y": 2}'),
             [ToolCall("f", {}, id="a1B2c3D4e"), ToolCall("g", {"y": 2})],
         ),
         ("mistral", "42", []),
@@ -210,8 +207,6 @@ V3 = '[TOOL_CALLS] [{"name": "f", "arguments": {"x": [1]}, "id": "a1B2c3D4e"}'
     ],
 )
 def test_calls_as_models_write_them(form, text, calls):
-    if calls is None:
-        calls = [ToolCall("f", {"x": [1]}, id="a1B2c3D4e")]
     assert parse_calls(text, form) == calls
 
 
@@ -271,29 +266,21 @@ def test_calls_stand_apart_from_the_text_where_a_template_wants_it():
     chat = [{"role": "user", "content": "q"}, say(text), *results, say("no [TOOL_CALLS]")]
     found = structured(chat, "mistral")
     assert [found[0], *found[2:]] == [chat[0], *chat[2:]]
-    made = found[1]["tool_calls"]
-    assert [(one["id"], one["function"]["name"]) for one in made] == [
-        ("a" * 9, "f"),
-        ("b" * 9, "unknown"),
-    ]
+    made = [(one["id"], one["function"]["name"]) for one in found[1]["tool_calls"]]
+    assert made == [("a" * 9, "f"), ("b" * 9, "unknown")]
 
 
-def test_a_class_is_given_the_form_of_the_template_unless_it_is_told_another():
+def test_a_class_is_given_the_form_of_the_template():
     name = "aligner.examples.tasks.calculator:Calculation"
     row = {"seed": 0, "prompt": "1+1=", "ground_truth": "2"}
     columns = ["prompt", "ground_truth"]
     assert load_factory(name, {}, columns, "plain")(**row).init().tools is None
-    assert (
-        load_factory(name, {"form": "llama3"}, columns, "plain")(**row, form="llama3").init().tools
-    )
+    llama3 = {"form": "llama3"}
+    assert load_factory(name, llama3, columns, "plain")(**row, **llama3).init().tools
     other = load_factory("user_environments:Echo", {}, ["name"], "plain")
     assert "form" not in other(seed=0).columns  # it is no ToolEnv
-    with pytest.raises(
-        ConfigError, match="form='xml' is not one of hermes, llama3, mistral, plain"
-    ):
+    said = "form='xml' is not one of hermes, llama3, mistral, plain"
+    with pytest.raises(ConfigError, match=said):
         Calculation(**row, form="xml")
-
-
-def test_a_template_that_shows_no_calls_has_the_plain_form():
     assert form_of(byte_level_tokenizer()) == "plain"
     assert form_of(chatml(None)) == "plain"

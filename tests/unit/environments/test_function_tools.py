@@ -42,7 +42,14 @@ class Broken:
     def init(self):
         return ["text"]
     def step(self, message):
-        raise AssertionError
+        if message["content"] == "list":
+            return []
+        raise NameError if message["content"] == "name" else AssertionError
+
+class Answers(Broken):
+    def init(self):
+        from aligner.environments import Start
+        return Start([{"role": "user", "content": "2+3?"}])
 '''
 
 
@@ -58,7 +65,7 @@ def environment(file, reward="score", form="plain", **columns):
     return FunctionTools(seed=0, prompt="2+3?", form=form, **kwargs, **columns)
 
 
-def test_a_template_without_tools_is_shown_how_a_call_is_written(file):
+def test_templates_with_and_without_tools(file):
     tools = environment(file, ground_truth="5")
     start = tools.init()
     assert start.tools is None
@@ -69,9 +76,6 @@ def test_a_template_without_tools_is_shown_how_a_call_is_written(file):
     assert (turn.done, turn.reward) == (False, None)
     assert turn.messages == [{"role": "user", "content": "result of add: 5"}]
     assert tools.step({"role": "assistant", "content": "5"}).reward == {"reward": 1.0}
-
-
-def test_a_template_with_tools_gets_their_schemas(file):
     tools = environment(file, "trl", "hermes", level=2)
     start = tools.init()
     assert start.messages == [{"role": "user", "content": "2+3?"}]
@@ -94,14 +98,11 @@ def test_unusable_tools_are_refused_before_the_run(file):
             FunctionTools.check_kwargs(kwargs)
 
 
-def test_tools_are_an_environment_of_messages():
+def test_tools_are_an_environment_that_brings_its_tasks():
     tools = EnvironmentConfig(tools=("m:f",), kwargs={"reward": "m:r"})
     assert tools.is_set
     assert tools.arguments == {"tools": ["m:f"], "reward": "m:r"}
     assert tools.setting == "environment.tools=['m:f']"
-
-
-def test_an_environment_brings_its_tasks():
     values = {"environment": {"factory": "m:C"}, "reward": {"function": None}}
     config = OmegaConf.create({**values, "data": {"train": {"source": "???"}}})
     assert "data.train.source is not set" in with_built_in_task(config)
@@ -123,3 +124,15 @@ def test_a_refused_start_is_final_and_an_exception_is_not(file):
     assert "init returned ['text']; it must return a Start" in refused.text
     assert not raised.is_final
     assert "OSError: busy" in raised.text
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("content", "is_final"), [("list", True), ("name", True), ("5", False)])
+def test_an_error_of_the_code_is_final(file, content, is_final):
+    pool = EnvironmentPool(f"{file}:Answers", {}, [])
+    try:
+        pool.call([Call(0, "begin", (0, {}), 30.0)])
+        failure = pool.call([Call(0, "step", {"content": content}, 30.0)])[0]
+    finally:
+        pool.close()
+    assert failure.is_final == is_final

@@ -121,16 +121,13 @@ def test_chains_of_any_depth_and_closed_folders_are_removed(here):
     assert is_emptied(here)
 
 
-def test_a_reward_function_that_is_killed_leaves_no_files(here, user):
+def test_killed_functions_and_environments_leave_no_files(here, user):
     with closing(RewardFunction(f"{user}:reward", time_limit_s=3.0)) as function:
         function(["p"], ["good"], [None])
         assert list(here.glob("aligner-scratch-*/*/held"))
         with pytest.raises(RewardTimeoutError):
             function(["p"], ["hang"], [None])
         assert is_emptied(here)
-
-
-def test_an_environment_that_is_killed_leaves_no_files(here, user):
     pool = EnvironmentPool(f"{user}:Hangs", {}, ["prompt"])
     try:
         pool.call([Call(0, "begin", (0, {"prompt": "p"}), 60.0)])

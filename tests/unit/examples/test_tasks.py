@@ -2,12 +2,11 @@
 
 import ast
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from ranks import run_script
+from recipes import composed
 
 from aligner.algorithms.run.directory import config_changes
 from aligner.algorithms.run.identity import RunIdentity
@@ -80,8 +79,7 @@ def test_a_module_that_lost_some_names_refuses_others():
 @pytest.mark.integration
 def test_the_earlier_command_runs(tmp_path):
     for module in ("aligner.checkpoint.tiny", "aligner.examples.tasks.tiny_model"):
-        command = [sys.executable, "-m", module, "--output", f"{module}.nemo"]
-        subprocess.run(command, check=True, cwd=tmp_path, timeout=120)
+        run_script(module, "--output", f"{module}.nemo", folder=tmp_path).check_returncode()
     first, second = (path.read_bytes() for path in tmp_path.iterdir())
     assert first == second
 
@@ -92,9 +90,7 @@ def test_a_run_begun_by_an_earlier_path_is_the_same_run():
 
     def run(package):
         settings = [f"{key}=aligner.{package}.{value}" for key, value in games.items()]
-        with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-            tree = compose("recipes/ppo_tiny_guessing_cpu", overrides=settings)
-        return load_config(tree, RunConfig)
+        return load_config(composed("ppo_tiny_guessing_cpu", *settings), RunConfig)
 
     before, now = run("environments"), run("examples.tasks")
     identity = RunIdentity.of(before).as_dict()

@@ -158,8 +158,8 @@ def test_reasoning_gym_from_prompt_to_reward():
         output = function(texts, [right[0], f"{right[1]}1", ""], right, columns)
     assert output.rewards[0] == 1.0
     assert output.rewards[1] < 1.0
-    assert output.metrics["accuracy"] == [1.0, 0.0, 0.0]
-    assert output.metrics["well_formed"] == [1.0, 1.0, 0.0]
+    assert output.parts["accuracy"] == [1.0, 0.0, 0.0]
+    assert output.parts["well_formed"] == [1.0, 1.0, 0.0]
 
 
 def test_reasoning_gym_answer_in_a_tag():

@@ -12,8 +12,9 @@ from aligner.config import (
     parse_config,
 )
 from aligner.errors import ConfigError
-from aligner.generation.vllm.sampling import logprobs_mode, request_seed, sampling_arguments
+from aligner.generation.vllm.sampling import logprobs_mode, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
+from aligner.kernels.counter_hash import text_hash
 
 RAY = {"cluster": {"engine": "ray"}}
 
@@ -32,12 +33,6 @@ def parse(generation, ppo=None, **sections):
 
 def vllm(python=sys.executable, **keys):
     return {"backend": "vllm", "vllm": {"python": python, **keys}}
-
-
-def test_vllm_on_ray_is_accepted():
-    config = parse(vllm(), **RAY)
-    assert config.generation_world_size == 0  # beside the policy
-    assert parse(vllm(refit="separate", engines=3), **RAY).generation_world_size == 3
 
 
 @pytest.mark.parametrize(
@@ -90,17 +85,10 @@ def test_sampling_in_vllms_words():
     sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.2)
     arguments = sampling_arguments(length, sampling, eos_ids=(2, 7), seed=11, greedy=False)
     assert arguments == {
-        "temperature": 0.7,
-        "top_k": 5,
-        "top_p": 0.9,
-        "repetition_penalty": 1.2,
-        "min_tokens": 2,  # vLLM counts without the end that is being drawn
-        "max_tokens": 20,
-        "stop_token_ids": [2, 7],
-        "ignore_eos": True,
-        "seed": 11,
-        "logprobs": 0,
-        "detokenize": False,
+        **{"temperature": 0.7, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 11},
+        # vLLM counts the least length without the end that is being drawn.
+        **{"min_tokens": 2, "max_tokens": 20, "stop_token_ids": [2, 7], "ignore_eos": True},
+        **{"logprobs": 0, "detokenize": False},
     }
     greedy = sampling_arguments(LengthParams(), sampling, eos_ids=(2,), seed=11, greedy=True)
     assert (greedy["temperature"], greedy["seed"], greedy["min_tokens"]) == (0.0, None, 0)
@@ -121,10 +109,10 @@ def test_logprobs_are_of_the_distribution_drawn_from(change, mode):
 
 
 def test_seeds_are_of_run_and_sample_alone():
-    seeds = {request_seed(seed, sample) for seed in range(20) for sample in range(200)}
+    seeds = {text_hash(seed, sample) for seed in range(20) for sample in range(200)}
     assert len(seeds) == 4000
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert request_seed(3, 4) == 2331190576437422291  # the same in every version and process
+    assert text_hash(3, 4) == 2331190576437422291  # the same in every version and process
 
 
 def test_defaults_go_by_the_device():
@@ -152,6 +140,7 @@ def test_defaults_go_by_the_device():
 
 def test_engines_have_workers_of_their_own_in_every_run_that_samples():
     """Rejection sampling, too: with refit=separate its engines were put beside the policy."""
+    assert parse(vllm(), **RAY).generation_world_size == 0  # beside the policy
     config = parse(vllm(refit="separate", engines=3, tensor_parallel_size=2), **RAY)
     assert config.generation_world_size == 6
     assert type(config).generation_world_size is SamplingRunConfig.generation_world_size

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_arguments import engine_arguments
 
-from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
-from aligner.generation.vllm.engine import EngineArguments
 from aligner.generation.vllm.settings import VllmConfig
-from aligner.generation.vllm.worker import REFIT_KEYS, VllmWorker
+from aligner.generation.vllm.worker import VERSIONS, VllmWorker
 from aligner.refit.ends import RefitEnd, check_ends
 
 ROOT = Path(__file__).parents[3]
@@ -20,44 +19,45 @@ POLICY = [
 ]
 ENGINE = RefitEnd("engine 0", "GPU 1", True, "2.13.0+cu130", (2, 29, 3))
 ON_CPU = RefitEnd("engine 0", "machine m", False, "2.13.0+cpu", None)
+SECTION = {"section": VllmWorker.section, "versions": VERSIONS}
 
 
-@pytest.mark.parametrize("separate", [False, True])
+OTHER_TORCH = dataclasses.replace(ENGINE, torch="2.11.0+cu130")
+OTHER_NCCL = dataclasses.replace(ENGINE, nccl=(2, 27, 5))
+OTHER_CPU = dataclasses.replace(ON_CPU, name="policy rank 0", torch="2.10.0+cpu")
+PATCH = dataclasses.replace(ENGINE, torch="2.13.1+cu129")
+SOURCE_BUILD = dataclasses.replace(ENGINE, torch="2.13.0a0+5f0")
+
+
 @pytest.mark.parametrize(
-    "engine",
+    ("policy", "engine", "ways"),
     [
-        ENGINE,
-        dataclasses.replace(ENGINE, torch="2.13.1+cu129"),  # a patch of the same release
-        dataclasses.replace(ENGINE, torch="2.13.0a0+5f0"),
+        *((POLICY, engine, [False, True]) for engine in (ENGINE, PATCH, SOURCE_BUILD)),
+        ([OTHER_CPU], ON_CPU, [False, True]),
+        (POLICY, OTHER_TORCH, [True]),
+        (POLICY, OTHER_NCCL, [False]),
     ],
+    ids=["same", "patch", "source build", "cpu", "separate torch", "colocated nccl"],
 )
-def test_the_same_release_is_accepted(engine, separate):
-    check_ends(POLICY, engine, separate=separate, keys=REFIT_KEYS)
-
-
-def test_cpus_share_memory_whatever_their_torch():
-    policy = dataclasses.replace(ON_CPU, name="policy rank 0", torch="2.10.0+cpu")
-    for separate in (False, True):
-        check_ends([policy], ON_CPU, separate=separate, keys=REFIT_KEYS)
+def test_releases_that_are_accepted(policy, engine, ways):
+    for separate in ways:
+        check_ends(policy, engine, separate=separate, **SECTION)
 
 
 @pytest.mark.parametrize(
     ("engine", "separate", "words"),
     [
         (
-            dataclasses.replace(ENGINE, torch="2.11.0+cu130"),
-            False,
+            *(OTHER_TORCH, False),
             r"refit=colocated: engine 0 \(torch 2\.11\.0\+cu130.*policy rank 1 \(torch 2\.13\.0"
             r".*requirements-vllm-cuda\.txt.*refit=separate",
         ),
         (
-            dataclasses.replace(ENGINE, nccl=(2, 27, 5)),
-            True,
+            *(OTHER_NCCL, True),
             r"refit=separate: policy rank 0 .*NCCL 2\.29\.3.*NCCL 2\.27\.5.*requirements-vllm-cuda",
         ),
         (
-            dataclasses.replace(ENGINE, sharing_key="GPU 7"),
-            False,
+            *(dataclasses.replace(ENGINE, sharing_key="GPU 7"), False),
             r"refit=colocated: engine 0.*GPU 7.*\['GPU 0', 'GPU 1'\].*refit=separate",
         ),
         (ON_CPU, False, r"vllm\.python: engine 0 \(torch 2\.13\.0\+cpu, CPU\).*requirements-vllm"),
@@ -66,28 +66,12 @@ def test_cpus_share_memory_whatever_their_torch():
 )
 def test_what_cannot_cross_is_refused(engine, separate, words):
     with pytest.raises(ConfigError, match=words):
-        check_ends(POLICY, engine, separate=separate, keys=REFIT_KEYS)
-
-
-def test_broadcasts_do_not_care_for_torch_nor_shared_memory_for_nccl():
-    check_ends(POLICY, dataclasses.replace(ENGINE, torch="2.11.0"), separate=True, keys=REFIT_KEYS)
-    check_ends(
-        POLICY, dataclasses.replace(ENGINE, nccl=(2, 27, 5)), separate=False, keys=REFIT_KEYS
-    )
+        check_ends(POLICY, engine, separate=separate, **SECTION)
 
 
 def test_an_engine_looks_before_it_starts():
     """A real worker, in an interpreter without vLLM: it is not asked for."""
-    arguments = EngineArguments(
-        architecture=None,
-        precision="bf16",
-        eos_ids=[0],
-        length=LengthParams(),
-        sampling=SamplingParams(),
-        max_batch_size=1,
-        max_sequence_length=8,
-        settings=VllmConfig(),
-    )
+    arguments = engine_arguments(VllmConfig())
     with pytest.raises(ConfigError, match=rf"engine 0 \(torch {torch.__version__[:4]}.*policy"):
         VllmWorker(arguments, tokenizer_files={}, pad_id=0, weights_from=POLICY)
 

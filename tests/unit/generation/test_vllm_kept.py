@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_arguments import engine_arguments
 
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.errors import ConfigError, WorkerError
-from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.generation.vllm import engine as vllm_engine
-from aligner.generation.vllm.kept import add_sets, kept_rows
+from aligner.generation.vllm.kept import add_sets
 from aligner.generation.vllm.sampling import sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import responses_batch
@@ -125,17 +125,10 @@ def started(vllm, monkeypatch):
     monkeypatch.setattr(vllm_engine, "set_environment", lambda settings: None)
 
     def start(core=None, record_kept=3, stop=None):
-        arguments = vllm_engine.EngineArguments(
-            architecture=TINY_ARCHITECTURE,
-            precision="32",
-            eos_ids=[END],
-            length=LengthParams(max_length=3),
-            sampling=SamplingParams(top_k=4, top_p=0.9, temperature=0.7),
-            max_batch_size=2,
-            max_sequence_length=8,
-            settings=VllmConfig().on_device(has_gpu=True, ahead=False),
-            record_kept=record_kept,
-        )
+        sampling = SamplingParams(top_k=4, top_p=0.9, temperature=0.7)
+        changes = {"length": LengthParams(max_length=3), "sampling": sampling}
+        settings = VllmConfig().on_device(has_gpu=True, ahead=False)
+        arguments = engine_arguments(settings, record_kept=record_kept, **changes)
         made = vllm_engine.VllmEngine(arguments, stop)
         made._llm = SimpleNamespace(llm_engine=core)
         return made, given
@@ -194,15 +187,12 @@ def test_nothing_is_left_of_a_batch_that_failed(started):
     assert core.aborted == ["0", "1"]
 
 
-def test_nothing_is_recorded_unless_asked(started):
+def test_an_engine_records_only_if_asked(started):
     made, given = started(Core("each"), record_kept=0)
     responses = made.sample([[1], [2]], [0, 1], seed=3, greedy=False)
     assert [response.kept_ids for response in responses] == [[], []]
     assert "kept_ids" not in responses_batch([[1], [2]], responses, 99)
     assert "return_sampling_mask" not in given
-
-
-def test_an_engine_is_asked_for_them(started):
     _, given = started()
     assert given["return_sampling_mask"] is True
     assert given["logprobs_mode"] == "processed_logprobs"
@@ -218,9 +208,8 @@ def test_greedy_responses_have_none(started):
     options = SamplingOptions(LengthParams(max_length=3), SamplingParams(use_greedy=True))
     sampled(started(core)[0], rules=(options, None))
     assert (core.asked["0"].temperature, core.asked["0"].top_k) == (1.0, 1)
-    plain = sampling_arguments(
-        LengthParams(), SamplingParams(top_k=4), eos_ids=[END], seed=0, greedy=True
-    )
+    sampling = SamplingParams(top_k=4)
+    plain = sampling_arguments(LengthParams(), sampling, eos_ids=[END], seed=0, greedy=True)
     assert (plain["temperature"], plain["top_k"]) == (0.0, 4)
 
 
@@ -237,11 +226,9 @@ def test_sets_that_are_missing_or_of_other_tokens(started, when, kept, message):
         sampled(started(Core(when, kept))[0])
 
 
-def test_numbers_of_sets_that_fit_nothing():
-    sets = [[5]]
-    with pytest.raises(
-        WorkerError, match="returned 2 sets of kept tokens with 1 of a response's 3"
-    ):
+def test_sets_that_fit_nothing_or_are_empty():
+    sets, said = [[5]], "returned 2 sets of kept tokens with 1 of a response's 3"
+    with pytest.raises(WorkerError, match=said):
         add_sets(sets, output([7], [[7], [8]], False), 3)
     assert sets == [[5]]
 
@@ -251,7 +238,3 @@ def test_a_vllm_without_them_is_refused(started, vllm):
     started(record_kept=0)
     with pytest.raises(ConfigError, match=r"record_kept_tokens=3: vLLM 0.27.1 .*0.28 or newer"):
         started()
-
-
-def test_empty_responses_have_empty_columns():
-    assert kept_rows([], 3).shape == (0, 3)

@@ -5,8 +5,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from engine_arguments import engine_arguments
+from user_code import configured
 
-from aligner.config import LengthParams, SamplingParams, parse_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError
@@ -64,17 +65,7 @@ def engine(monkeypatch):
     )
 
     def make(settings):
-        arguments = vllm_engine.EngineArguments(
-            architecture=TINY_ARCHITECTURE,
-            precision="bf16",
-            eos_ids=[0],
-            length=LengthParams(),
-            sampling=SamplingParams(),
-            max_batch_size=1,
-            max_sequence_length=8,
-            settings=settings,
-        )
-        made = vllm_engine.VllmEngine(arguments)
+        made = vllm_engine.VllmEngine(engine_arguments(settings))
         return SimpleNamespace(engine=made, calls=llm.calls, given=started)
 
     return make
@@ -98,27 +89,17 @@ def test_an_engine_wakes_for_weights_and_then_for_its_cache(engine):
     made.engine.sleep()
     refit(made.engine)
     refit(made.engine)
-    assert made.calls == [
-        "sleep 2",
-        "wake weights",
-        *loading,
-        "wake kv_cache",
-        "reset_prefix_cache",
-        *loading,
-        "reset_prefix_cache",
-    ]
+    woken = ["sleep 2", "wake weights", *loading, "wake kv_cache", "reset_prefix_cache"]
+    assert made.calls == [*woken, *loading, "reset_prefix_cache"]
 
 
-def test_an_engine_on_cpu_gets_what_it_always_got(engine):
+def test_engines_on_cpu_and_on_several_devices(engine):
     given = engine(VllmConfig().on_device(has_gpu=False, ahead=False)).given
     assert given["enable_sleep_mode"] is False
     assert given["enforce_eager"] is True
     assert given["kv_cache_memory_bytes"] == 1024 * 2**20
     assert given["gpu_memory_utilization"] == 0.5
     assert "tensor_parallel_size" not in given
-
-
-def test_an_engine_of_several_devices_has_one_here(engine):
     settings = VllmConfig(tensor_parallel_size=2)
     given = engine(settings.on_device(has_gpu=True, ahead=False)).given
     assert given["tensor_parallel_size"] == 2
@@ -126,32 +107,12 @@ def test_an_engine_of_several_devices_has_one_here(engine):
 
 
 def generation_on(cluster, **vllm):
-    config = parse_config(
-        {
-            "model": {"restore_from_path": "m.nemo"},
-            "reward": {"function": "a:b"},
-            "data": {"train": {"source": "x.jsonl"}},
-            "cluster": {"engine": "ray"},
-            "generation": {"backend": "vllm", "vllm": {"python": sys.executable, **vllm}},
-        }
-    )
+    settings = {"backend": "vllm", "vllm": {"python": sys.executable, **vllm}}
+    config = configured(critic=True, cluster__engine="ray", generation=settings)
     policy = RefitSource()
     policy.worker_group = Calls()
     tokenizer = byte_level_tokenizer()
     return VllmGeneration(cluster, config, tokenizer, TINY_ARCHITECTURE, policy, 64)
-
-
-def test_weights_that_went_to_sleep_are_brought_again():
-    cluster = Calls()
-    generation = generation_on(cluster)
-    for _ in range(2):  # no update between: a validation, say
-        cluster.calls.clear()
-        generation.prepare_for_generation()
-        generation.prepare_for_generation()
-        generation.finish_generation()
-        refit = ["begin_refit", "load_weights_from_ipc", "finish_refit", "sleep"]
-        assert [call for call in cluster.calls if call != "sharing_key"] == refit
-    assert generation.in_words().endswith("released")
 
 
 def test_after_a_failure_engines_forget_what_they_sample():
@@ -168,7 +129,7 @@ def test_after_a_failure_engines_forget_what_they_sample():
     assert len(cluster.calls) == 1
 
 
-def test_on_cpu_engines_keep_their_weights():
+def test_weights_are_brought_again_after_sleep_alone():
     cluster = Calls(use_gpus=False)
     generation = generation_on(cluster)
     generation.prepare_for_generation()
@@ -177,6 +138,16 @@ def test_on_cpu_engines_keep_their_weights():
     generation.prepare_for_generation()
     assert cluster.calls == []
     assert cluster.started["arguments"].settings.kv_cache_mb == 1024
+    cluster = Calls()
+    generation = generation_on(cluster)
+    for _ in range(2):  # no update between: a validation, say
+        cluster.calls.clear()
+        generation.prepare_for_generation()
+        generation.prepare_for_generation()
+        generation.finish_generation()
+        refit = ["begin_refit", "load_weights_from_ipc", "finish_refit", "sleep"]
+        assert [call for call in cluster.calls if call != "sharing_key"] == refit
+    assert generation.in_words().endswith("released")
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

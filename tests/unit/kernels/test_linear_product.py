@@ -36,13 +36,9 @@ def test_product_and_gradients(rows):
     out = linear_product(x, weight)
     expected = F.linear(x.double(), weight.double())
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-    pairs = zip(
-        torch.autograd.grad(out, (x, weight), grad),
-        torch.autograd.grad(expected, (x, weight), grad.double()),
-        strict=True,
-    )
-    for ours, plain in pairs:
-        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+    ours = torch.autograd.grad(out, (x, weight), grad)
+    plain = torch.autograd.grad(expected, (x, weight), grad.double())
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("least_work")
@@ -63,13 +59,9 @@ def test_what_an_input_was_made_of_is_kept_in_its_place():
     kept = {tensor.data_ptr() for tensor in out.grad_fn.saved_tensors}
     assert kept == {tensor.data_ptr() for tensor in (weight, source, other)}
     grad = torch.randn(7, OUTPUTS)
-    pairs = zip(
-        torch.autograd.grad(out, (x, weight), grad),
-        torch.autograd.grad(plain, (x, weight), grad),
-        strict=True,
-    )
+    slopes = (torch.autograd.grad(each, (x, weight), grad) for each in (out, plain))
     assert torch.equal(out, plain)
-    assert all(torch.equal(*pair) for pair in pairs)
+    assert all(torch.equal(*pair) for pair in zip(*slopes, strict=True))
     frozen = linear_product(x, weight.detach(), origin)
     assert len(frozen.grad_fn.saved_tensors) == 1
 

@@ -69,15 +69,8 @@ def test_values_and_gradients(sampling, chunk_size):
     hidden, weight, target = _inputs()
     generator = torch.Generator().manual_seed(9)
     g, e = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
-    logprobs, entropy = hidden_states_to_logprobs(
-        hidden,
-        weight,
-        target,
-        vocab_size=VOCAB,
-        chunk_size=chunk_size,
-        with_entropy=True,
-        **sampling,
-    )
+    options = {"vocab_size": VOCAB, "chunk_size": chunk_size, "with_entropy": True, **sampling}
+    logprobs, entropy = hidden_states_to_logprobs(hidden, weight, target, **options)
     expected = _reference(hidden, weight, target, **sampling)
     torch.testing.assert_close((logprobs, entropy), expected)
     for outputs, references in [
@@ -92,16 +85,15 @@ def test_values_and_gradients(sampling, chunk_size):
 
 def test_gradcheck():
     hidden, weight, target = _inputs(tokens=3)
-    assert torch.autograd.gradcheck(
-        lambda h, w: hidden_states_to_logprobs(
-            h, w, target, vocab_size=VOCAB, temperature=0.9, with_entropy=True
-        ),
-        (hidden, weight),
-        fast_mode=True,
-    )
+    options = {"vocab_size": VOCAB, "temperature": 0.9, "with_entropy": True}
+
+    def logprobs(hidden, weight):
+        return hidden_states_to_logprobs(hidden, weight, target, **options)
+
+    assert torch.autograd.gradcheck(logprobs, (hidden, weight), fast_mode=True)
 
 
-def test_padding_rows_take_no_part():
+def test_padding_rows_take_no_part_and_no_tokens_are_fine():
     hidden, weight, target = _inputs()
     with torch.no_grad():
         weight[VOCAB:] = 1e4  # would swallow the softmax
@@ -109,6 +101,14 @@ def test_padding_rows_take_no_part():
     torch.testing.assert_close(logprobs, _reference(hidden, weight, target)[0])
     logprobs.sum().backward()
     assert (weight.grad[VOCAB:] == 0).all()
+    hidden, weight, target = _inputs(tokens=0)
+    for sampling in SAMPLING:
+        logprobs, entropy = hidden_states_to_logprobs(
+            hidden, weight, target, vocab_size=VOCAB, with_entropy=True, **sampling
+        )
+        assert logprobs.shape == entropy.shape == (0,)
+        actual = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+        assert all((gradient == 0).all() for gradient in actual)
 
 
 @pytest.mark.usefixtures("_tile")
@@ -121,7 +121,6 @@ def test_bfloat16_accumulates_in_float32(sampling):
     )
     expected = _reference(hidden, weight, target, **sampling)
     assert logprobs.dtype == torch.float32
-    assert entropy is not None
     torch.testing.assert_close(logprobs.double(), expected[0], atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(entropy.double(), expected[1], atol=2e-5, rtol=1e-5)
     actual = torch.autograd.grad(logprobs.sum(), (hidden, weight))
@@ -139,52 +138,22 @@ def test_extreme_logits_stay_finite():
         hidden, weight, torch.tensor([0, 0]), vocab_size=3, with_entropy=True
     )
     assert logprobs.tolist() == [0.0, -600.0]
-    assert entropy is not None
     assert entropy.tolist() == [0.0, 0.0]
     (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad.tolist() == [[0.0], [600.0]]
     assert weight.grad.tolist() == [[-1.0], [1.0], [0.0]]
 
 
-def test_no_tokens():
-    _, weight, _ = _inputs()
-    hidden = torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
-    for sampling in SAMPLING:
-        logprobs, entropy = hidden_states_to_logprobs(
-            hidden,
-            weight,
-            torch.zeros(0, dtype=torch.int64),
-            vocab_size=VOCAB,
-            with_entropy=True,
-            **sampling,
-        )
-        assert entropy is not None
-        assert logprobs.shape == entropy.shape == (0,)
-        actual = torch.autograd.grad(logprobs.sum(), (hidden, weight))
-        assert all((gradient == 0).all() for gradient in actual)
-
-
 def test_one_frozen_input():
     hidden, weight, target = _inputs()
-    both = torch.autograd.grad(
-        hidden_states_to_logprobs(hidden, weight, target, vocab_size=VOCAB)[0].sum(),
-        (hidden, weight),
-    )
+    logprobs, _ = hidden_states_to_logprobs(hidden, weight, target, vocab_size=VOCAB)
+    both = torch.autograd.grad(logprobs.sum(), (hidden, weight))
     for frozen in (0, 1):
         inputs = [hidden.detach(), weight.detach()]
         inputs[1 - frozen].requires_grad_()
         hidden_states_to_logprobs(*inputs, target, vocab_size=VOCAB)[0].sum().backward()
         torch.testing.assert_close(inputs[1 - frozen].grad, both[1 - frozen])
         assert inputs[frozen].grad is None
-
-
-def test_a_target_outside_the_kept_set_counts_as_kept():
-    """Logits 3, 2, 1, 0, top-k 2, target 3: the set is {0, 1, 3}."""
-    weight = torch.tensor([[3.0], [2.0], [1.0], [0.0]])
-    logprobs, _ = hidden_states_to_logprobs(
-        torch.ones(1, 1), weight, torch.tensor([3]), vocab_size=4, top_k=2
-    )
-    assert logprobs.item() == pytest.approx(-math.log(math.exp(3) + math.exp(2) + 1))
 
 
 @pytest.mark.parametrize(
@@ -204,10 +173,16 @@ def test_thresholds_by_hand(top_k, top_p, expected):
     assert kept[0].nonzero().flatten().tolist() == expected
 
 
-def test_equal_logits_stay_together():
+def test_kept_sets_by_hand():
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     kept = logits >= threshold(logits.clone(), 2, 1.0).unsqueeze(1)
     assert kept.tolist() == [[True, True, True, False]]
+    # Logits 3, 2, 1, 0, top-k 2, target 3: the set is {0, 1, 3}.
+    weight = torch.tensor([[3.0], [2.0], [1.0], [0.0]])
+    logprobs, _ = hidden_states_to_logprobs(
+        torch.ones(1, 1), weight, torch.tensor([3]), vocab_size=4, top_k=2
+    )
+    assert logprobs.item() == pytest.approx(-math.log(math.exp(3) + math.exp(2) + 1))
 
 
 @pytest.mark.parametrize(

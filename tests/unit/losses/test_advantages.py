@@ -14,9 +14,6 @@ def test_token_rewards_by_hand():
     mask = torch.tensor([[0.0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]])
     expected = torch.tensor([[0.0, -0.05, 0.975, 0.0], [0.0, 0, 0, -2.1], [0, 0, 0, 0]])
     torch.testing.assert_close(token_rewards(rewards, kl, mask, beta=0.1), expected)
-
-
-def test_token_rewards_with_a_hole_and_no_kl():
     mask = torch.tensor([[1, 0, 1, 0]])
     assert token_rewards(torch.tensor([3.0]), None, mask, 0.0).tolist() == [[0.0, 0.0, 3.0, 0.0]]
 
@@ -31,10 +28,7 @@ def test_gae_by_hand():
     advantages, returns = generalized_advantage_estimate(values, rewards, mask, 0.5, 0.5)
     assert advantages.tolist() == [[0.0, 0.1875, -3.25, -1.0, 0.0]]
     assert returns.tolist() == [[0.0, 1.1875, 0.75, 1.0, 0.0]]
-
-
-def test_gae_carries_across_a_hole():
-    """A hole changes nothing: the same row without it gives the same numbers."""
+    # A hole changes nothing: the same row without it gives the same numbers.
     values = torch.tensor([[1.0, 7.0, 7.0, 4.0, 2.0], [1.0, 4.0, 2.0, 7.0, 7.0]])
     rewards = torch.tensor([[0.0, 7.0, 7.0, 0.0, 1.0], [0.0, 0.0, 1.0, 7.0, 7.0]])
     mask = torch.tensor([[1.0, 0, 0, 1, 1], [1.0, 1, 1, 0, 0]])
@@ -88,13 +82,16 @@ def test_gae_in_float32_stays_close_over_long_rows():
         torch.testing.assert_close(a.double(), b, atol=2e-4, rtol=0)
 
 
-def test_gae_of_bfloat16_values_is_float32():
+def test_gae_of_bfloat16_values_and_of_no_rows():
     values = torch.ones(1, 3, dtype=torch.bfloat16)
     advantages, _ = generalized_advantage_estimate(
         values, torch.zeros(1, 3), torch.ones(1, 3), 1.0, 1.0
     )
     assert advantages.dtype == torch.float32
     assert advantages.tolist() == [[-1.0, -1.0, -1.0]]
+    empty = torch.zeros(0, 5)
+    advantages, returns = generalized_advantage_estimate(empty, empty, empty, 1.0, 1.0)
+    assert advantages.shape == returns.shape == (0, 5)
 
 
 def test_amount_of_padding_changes_nothing():
@@ -107,12 +104,6 @@ def test_amount_of_padding_changes_nothing():
         *(torch.nn.functional.pad(x, pad) for x in (values, rewards, mask)), 0.99, 0.95
     )
     torch.testing.assert_close(padded[:, 3:23], plain)
-
-
-def test_empty_batch():
-    empty = torch.zeros(0, 5)
-    advantages, returns = generalized_advantage_estimate(empty, empty, empty, 1.0, 1.0)
-    assert advantages.shape == returns.shape == (0, 5)
 
 
 def test_discounted_sums_stop_where_terms_vanish():

@@ -1,8 +1,4 @@
-"""Corrections of rollouts by another policy, by hand.
-
-1. Weights, rejection and masks are those worked out by hand, and M2PO's those of its definition.
-2. Measures of the gap are those worked out by hand.
-"""
+"""Corrections of rollouts by another policy, by hand."""
 
 import itertools
 import math
@@ -36,23 +32,14 @@ def average_of(mask):
     return BatchAverage(mask, counts)
 
 
-# 1. By hand -------------------------------------------------------------------------------------
-
-
-def test_weights_by_hand():
+def test_weights_and_bounds_by_hand():
     tokens = importance_weights(LOG_RATIO, MASK, "token")
     torch.testing.assert_close(tokens, torch.where(MASK, RATIOS, 1.0))
     responses = importance_weights(LOG_RATIO, MASK, "sequence")
     torch.testing.assert_close(responses, torch.tensor([[2.0] * 3, [0.25] * 3]).double())
-
-
-def test_bounds_by_hand():
     weights = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
     assert within_bounds(weights, (0.5, 2.0), "truncate").tolist() == [0.5, 0.5, 1, 2, 2]
     assert within_bounds(weights, (0.5, 2.0), "mask").tolist() == [0, 0.5, 1, 2, 0]
-
-
-def test_a_weight_is_never_infinite():
     far = torch.tensor([[500.0, 400.0], [-500.0, -400.0]])
     for level in ("token", "sequence"):
         weights = importance_weights(far, torch.ones(2, 2, dtype=torch.bool), level)
@@ -122,9 +109,6 @@ def test_second_moment_of_each_update_alone():
     assert second_moment_masks(batch, 0.3, 1).tolist() == [[0, 0, 1], [0, 1, 1]]
     batch["sample_mask"] = torch.tensor([0.0, 1.0])
     assert second_moment_masks(batch, 0.04, 2).tolist() == [[0, 0, 0], [0, 1, 1]]
-
-
-# 2. Measures ------------------------------------------------------------------------------------
 
 
 def test_measures_of_the_gap_by_hand():

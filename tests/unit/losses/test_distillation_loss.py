@@ -57,24 +57,18 @@ FORWARD = 0.75 * math.log(1.5) + 0.25 * math.log(1)
 BACKWARD = 0.5 * math.log(2 / 3) + 0.25 * (math.log(0.25) - LOG_OUTSIDE)
 
 
-def test_forward_by_hand():
-    """3/4 ln((3/4)/(1/2)) + 1/4 ln((1/4)/(1/4)); slopes: minus the teacher's probabilities."""
-    check_by_hand(DistillationLoss("forward"), FORWARD, [-0.75, -0.25])
+def test_divergences_by_hand():
+    """Forward: 3/4 ln((3/4)/(1/2)) + 1/4 ln((1/4)/(1/4)), slopes less the teacher's shares.
 
-
-def test_backward_by_hand():
-    """Slope in log p: p (log p - log q + 1) inside, p (-log p - 1 + log ε) from the rest: so
+    Backward: slope in log p: p (log p - log q + 1) inside, p (-log p - 1 + log ε) from the rest: so
     p (log ε - log q).
     """
-    slopes = [0.5 * (LOG_OUTSIDE - math.log(0.75)), 0.25 * (LOG_OUTSIDE - math.log(0.25))]
-    check_by_hand(DistillationLoss("backward"), BACKWARD, slopes)
-
-
-def test_mixed_by_hand():
-    """A fifth of the forward and four fifths of the backward divergence."""
+    forward = [-0.75, -0.25]
     backward = [0.5 * (LOG_OUTSIDE - math.log(0.75)), 0.25 * (LOG_OUTSIDE - math.log(0.25))]
-    slopes = [0.2 * one + 0.8 * other for one, other in zip([-0.75, -0.25], backward, strict=True)]
-    check_by_hand(DistillationLoss("mixed", 0.2), 0.2 * FORWARD + 0.8 * BACKWARD, slopes)
+    check_by_hand(DistillationLoss("forward"), FORWARD, forward)
+    check_by_hand(DistillationLoss("backward"), BACKWARD, backward)
+    mixed = [0.2 * one + 0.8 * other for one, other in zip(forward, backward, strict=True)]
+    check_by_hand(DistillationLoss("mixed", 0.2), 0.2 * FORWARD + 0.8 * BACKWARD, mixed)
 
 
 @pytest.mark.parametrize(
@@ -135,25 +129,16 @@ def test_with_all_tokens_it_is_the_divergence(loss_function):
         value.backward()
         return value.item(), leaf.grad
 
-    expected = slope(
-        lambda leaf: (
-            (
-                full_kl(
-                    loss_function.kl,
-                    leaf.log_softmax(-1),
-                    teacher.log_softmax(-1),
-                    loss_function.mixed_weight,
-                )
-                * counted
-            ).sum()
-            / counted.sum()
-        )
-    )
-    actual = slope(
-        lambda leaf: loss_function(
-            TokenOutputs(*outputs_of(leaf, best.indices)), batch, denominators(batch)
-        )[0]
-    )
+    def whole(leaf):
+        weight = loss_function.mixed_weight
+        kl = full_kl(loss_function.kl, leaf.log_softmax(-1), teacher.log_softmax(-1), weight)
+        return (kl * counted).sum() / counted.sum()
+
+    def of_topk(leaf):
+        outputs = TokenOutputs(*outputs_of(leaf, best.indices))
+        return loss_function(outputs, batch, denominators(batch))[0]
+
+    expected, actual = slope(whole), slope(of_topk)
     assert actual[0] == pytest.approx(expected[0], rel=1e-12)
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-9, atol=1e-12)
 

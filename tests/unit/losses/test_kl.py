@@ -6,47 +6,36 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
-from aligner.losses.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from aligner.losses.kl import KLController, kl_estimate
 
 
 @pytest.mark.parametrize(
-    ("estimator", "expected"),
+    ("estimator", "expected", "gradient"),
     [
-        ("k1", [0.5, -1.0, 0.0]),
-        ("k2", [0.125, 0.5, 0.0]),
-        ("k3", [math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1, 0.0]),
-        ("abs", [0.5, 1.0, 0.0]),
+        ("k1", [0.5, -1.0, 0.0], 1.0),
+        ("k2", [0.125, 0.5, 0.0], 0.5),
+        ("k3", [math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1, 0.0], 1 - math.exp(-0.5)),
+        ("abs", [0.5, 1.0, 0.0], 1.0),
     ],
 )
-def test_estimators(estimator, expected):
-    logprobs = torch.tensor([-1.0, -3.0, -2.0], dtype=torch.float64)
+def test_estimators_and_their_pathwise_gradients(estimator, expected, gradient):
+    logprobs = torch.tensor([-1.0, -3.0, -2.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.5, -2.0, -2.0], dtype=torch.float64)
     result = kl_estimate(logprobs, reference, estimator)
     torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64))
+    result[0].backward()
+    assert logprobs.grad.tolist() == pytest.approx([gradient, 0.0, 0.0])
 
 
-def test_k3_keeps_its_digits_near_zero():
+def test_expectations_over_the_policy_are_the_kl_and_k3_keeps_its_digits():
     """k1²/2 for small k1; exp(-k1) - 1 + k1 in float32 gives 0 or noise here."""
     result = kl_estimate(torch.tensor([1e-4]), torch.tensor([0.0]), "k3")
     assert result.item() == pytest.approx(5e-9, rel=1e-2)
-
-
-def test_expectations_over_the_policy_are_the_kl():
     generator = torch.Generator().manual_seed(1)
     p, q = torch.randn(2, 6, generator=generator, dtype=torch.float64).log_softmax(1)
     kl = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
     for estimator in ("k1", "k3"):
         assert (p.exp() * kl_estimate(p, q, estimator)).sum().item() == pytest.approx(kl, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "gradient"), [("k1", 1.0), ("k2", 0.5), ("k3", 1 - math.exp(-0.5)), ("abs", 1.0)]
-)
-def test_pathwise_gradient(estimator, gradient):
-    logprobs = torch.tensor([-1.0], requires_grad=True)
-    kl_estimate(logprobs, torch.tensor([-1.5]), estimator).sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.item() == pytest.approx(gradient)
 
 
 def test_clamps_are_off_and_explicit():
@@ -77,22 +66,14 @@ def test_a_clamp_cuts_the_gradient_to_zero_not_to_nan(far, estimator, clamps):
     assert logprobs.grad.item() == pytest.approx(slope)
 
 
-def test_unknown_estimator():
-    with pytest.raises(ConfigError, match=r"kl estimator='k4' .*k1, k2, k3, abs"):
-        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
-
-
-def test_fixed_controller():
-    controller = FixedKLController(0.05)
+def test_controllers_by_hand_and_resumed():
+    controller = KLController(0.05)
     controller.update(100.0, 512)
     assert controller.value == 0.05
     controller.load_state_dict(controller.state_dict())
     with pytest.raises(ConfigError, match="adaptive"):
         controller.load_state_dict({"coefficient": 0.1})
-
-
-def test_adaptive_controller_by_hand():
-    controller = AdaptiveKLController(0.2, target=6.0, horizon=10000)
+    controller = KLController(0.2, target=6.0, horizon=10000)
     controller.update(6.6, 256)  # 10 % too high
     assert controller.value == pytest.approx(0.2 * (1 + 0.1 * 256 / 10000))
     previous = controller.value
@@ -101,21 +82,12 @@ def test_adaptive_controller_by_hand():
     previous = controller.value
     controller.update(0.0, 1000)
     assert controller.value == pytest.approx(previous * 0.98)
-
-
-def test_adaptive_controller_resumes_bit_for_bit():
-    controller = AdaptiveKLController(0.2, target=6.0, horizon=1000)
+    controller = KLController(0.2, target=6.0, horizon=1000)
     controller.update(7.0, 64)
-    resumed = AdaptiveKLController(0.2, target=6.0, horizon=1000)
+    resumed = KLController(0.2, target=6.0, horizon=1000)
     resumed.load_state_dict(controller.state_dict())
     for each_controller in (controller, resumed):
         each_controller.update(3.0, 64)
     assert resumed.value == controller.value
     with pytest.raises(ConfigError, match="fixed"):
         resumed.load_state_dict({})
-
-
-@pytest.mark.parametrize(("target", "horizon"), [(0.0, 10), (1.0, 0)])
-def test_adaptive_controller_refuses(target, horizon):
-    with pytest.raises(ConfigError, match="target > 0 and horizon > 0"):
-        AdaptiveKLController(0.1, target=target, horizon=horizon)

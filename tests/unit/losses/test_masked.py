@@ -11,14 +11,11 @@ from aligner.losses.masked import masked_sum, masked_whiten
 NAN = float("nan")
 
 
-def test_masked_sum_drops_garbage():
+def test_sums_and_whitening_by_hand():
     values = torch.tensor([[1.0, NAN, 3.0], [math.inf, 5.0, 6.0]])
     mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
     assert masked_sum(values, mask).item() == 15.0
     assert masked_sum(values, mask, dim=1).tolist() == [4.0, 11.0]
-
-
-def test_whitening_by_hand():
     # 1, 2, 6: mean 3, squares 4 + 1 + 9 = 14, over n - 1 = 2.
     values, mask = torch.tensor([1.0, 2.0, 100.0, 6.0]), torch.tensor([1, 1, 0, 1])
     expected = [-2 / math.sqrt(7), -1 / math.sqrt(7), 0, 3 / math.sqrt(7)]
@@ -37,15 +34,12 @@ def test_whiten_against_plain_python():
     assert (whitened[~mask] == 0).all()
 
 
-def test_whiten_large_offset_in_float32():
+def test_whiten_loses_no_digits_to_the_mean():
     """A mean 1e4 times the spread: sums of squares in float32 would lose it."""
     values = torch.tensor([10000.0, 10001.0, 10002.0])
     whitened = masked_whiten(values, torch.ones(3))
     torch.testing.assert_close(whitened, torch.tensor([-1.0, 0.0, 1.0]), atol=1e-6, rtol=0)
-
-
-def test_whiten_loses_no_digits_to_the_mean():
-    """Rewards around 1000.1 with a spread of 0.01: float32 rounds that mean by 2e-5."""
+    # Rewards around 1000.1 with a spread of 0.01: float32 rounds that mean by 2e-5.
     generator = torch.Generator().manual_seed(0)
     values = 1000.1 + 0.01 * torch.randn(64, generator=generator)
     exact = values.double()

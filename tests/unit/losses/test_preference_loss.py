@@ -60,23 +60,28 @@ def test_dpo_by_hand():
     assert "sft_loss" not in metrics
 
 
-def test_cdpo_by_hand():
-    """ε = 0.1: 0.9·softplus(-1.5) + 0.1·softplus(1.5); slope in m: σ(m) - 0.9."""
-    loss = 0.9 * math.log1p(math.exp(-1.5)) + 0.1 * math.log1p(math.exp(1.5))
-    slope = 0.5 * (sigmoid(1.5) - 0.9)
-    check_by_hand(DPOLoss(beta=0.5, label_smoothing=0.1), loss, slopes(slope, -slope))
+CDPO = 0.9 * math.log1p(math.exp(-1.5)) + 0.1 * math.log1p(math.exp(1.5))
 
 
-def test_ipo_by_hand():
-    """h = 3, 1/(2β) = 1: (3 - 1)², slope 2·2. Averaged: h = 2, loss 1, slope 2 / length."""
-    check_by_hand(IPOLoss(beta=0.5), 4.0, slopes(4.0, -4.0))
-    check_by_hand(IPOLoss(beta=0.5, average_logprobs=True), 1.0, slopes(1.0, -2.0))
-
-
-def test_rpo_square_by_hand():
-    """g = 2·0.75 = 1.5 and m = 1.5 with β = ½: no loss. β = 1: (3 - 1.5)², slope 2·1.5·β."""
-    check_by_hand(RPOLoss(0.5, distance="square", reward_scale=2.0), 0.0, slopes(0.0, 0.0))
-    check_by_hand(RPOLoss(1.0, distance="square", reward_scale=2.0), 2.25, slopes(3.0, -3.0))
+@pytest.mark.parametrize(
+    ("loss_function", "loss", "chosen", "rejected"),
+    [
+        # ε = 0.1: 0.9·softplus(-1.5) + 0.1·softplus(1.5); slope in m: σ(m) - 0.9.
+        (
+            DPOLoss(beta=0.5, label_smoothing=0.1),
+            *(CDPO, 0.5 * (sigmoid(1.5) - 0.9), -0.5 * (sigmoid(1.5) - 0.9)),
+        ),
+        # h = 3, 1/(2β) = 1: (3 - 1)², slope 2·2. Averaged: h = 2, loss 1, slope 2 / length.
+        (IPOLoss(beta=0.5), 4.0, 4.0, -4.0),
+        (IPOLoss(beta=0.5, average_logprobs=True), 1.0, 1.0, -2.0),
+        # g = 2·0.75 = 1.5 and m = 1.5 with β = ½: no loss. β = 1: (3 - 1.5)², slope 2·1.5·β.
+        (RPOLoss(0.5, distance="square", reward_scale=2.0), 0.0, 0.0, 0.0),
+        (RPOLoss(1.0, distance="square", reward_scale=2.0), 2.25, 3.0, -3.0),
+    ],
+    ids=["cdpo", "ipo", "ipo averaged", "rpo at the goal", "rpo"],
+)
+def test_other_losses_by_hand(loss_function, loss, chosen, rejected):
+    check_by_hand(loss_function, loss, slopes(chosen, rejected))
 
 
 def test_rpo_kl_by_hand():
@@ -162,17 +167,12 @@ EVERY_PAIR_LOSS = [
 
 @pytest.mark.parametrize("loss_function", [*EVERY_PAIR_LOSS, KTOLoss()], ids=str)
 def test_what_every_loss_must_pass(loss_function):
-    logprobs, batch = random_batch()
+    logprobs, batch = random_batch(seed=1)
     kto = isinstance(loss_function, KTOLoss)
     check_micro_batches(loss_function, logprobs, batch, [1, 3, 4] if kto else [2, 4, 6])
     masked = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) == 0
     check_garbage(loss_function, logprobs, batch, masked, ["ground_truth_rewards", "kl_baseline"])
     check_nothing_counts(loss_function, logprobs, batch)
-
-
-@pytest.mark.parametrize("loss_function", [*EVERY_PAIR_LOSS, KTOLoss()], ids=str)
-def test_gradients_against_differences(loss_function):
-    logprobs, batch = random_batch(seed=1)
 
     def loss(leaf):
         return loss_function(TokenOutputs(leaf), batch, denominators(batch))[0]
@@ -186,9 +186,6 @@ def test_a_pair_counts_if_both_rows_do():
     _, gradient, _ = evaluate(DPOLoss(), logprobs, batch)
     assert (gradient[:4] == 0).all()
     assert (gradient[4:].abs().sum(1) > 0).all()
-
-
-def test_half_a_pair_is_refused():
     logprobs, batch = random_batch(rows=3)
     with pytest.raises(DataError, match=r"a micro-batch of 3 rows.*micro_batch_size even"):
         evaluate(DPOLoss(), logprobs, batch)
@@ -213,17 +210,14 @@ def test_kto_by_hand():
     assert metrics["kl_baseline"] == 1.0
 
 
-def test_kto_weights_and_sides():
+def test_kto_weights_sides_and_baseline():
     """A row on the wrong side of the baseline loses more than half its weight."""
     logprobs, batch = hand_pair()
     batch["desirable"], batch["kl_baseline"] = column(0, 1), column(1, 1)
     loss, _, metrics = evaluate(KTOLoss(0.5, undesirable_weight=3.0), logprobs, batch)
     assert loss == pytest.approx((3 * sigmoid(0.5) + sigmoid(1)) / 2)
     assert metrics["accuracy"] == 0
-
-
-def test_kto_baseline_by_hand():
-    """Rows drift by 2 and -1: mean ½. The other way round it is negative, so 0."""
+    # Rows drift by 2 and -1: mean ½. The other way round it is negative, so 0.
     logprobs, batch = hand_pair()
     masks = batch["token_mask"], batch["sample_mask"]
     leaf = logprobs.requires_grad_()

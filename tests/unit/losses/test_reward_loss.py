@@ -48,11 +48,19 @@ def test_bradley_terry_by_hand(variant, loss, slope):
     assert metrics["accuracy"] == 1
 
 
-def test_plain_needs_no_strengths():
+def test_variants_and_their_strengths():
     outputs, batch = hand_pair()
     del batch["preference_strengths"]
     loss, _, _ = evaluate(BradleyTerryLoss(), outputs, batch)
     assert loss == pytest.approx(math.log1p(math.exp(-2)))
+    # Columns swapped: with -s·log σ(d) the loss would fall for ever as d does.
+    outputs, batch = hand_pair()
+    batch["preference_strengths"] = -batch["preference_strengths"]
+    loss, gradient, _ = evaluate(BradleyTerryLoss("scaled"), outputs, batch)
+    assert loss == 0
+    assert not gradient.any()
+    with pytest.raises(ConfigError, match=r"variant: must be one of plain, margin, .* got 'hinge'"):
+        BradleyTerryLoss("hinge")
 
 
 def test_attribute_regression_by_hand():
@@ -78,7 +86,7 @@ def test_attribute_regression_by_hand():
     assert metrics["absolute_error"] == pytest.approx((2 + 2) / 2)
 
 
-def test_a_missing_rating_may_hold_anything():
+def test_ratings_may_be_missing_or_of_one_attribute():
     outputs = torch.zeros(1, 1, 2, dtype=torch.float64)
     outputs[0, 0, 1] = float("nan")
     batch = {
@@ -90,9 +98,6 @@ def test_a_missing_rating_may_hold_anything():
     loss, gradient, _ = evaluate(AttributeRegressionLoss(), outputs, batch)
     assert loss == 4.0
     assert gradient.flatten().tolist() == [-4.0, 0.0]
-
-
-def test_one_attribute_needs_no_dimension():
     outputs = torch.tensor([[1.0, 5.0]], dtype=torch.float64)
     batch = {
         "input_lengths": torch.tensor([2]),
@@ -125,33 +130,17 @@ def random_batch():
     return outputs, batch, ~last | (batch["sample_mask"] == 0)[:, None]
 
 
-@pytest.mark.parametrize("variant", ["plain", "margin", "scaled"])
-def test_what_every_pair_loss_must_pass(variant):
+@pytest.mark.parametrize(
+    "loss_function",
+    [*map(BradleyTerryLoss, ("plain", "margin", "scaled")), AttributeRegressionLoss()],
+    ids=str,
+)
+def test_what_every_loss_must_pass(loss_function):
     outputs, batch, masked = random_batch()
-    loss_function, scores = BradleyTerryLoss(variant), outputs[..., 0]
-    check_micro_batches(loss_function, scores, batch, [2, 4, 6])
-    check_garbage(loss_function, scores, batch, masked, ["preference_strengths"])
-    check_nothing_counts(loss_function, scores, batch)
-
-
-def test_what_every_loss_must_pass():
-    outputs, batch, masked = random_batch()
-    loss_function = AttributeRegressionLoss()
-    check_micro_batches(loss_function, outputs, batch, [1, 3, 4])
-    masked = masked[..., None].expand_as(outputs)
-    check_garbage(loss_function, outputs, batch, masked, ["attributes"])
+    of_pairs = isinstance(loss_function, BradleyTerryLoss)
+    outputs = outputs[..., 0] if of_pairs else outputs
+    masked = masked if of_pairs else masked[..., None].expand_as(outputs)
+    check_micro_batches(loss_function, outputs, batch, [2, 4, 6] if of_pairs else [1, 3, 4])
+    ignored = ["preference_strengths" if of_pairs else "attributes"]
+    check_garbage(loss_function, outputs, batch, masked, ignored)
     check_nothing_counts(loss_function, outputs, batch)
-
-
-def test_a_negative_strength_has_a_bound():
-    """Columns swapped: with -s·log σ(d) the loss would fall for ever as d does."""
-    outputs, batch = hand_pair()
-    batch["preference_strengths"] = -batch["preference_strengths"]
-    loss, gradient, _ = evaluate(BradleyTerryLoss("scaled"), outputs, batch)
-    assert loss == 0
-    assert not gradient.any()
-
-
-def test_an_unknown_variant_is_refused():
-    with pytest.raises(ConfigError, match=r"variant: must be one of plain, margin, .* got 'hinge'"):
-        BradleyTerryLoss("hinge")

@@ -18,20 +18,15 @@ from aligner.losses.advantages import (
 NAN = float("nan")
 
 
-def test_rewards_of_tokens_are_kept_where_tokens_were_sampled():
+def test_gae_of_turns_by_hand():
     rewards = torch.tensor([[9.0, 1.0, 9.0, 2.0]])
     mask = torch.tensor([[0, 1, 0, 1]])
     kl = torch.tensor([[9.0, 0.5, 9.0, 1.0]])
     assert token_rewards(rewards, kl, mask, beta=1.0).tolist() == [[0.0, 0.5, 0.0, 1.0]]
     assert token_rewards(rewards, None, mask, beta=1.0).tolist() == [[0.0, 1.0, 0.0, 2.0]]
-
-
-def test_gae_of_turns_by_hand():
-    """γ = 0.5, λ = 0.5; turns of two tokens and of one, a hole between them.
-
-    A_3 = 4 - 2 = 2. At the end of turn 1: δ = 1 + .5·2 - 3 = -1, A = -1 + .25·2 = -0.5; before it,
-    within the turn: δ = 0 + 3 - 1 = 2, A = 2 - 0.5 = 1.5.
-    """
+    # γ = 0.5, λ = 0.5; turns of two tokens and of one, a hole between them.
+    # A_3 = 4 - 2 = 2. At the end of turn 1: δ = 1 + .5·2 - 3 = -1, A = -1 + .25·2 = -0.5; before
+    # it, within the turn: δ = 0 + 3 - 1 = 2, A = 2 - 0.5 = 1.5.
     values = torch.tensor([[1.0, 3.0, NAN, 2.0, NAN]])
     rewards = torch.tensor([[0.0, 1.0, NAN, 4.0, NAN]])
     turns = torch.tensor([[1, 1, 0, 2, 0]])
@@ -101,14 +96,11 @@ def test_a_turn_is_compared_with_what_others_earned_from_the_same_turn_on():
     assert of_turns(plain, turns)[0] == [7.0, 6.0, 4.0]
 
 
-def test_who_does_not_count_is_nobodys_baseline():
+def test_who_does_not_count_and_what_a_penalty_takes():
     rewards, turns = tokens_of(EARNED)
     rewards[1] = NAN
     found = turn_advantages(rewards, turns, GROUPS, torch.tensor([1, 0, 1, 1]), "rloo")
     assert of_turns(found, turns) == [[7.0, 6.0, 4.0], [0.0, 0.0], [-7.0], [0.0, 0.0]]
-
-
-def test_a_penalty_comes_off_the_turn_that_it_stands_in():
     rewards, turns = tokens_of([[1.0, 1.0], [0.0, 0.0]])
     penalty = torch.where(turns > 0, 0.25, NAN)
     penalty[0, 0] = 1.0
@@ -127,10 +119,15 @@ def test_conversations_of_one_turn_are_responses(estimator):
     torch.testing.assert_close(found, torch.where(turns > 0, expected[:, None], 0.0))
 
 
-def test_equal_returns_are_worth_exactly_nothing():
+def test_equal_returns_and_equal_sums():
     rewards, turns = tokens_of([[0.1, 0.7]] * 3)
     found = turn_advantages(rewards, turns, torch.zeros(3).long(), torch.ones(3), "grpo")
     assert found.abs().max() == 0
+    # Turn 1 is worth 1 to both, turn 2 is worth 0 and 1.
+    found = advantages_of([[1.0, 0.0], [0.0, 1.0]], "grpo", "turn")
+    expected = 0.5 / (math.sqrt(0.5) + 1e-6)
+    torch.testing.assert_close(found[:, 3:5], torch.tensor([[-expected], [expected]]).expand(2, 2))
+    assert found[:, :2].abs().max() == 0
 
 
 def advantages_of(earned, estimator, credit):
@@ -152,14 +149,6 @@ def test_a_lone_longest_conversation_is_compared_with_the_last_turn_of_others(es
     """All earned 1 at their end, so that nothing is learned of being longest."""
     found = advantages_of([[0.0, 1.0]] * 3 + [[0.0, 0.0, 1.0]], estimator, "turn")
     assert found.abs().max() == 0
-
-
-def test_equal_sums_earned_in_other_turns_are_of_usual_size():
-    """Turn 1 is worth 1 to both, turn 2 is worth 0 and 1."""
-    found = advantages_of([[1.0, 0.0], [0.0, 1.0]], "grpo", "turn")
-    expected = 0.5 / (math.sqrt(0.5) + 1e-6)
-    torch.testing.assert_close(found[:, 3:5], torch.tensor([[-expected], [expected]]).expand(2, 2))
-    assert found[:, :2].abs().max() == 0
 
 
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])

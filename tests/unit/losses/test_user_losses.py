@@ -1,9 +1,4 @@
-"""A user's own loss: what is refused before any model is built, and why.
-
-1. What cannot be imported, called or used is refused with the key, the value and a remedy.
-2. The module is found in the current directory, wherever the script stands.
-3. A loss that depends on micro-batches or reads what does not count is found out.
-"""
+"""A user's own loss: what is refused before any model is built, and why."""
 
 import pickle
 

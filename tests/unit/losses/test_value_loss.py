@@ -4,19 +4,18 @@ import statistics
 
 import pytest
 import torch
+from loss_checks import (
+    check_garbage,
+    check_micro_batches,
+    check_nothing_counts,
+    denominators,
+    evaluate,
+    row,
+)
 
 from aligner.errors import ConfigError
 from aligner.losses.value import PPOValueLoss
-from aligner.types import Denominators, TokenOutputs
-
-
-def _denominators(batch):
-    tokens = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)).sum()
-    return Denominators(tokens.clamp(min=1), batch["sample_mask"].sum().clamp(min=1))
-
-
-def _row(*values):
-    return torch.tensor([values], dtype=torch.float64)
+from aligner.types import TokenOutputs
 
 
 def test_hand_worked():
@@ -26,18 +25,16 @@ def test_hand_worked():
     V 1,  R 0: free 1,             near .2: .04 -> free, gradient 2·½·(1-0);
     V .1, R 1: within the range: both .81, gradient .1-1.
     """
-    values = _row(1.0, 1.0, 0.1).requires_grad_()
     batch = {
-        "values": _row(0.0, 0.0, 0.0),
-        "returns": _row(2.0, 0.0, 1.0),
-        "token_mask": _row(1.0, 1.0, 1.0),
+        "values": row(0.0, 0.0, 0.0),
+        "returns": row(2.0, 0.0, 1.0),
+        "token_mask": row(1.0, 1.0, 1.0),
         "sample_mask": torch.ones(1),
     }
-    loss, metrics = PPOValueLoss(0.2)(TokenOutputs(values), batch, _denominators(batch))
-    loss.backward()
-    assert loss.item() == pytest.approx(0.5 * (3.24 + 1 + 0.81) / 3)
-    torch.testing.assert_close(values.grad, _row(0.0, 1.0, -0.9) / 3)
-    assert metrics["clip_fraction"].item() == pytest.approx(1 / 3)
+    loss, gradient, metrics = evaluate(PPOValueLoss(0.2), row(1.0, 1.0, 0.1), batch)
+    assert loss == pytest.approx(0.5 * (3.24 + 1 + 0.81) / 3)
+    torch.testing.assert_close(gradient, row(0.0, 1.0, -0.9) / 3)
+    assert metrics["clip_fraction"] == pytest.approx(1 / 3)
 
 
 def test_rounding_clips_nothing():
@@ -46,18 +43,16 @@ def test_rounding_clips_nothing():
     before, predicted, returns = torch.rand(3, 1, 5000, generator=generator) / 5
     ones = torch.ones(1, 5000)
     batch = {"values": before, "returns": returns, "token_mask": ones, "sample_mask": ones[:, 0]}
-    _, metrics = PPOValueLoss(0.2)(TokenOutputs(predicted), batch, _denominators(batch))
-    assert metrics["clip_fraction"].item() == 0
+    assert evaluate(PPOValueLoss(0.2), predicted, batch)[2]["clip_fraction"] == 0
 
 
 def test_without_clipping_the_rollout_values_are_not_needed():
-    batch = {"returns": _row(3.0), "token_mask": _row(1.0), "sample_mask": torch.ones(1)}
-    loss, _ = PPOValueLoss(None)(TokenOutputs(_row(1.0)), batch, _denominators(batch))
-    assert loss.item() == 2.0
+    batch = {"returns": row(3.0), "token_mask": row(1.0), "sample_mask": torch.ones(1)}
+    assert evaluate(PPOValueLoss(None), row(1.0), batch)[0] == 2.0
 
 
-def _random_batch(seed):
-    generator = torch.Generator().manual_seed(seed)
+def random_batch():
+    generator = torch.Generator().manual_seed(0)
 
     def normal():
         return torch.randn(6, 9, generator=generator, dtype=torch.float64)
@@ -70,77 +65,31 @@ def _random_batch(seed):
         "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1], dtype=torch.float64),
     }
     batch["token_mask"][3] = 0
-    return values, batch
-
-
-def _kept(tensor, batch):
-    mask = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)).bool()
-    return tensor[mask].tolist()
+    masked = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) == 0
+    return values, batch, masked
 
 
 def test_against_a_loop():
-    values, batch = _random_batch(0)
-    columns = (_kept(x, batch) for x in (values, batch["values"], batch["returns"]))
+    values, batch, masked = random_batch()
+    columns = (x[~masked].tolist() for x in (values, batch["values"], batch["returns"]))
     terms = []
     for v, before, r in zip(*columns, strict=True):
         near = before + min(max(v - before, -0.2), 0.2)
         terms.append(0.5 * max((v - r) ** 2, (near - r) ** 2))
-    loss, _ = PPOValueLoss(0.2)(TokenOutputs(values), batch, _denominators(batch))
-    assert loss.item() == pytest.approx(statistics.fmean(terms))
+    assert evaluate(PPOValueLoss(0.2), values, batch)[0] == pytest.approx(statistics.fmean(terms))
 
 
-def test_gradients_against_differences():
-    values, batch = _random_batch(1)
-    assert torch.autograd.gradcheck(
-        lambda v: PPOValueLoss(0.2)(TokenOutputs(v), batch, _denominators(batch))[0],
-        (values.requires_grad_(),),
-    )
+def test_what_every_loss_must_pass():
+    values, batch, masked = random_batch()
+    loss_function = PPOValueLoss(0.2)
+    check_micro_batches(loss_function, values, batch, [1, 2, 4])
+    check_garbage(loss_function, values, batch, masked)
+    check_nothing_counts(loss_function, values, batch)
 
+    def loss(leaf):
+        return loss_function(TokenOutputs(leaf), batch, denominators(batch))[0]
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_micro_batches_change_nothing(size):
-    values, batch = _random_batch(2)
-
-    def run(size):
-        leaf, totals = values.clone().requires_grad_(), {}
-        for start in range(0, 6, size):
-            part = slice(start, start + size)
-            micro = {name: value[part] for name, value in batch.items()}
-            loss, metrics = PPOValueLoss()(TokenOutputs(leaf[part]), micro, _denominators(batch))
-            loss.backward()
-            totals = {k: totals.get(k, 0) + v for k, v in metrics.items()}
-        return leaf.grad, totals
-
-    gradient, metrics = run(size)
-    whole_gradient, whole_metrics = run(6)
-    torch.testing.assert_close(gradient, whole_gradient)
-    torch.testing.assert_close(metrics, whole_metrics)
-
-
-def test_masked_positions_may_hold_anything():
-    values, batch = _random_batch(4)
-    clean, _ = PPOValueLoss()(TokenOutputs(values), batch, _denominators(batch))
-    dropped = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) == 0
-    dirty = dict(batch)
-    for name in ("values", "returns"):
-        dirty[name] = torch.where(dropped, 1e200, batch[name])
-    leaf = torch.where(dropped, -1e200, values).requires_grad_()
-    loss, _ = PPOValueLoss()(TokenOutputs(leaf), dirty, _denominators(batch))
-    loss.backward()
-    assert loss.item() == clean.item()
-    assert (leaf.grad[dropped] == 0).all()
-    assert leaf.grad.isfinite().all()
-
-
-def test_micro_batch_without_a_valid_token():
-    values, batch = _random_batch(5)
-    batch["sample_mask"] = torch.zeros(6, dtype=torch.float64)
-    leaf = values.requires_grad_()
-    loss, metrics = PPOValueLoss()(TokenOutputs(leaf), batch, _denominators(batch))
-    loss.backward()
-    assert loss.item() == 0
-    assert (leaf.grad == 0).all()
-    assert metrics["clip_fraction"].item() == 0
+    assert torch.autograd.gradcheck(loss, (values.requires_grad_(),))
 
 
 def test_bad_clip_is_refused():

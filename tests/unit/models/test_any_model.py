@@ -219,8 +219,10 @@ def test_the_reference_keeps_the_initial_weights(mode, folder_of):
     initial = role.get_logprobs(make_batch())
     role.keep_reference(mode)
     update(role, PPOPolicyLoss())
-    assert not torch.equal(role.get_logprobs(make_batch()), initial)
+    trained = role.get_logprobs(make_batch())
+    assert not torch.equal(trained, initial)
     assert torch.equal(role.get_reference_logprobs(make_batch()), initial)
+    assert torch.equal(role.get_logprobs(make_batch()), trained)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from batches import ppo_batch
 from tiny_transformers import tiny_model
 
 from aligner.checkpoint.convert import hf_to_nemo
@@ -36,21 +37,7 @@ LENGTHS, PROMPTS, WIDTH = (9, 5, 12, 7), (4, 3, 6, 2), 12
 
 
 def make_batch():
-    generator = torch.Generator().manual_seed(7)
-    position = torch.arange(WIDTH)
-    lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPTS)
-    noise = torch.randn(len(LENGTHS), WIDTH, generator=generator)
-    return {
-        "input_ids": torch.randint(1, 250, (len(LENGTHS), WIDTH), generator=generator),
-        "input_lengths": lengths,
-        "token_mask": ((position >= prompts[:, None]) & (position < lengths[:, None])).float(),
-        "sample_mask": torch.ones(len(LENGTHS)),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.5),
-        "generation_logprobs": torch.full_like(noise, -5.5),
-    }
+    return ppo_batch(LENGTHS, PROMPTS, seed=7)
 
 
 def load(cls, path, **changes):
@@ -250,19 +237,6 @@ def test_bf16_keeps_float32_weights_and_head(tiny_nemo):
     # An update of 1e-3 of a weight's size would vanish in bfloat16.
     assert all(not torch.equal(before[shard.name], shard.local) for shard in critic.shards)
     assert critic.whole_weights()["rm_head.weight"].dtype == torch.float32
-
-
-def test_the_reference_keeps_the_initial_weights(tiny_nemo):
-    batch = make_batch()
-    for mode in ("keep", "swap"):
-        role = load(DTensorActorModel, tiny_nemo)
-        initial = role.get_logprobs(batch)
-        role.keep_reference(mode)
-        trained(role, PPOPolicyLoss())
-        after = role.get_logprobs(batch)
-        assert not torch.equal(after, initial)
-        assert torch.equal(role.get_reference_logprobs(batch), initial)
-        assert torch.equal(role.get_logprobs(batch), after)
 
 
 def test_what_is_not_finite_never_reaches_the_weights(tiny_nemo, tmp_path):

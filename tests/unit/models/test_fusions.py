@@ -143,6 +143,8 @@ def test_nothing_is_fused_on_a_cpu():
 def test_layers_that_are_not_there_are_refused():
     layers = LayerOptions(spec="transformer_engine")
     with pytest.raises(ConfigError, match=r"model\.layer_spec=transformer_engine needs .* no GPU"):
-        transformer_config(TINY_ARCHITECTURE, layers=layers)
+        transformer_config(TINY_ARCHITECTURE, RoleSettings(layers=layers))
     with pytest.raises(ConfigError, match=r"model\.fp8=hybrid .* model\.layer_spec=local"):
-        build.check_fp8("hybrid", torch.bfloat16, "local")
+        build.check_fp8(
+            RoleSettings(fp8="hybrid", precision="bf16", layers=LayerOptions(spec="local"))
+        )

@@ -13,6 +13,7 @@ from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.decode.sampling import counter_uniforms, inverse_cdf
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
@@ -416,7 +417,10 @@ def test_padding_columns_are_never_sampled(llama):
 def test_bfloat16_stays_near_its_own_full_forward_pass():
     initialize_parallel()
     torch.manual_seed(0)
-    model = build_gpt(dataclasses.replace(LLAMA, init_std=0.2), dtype=torch.bfloat16), LLAMA
+    model = (
+        build_gpt(dataclasses.replace(LLAMA, init_std=0.2), RoleSettings(precision="bf16")),
+        LLAMA,
+    )
     prompts, lengths = make_prompts()
     output = run(model, prompts, lengths)
     logits = full_logits(model, output.tokens)

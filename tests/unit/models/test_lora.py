@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from batches import ppo_batch
 from reference_gpt import reference_logits
 
 from aligner.checkpoint.adapters import (
@@ -36,25 +37,11 @@ from aligner.parallel.groups import initialize_parallel
 pytestmark = pytest.mark.integration
 
 LORA = LoraConfig(adapter_dim=4, alpha=6.0)
-ROWS, WIDTH = 4, 14
+ROWS = 4
 
 
 def make_batch():
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.tensor([14, 9, 12, 6])
-    position = torch.arange(WIDTH)
-    noise = torch.randn(ROWS, WIDTH, generator=generator)
-    return {
-        "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
-        "input_lengths": lengths,
-        "token_mask": ((position >= 3) & (position < lengths[:, None])).float(),
-        "sample_mask": torch.ones(ROWS),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.5),
-        "generation_logprobs": torch.full_like(noise, -5.5),
-    }
+    return ppo_batch([14, 9, 12, 6], [3] * ROWS)
 
 
 def filled(lora=LORA, seed=4):
@@ -266,7 +253,7 @@ def test_the_reference_is_the_beginning_without_a_second_model(
 def test_sampling_engines_and_files_get_merged_weights(load, tmp_path, tiny_nemo):
     role = trained(load)
     batch = make_batch()
-    role.write_nemo(str(tmp_path / "merged.nemo"))
+    role.save_to(str(tmp_path / "merged.nemo"))
     role.save_adapters(tmp_path / "beside.lora.safetensors")
     plain = load_from_nemo(MegatronGPTActorModel, restore_path=tmp_path / "merged.nemo")
     assert (plain.get_logprobs(batch) - role.get_logprobs(batch)).abs().max() < 1e-5
@@ -379,7 +366,7 @@ def test_a_reward_model_in_the_critics_body_speaks_without_the_critics_adapters(
         original.gpt.rm_head.weight.normal_(0, 0.1, generator=generator)
         for parameter in original.gpt.decoder.parameters():
             parameter.mul_(1.1)  # not the critic's frozen weights
-    original.write_nemo(str(path))
+    original.save_to(str(path))
     critic = trained(load, cls=MegatronGPTCriticModel, loss=PPOValueLoss())
     batch = make_batch()
     values = critic.get_values(batch)

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from batches import ppo_batch
 from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_scale
 
@@ -22,17 +23,7 @@ ROWS, LENGTH = 4, 12
 
 
 def batch():
-    generator = torch.Generator().manual_seed(2)
-    noise = torch.randn(ROWS, LENGTH, generator=generator)
-    return {
-        "input_ids": torch.randint(0, 256, (ROWS, LENGTH), generator=generator),
-        "input_lengths": torch.full((ROWS,), LENGTH),
-        "token_mask": torch.ones(ROWS, LENGTH),
-        "sample_mask": torch.ones(ROWS),
-        "advantages": noise,
-        "prev_logprobs": torch.full_like(noise, -5.5),
-        "generation_logprobs": torch.full_like(noise, -5.5),
-    }
+    return ppo_batch([LENGTH] * ROWS, [0] * ROWS, seed=2)
 
 
 def trained(tiny_nemo, precision, **settings):

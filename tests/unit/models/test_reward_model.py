@@ -20,7 +20,7 @@ from aligner.errors import CheckpointError, ConfigError, DataError, RewardError
 from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.role.reward import SequenceForm, Standardization
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
-from aligner.models.reward.workers.megatron_reward_worker import MegatronRewardWorker
+from aligner.models.reward.workers.reward_worker import MegatronRewardWorker
 from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.interface import check_weights, rated_responses
 from aligner.rewards.sequences import SequenceEncoder
@@ -301,7 +301,7 @@ def test_a_reward_without_what_it_needs_is_refused(reward, said):
 
 def test_every_setting_of_a_frozen_model_is_its_own_or_the_layout():
     """The list in `build_reward` of what the policy shares names fields that exist."""
-    from aligner.algorithms.rollout.reward_source import frozen_config
+    from aligner.algorithms.rollout.inputs import frozen_config
     from aligner.config import RewardModelConfig
 
     policy = TrainedModelConfig("p.nemo", tensor_model_parallel_size=2, sequence_parallel=True)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from batches import ppo_batch
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, SchedConfig
@@ -27,23 +28,7 @@ LOSSES = {"policy": PPOPolicyLoss(), "value": PPOValueLoss()}
 
 
 def make_batch():
-    generator = torch.Generator().manual_seed(5)
-    noise = torch.randn(ROWS, WIDTH, generator=generator)
-    mask = torch.ones(ROWS, WIDTH)
-    mask[:, :3] = 0
-    return BatchedDataDict(
-        {
-            "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
-            "input_lengths": torch.full((ROWS,), WIDTH),
-            "token_mask": mask,
-            "sample_mask": torch.ones(ROWS),
-            "advantages": noise,
-            "returns": noise.flip(0),
-            "values": torch.zeros_like(noise),
-            "prev_logprobs": torch.full_like(noise, -5.5),
-            "generation_logprobs": torch.full_like(noise, -5.5),
-        }
-    )
+    return BatchedDataDict(ppo_batch([WIDTH] * ROWS, [3] * ROWS))
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,17 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import recipes
 import torch
-from hydra import compose, initialize_config_dir
 
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
-from aligner.config import CriticConfig, ModelConfig, RunConfig, TrainedModelConfig, load_config
+from aligner.config import CriticConfig, ModelConfig, TrainedModelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights, write_tiny_nemo
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
 from aligner.models.value.workers.megatron_value_worker import MegatronValueWorker
-from aligner.observe.metrics import read_metrics
 from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
@@ -93,32 +92,17 @@ def test_what_goes_wrong_while_scoring_leaves_the_critic_its_body(tiny_nemo, rew
 
 def ppo(folder, nemo, reward, *overrides, recipe="ppo_tiny_cpu"):
     """What two PPO steps report, times aside, and the policy they end with."""
-    from aligner.algorithms.ppo.trainer import train_ppo
-
-    settings = [
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        "trainer.ppo.max_steps=2",
-        "trainer.ppo.save_interval=0",
-        "model.global_batch_size=8",
-        "model.micro_batch_size=4",
-        "model.ppo.num_rollout_samples=8",
-        "data.train.arguments.size=32",
-        "data.validation.arguments.size=8",
-        "reward=model",
+    recipes.run(
+        *(folder, nemo, recipe, "trainer.ppo.max_steps=2", "trainer.ppo.save_interval=0"),
+        *("model.global_batch_size=8", "model.micro_batch_size=4"),
+        *("model.ppo.num_rollout_samples=8", "data.train.arguments.size=32"),
+        *("data.validation.arguments.size=8", "reward=model"),
         f"reward.model.restore_from_path={reward}",
         "reward.attribute_weights=[1.0,-0.5]",
         *overrides,
-    ]
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        train_ppo(load_config(compose(f"recipes/{recipe}", overrides=settings), RunConfig))
-    lines = [
-        {name: value for name, value in line.items() if not name.startswith("timers/")}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
+    )
     with open_nemo(folder / "policy.nemo") as checkpoint:
-        return repr(lines), {name: checkpoint.weights[name] for name in checkpoint.weights}
+        return recipes.numbers(folder), dict(checkpoint.weights)
 
 
 def test_a_run_is_the_same_to_the_bit(tmp_path, tiny_nemo, reward_nemo):
@@ -128,7 +112,7 @@ def test_a_run_is_the_same_to_the_bit(tmp_path, tiny_nemo, reward_nemo):
     apart = ppo(tmp_path / "apart", tiny_nemo, reward_nemo, *settings)
     shared = ppo(tmp_path / "shared", tiny_nemo, reward_nemo, *settings, share)
     assert shared[0] == apart[0]
-    assert "critic/loss" in apart[0]
+    assert "critic/loss" in apart[0][1]
     assert shared[1].keys() == apart[1].keys()
     assert all(shared[1][name].equal(apart[1][name]) for name in apart[1])
 

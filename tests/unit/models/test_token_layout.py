@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from batches import ppo_batch
 from role_models import gradients, load_role
 
 from aligner.architecture import RopeScaling
@@ -93,22 +94,8 @@ ROLES = {
 
 
 def make_batch():
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.tensor([16, 9, 33, 16, 5, 48, 2, 10])
-    prompts = torch.tensor([4, 3, 6, 2, 1, 7, 1, 8])
-    position = torch.arange(WIDTH)
-    mask = (position >= prompts[:, None]) & (position < lengths[:, None])
-    noise = torch.randn(ROWS, WIDTH, generator=generator)
-    return {
-        "input_ids": torch.randint(0, 250, (ROWS, WIDTH), generator=generator),
-        "input_lengths": lengths,
-        "token_mask": mask.float(),
-        "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0]),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.5),
-    }
+    batch = ppo_batch([16, 9, 33, 16, 5, 48, 2, 10], [4, 3, 6, 2, 1, 7, 1, 8])
+    return {**batch, "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0])}
 
 
 def load(name, path, **changes):

@@ -20,7 +20,7 @@ from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.layers import layer_spec
 from aligner.models.gpt.megatron import build, critic
 from aligner.models.gpt.role.optimizer_step import learning_rate
-from aligner.models.gpt.role.settings import RunSettings
+from aligner.models.gpt.role.settings import RoleSettings, RunSettings
 from aligner.models.value.workers import megatron_value_worker
 from aligner.models.value.workers.megatron_value_worker import (
     MegatronValueWorker,
@@ -92,12 +92,12 @@ def test_head_and_body_follow_one_schedule_and_one_clipping(start):
 
 def test_training_goes_through_forward_step_value(start, monkeypatch):
     assert issubclass(MegatronValueWorker, MegatronValueWorkerImpl)
-    assert megatron_value_worker.forward_step_value is critic.forward_step_value
-    calls = []
+    published, calls = megatron_value_worker.forward_step_value, []
+    assert published is critic.forward_step_value
 
     def spy(*args, **kwargs):
         calls.append(kwargs["value_head"])
-        return megatron_value_worker.forward_step_value(*args, **kwargs)
+        return published(*args, **kwargs)
 
     monkeypatch.setattr(critic, "forward_step_value", spy)
     worker = start()
@@ -145,7 +145,7 @@ def test_fp8_is_refused_where_there_is_none(start):
     with pytest.raises(ConfigError, match=r"model\.fp8=hybrid needs Transformer Engine and a GPU"):
         start(fp8="hybrid")
     with pytest.raises(ConfigError, match=r"model\.fp8=e4m3 needs trainer\.precision=bf16"):
-        build.check_fp8("e4m3", torch.float32)
+        build.check_fp8(RoleSettings(fp8="e4m3"))
 
 
 @pytest.mark.parametrize("fp8", ["e4m3", "hybrid"])
@@ -153,7 +153,7 @@ def test_fp8_reaches_megatron_core(fp8, monkeypatch):
     for module in (build, layer_spec):
         monkeypatch.setattr(module, "has_transformer_engine", lambda: True)
     monkeypatch.setattr(accelerator, "has_fp8", lambda: True)
-    config = build.transformer_config(TINY_ARCHITECTURE, dtype=torch.bfloat16, fp8=fp8)
+    config = build.transformer_config(TINY_ARCHITECTURE, RoleSettings(precision="bf16", fp8=fp8))
     assert (config.fp8, config.fp8_recipe) == (fp8, "tensorwise")
 
 

@@ -1,5 +1,6 @@
 """metrics.jsonl and samples.jsonl: exact numbers, and back to a step after a kill."""
 
+import dataclasses
 import errno
 import json
 import math
@@ -17,42 +18,24 @@ from aligner.observe.samples import Sample, SampleWriter, read_samples, sample_t
 
 
 def a_sample(step: int, **changes) -> Sample:
-    fields = {
-        "step": step,
-        "split": "train",
-        "prompt": "2+3=",
-        "response": "5\n",
-        "reward": 1.0,
-        "prompt_length": 4,
-        "response_length": 2,
-        "is_end": True,
-        "ground_truth": "5",
-    }
-    return Sample(**{**fields, **changes})
+    plain = Sample(step, "train", "2+3=", "5\n", 1.0, 4, 2, True, ground_truth="5")
+    return dataclasses.replace(plain, **changes)
 
 
 def test_lines_are_exact_sorted_and_standard_json(tmp_path):
     writer = MetricsWriter(tmp_path)
     third = torch.tensor(1 / 3)
     writer.write(0, {"val_rollouts/accuracy": 0.1 + 0.2, "timers/total": 1.5})
-    writer.write(
-        1,
-        {
-            "train_optim/loss": third,
-            "critic/explained_var": math.nan,
-            "train_optim/ppo_ratio_max": math.inf,
-            "train_rollouts/num_samples": np.int64(64),
-        },
-    )
+    numbers = {
+        "train_optim/loss": third,
+        "critic/explained_var": math.nan,
+        "train_optim/ppo_ratio_max": math.inf,
+        "train_rollouts/num_samples": np.int64(64),
+    }
+    writer.write(1, numbers)
     first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert first == '{"step": 0, "timers/total": 1.5, "val_rollouts/accuracy": 0.30000000000000004}'
-    assert list(json.loads(second)) == [
-        "step",
-        "critic/explained_var",
-        "train_optim/loss",
-        "train_optim/ppo_ratio_max",
-        "train_rollouts/num_samples",
-    ]
+    assert list(json.loads(second)) == ["step", *sorted(numbers)]
     read = read_metrics(tmp_path / "metrics.jsonl")[1]
     assert math.isnan(read["critic/explained_var"])
     assert read["train_optim/ppo_ratio_max"] == math.inf
@@ -97,7 +80,8 @@ def test_a_bad_line_costs_no_other_line(tmp_path, caplog):
     lines = path.read_bytes().splitlines(keepends=True)
     lines[2] = b"{broken\xff\n"
     lines.insert(4, b"[]\n")
-    path.write_bytes(b"".join(lines) + b'{"step": 5, "tor')
+    damaged = b"".join(lines) + b'{"step": 5, "tor'
+    path.write_bytes(damaged)
     assert [line["step"] for line in read_metrics(path)] == [0, 1, 3, 4]
     for expected_aside in ("metrics.damaged.jsonl", None):  # the second time nothing is amiss
         writer = MetricsWriter(path.parent)
@@ -110,10 +94,7 @@ def test_a_bad_line_costs_no_other_line(tmp_path, caplog):
             assert str(path.with_name(expected_aside)) in caplog.text
     whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     assert path.read_bytes() == b"".join(whole[:2] + whole[3:])
-    assert (
-        path.with_name("metrics.damaged.jsonl").read_bytes()
-        == b"".join(lines) + b'{"step": 5, "tor'
-    )
+    assert path.with_name("metrics.damaged.jsonl").read_bytes() == damaged
     assert not path.with_name("metrics.damaged_2.jsonl").exists()
 
 
@@ -154,13 +135,10 @@ def test_disk_full_names_the_file_and_leaves_whole_lines(tmp_path, monkeypatch):
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 
 
-def test_unwritable_directory(tmp_path):
+def test_only_rank_0_writes_and_the_directory_must_allow(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="explicit_log_dir"):
         MetricsWriter(tmp_path / "file" / "run")
-
-
-def test_only_rank_0_writes(tmp_path):
     writer = MetricsWriter(tmp_path / "run", rank=1)
     writer.write(1, {"no/such": 1.0})
     writer.truncate_after(0)
@@ -193,31 +171,26 @@ def test_every_metric_is_explained_and_in_the_table():
     assert describe("timers/anything") is not None
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.calls: list = []
-
-    def log_metrics(self, metrics, step=None) -> None:
-        self.calls.append((step, metrics))
-
-    def finalize(self, status) -> None:
-        self.calls.append(status)
-
-
 def test_loggers_are_made_at_the_first_line_and_get_every_number(tmp_path):
-    recorder, made = Recorder(), []
+    made, calls = [], []
 
-    def make():
-        made.append(True)
-        return [recorder]
+    class Recorder:
+        def __init__(self):
+            made.append(True)
 
-    writer = MetricsWriter(tmp_path, loggers=make)
+        def log_metrics(self, metrics, step=None):
+            calls.append((step, metrics))
+
+        def finalize(self, status):
+            calls.append(status)
+
+    writer = MetricsWriter(tmp_path, loggers=lambda: [Recorder()])
     assert made == []
     writer.write(1, {"critic/loss": torch.tensor(0.5)})
     writer.write(2, {"critic/loss": 1})
     writer.close()
     assert made == [True]
-    assert recorder.calls == [(1, {"critic/loss": 0.5}), (2, {"critic/loss": 1.0}), "success"]
+    assert calls == [(1, {"critic/loss": 0.5}), (2, {"critic/loss": 1.0}), "success"]
 
 
 def test_tensorboard_mirror_hides_steps_after_the_restored_one(tmp_path):

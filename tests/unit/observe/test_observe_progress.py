@@ -65,34 +65,29 @@ def run_progress(terminal: bool) -> str:
         for step, seconds in ((3, 10.0), (4, 20.0)):
             progress.phase("generate")
             clock.now += seconds
-            progress.step(
-                step, {"train_rollouts/rewards": step / 8, "train_rollouts/init_policy_kl": 0.01}
-            )
+            numbers = {"train_rollouts/rewards": step / 8, "train_rollouts/init_policy_kl": 0.01}
+            progress.step(step, numbers)
     return out.getvalue()
 
 
-def test_plain_lines_without_a_terminal():
+def test_lines_bars_and_silence():
     lines = run_progress(terminal=False).splitlines()
     assert lines[0] == "step 2/12  val accuracy 0.250"
     assert lines[2] == ("step 4/12  reward 0.500  KL 0.0100  15.0 s/step  ETA 0:02:00")
     assert len(lines) == 3
-
-
-def test_a_terminal_gets_a_bar_with_phase_and_numbers():
     text = run_progress(terminal=True)
     for part in ("generate", "4/12", "reward 0.500", "KL 0.0100", "ETA 0:02:00"):
         assert part in text
     assert "val accuracy 0.250 (step 2)" in text  # stays on the bar
+    out = io.StringIO()
+    with ConsoleProgress(3, console=Console(file=out), enabled=False) as progress:
+        progress.step(1, {})
+    assert out.getvalue() == ""
 
 
-SNAPSHOTS = {
-    80: "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400",
-    100: "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400",
-    160: (
-        "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400  "
-        "val accuracy 0.250 (step 0)  KL 0.0100  length 128.5"
-    ),
-}
+NARROW = "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400"
+WIDE = f"{NARROW}  val accuracy 0.250 (step 0)  KL 0.0100  length 128.5"
+SNAPSHOTS = {80: NARROW, 100: NARROW, 160: WIDE}
 
 
 @pytest.mark.parametrize("width", [30, *SNAPSHOTS])
@@ -121,40 +116,26 @@ def test_step_and_remaining_time_stay_at_any_width_and_the_bar_does_not_move(wid
 
 def lines_of(*steps) -> list[str]:
     out = io.StringIO()
-    with ConsoleProgress(
-        len(steps), console=Console(file=out, width=140), clock=Clock()
-    ) as progress:
+    console = Console(file=out, width=140)
+    with ConsoleProgress(len(steps), console=console, clock=Clock()) as progress:
         for step, metrics in enumerate(steps):
             progress.step(step, metrics)
     return [line.split("  0.0 s/step")[0] for line in out.getvalue().splitlines()]
 
 
-def test_a_supervised_run_shows_its_own_loss_and_no_old_validation():
+def test_which_numbers_are_shown():
     losses = [{"train_optim/loss": loss, "train_optim/accuracy": 0.75} for loss in (0.5, 0.125)]
     assert lines_of({"val_optim/loss": 0.7}, *losses) == [
         "step 0/3  val loss 0.7",
         "step 1/3  loss 0.5  accuracy 0.750",
         "step 2/3  loss 0.125  accuracy 0.750",
     ]
-
-
-def test_nothing_has_no_sign_and_a_policys_loss_is_not_shown():
     metrics = {
         "train_rollouts/rewards": -0.25,
         "train_rollouts/init_policy_kl": -1.5e-8,
         "train_optim/loss": 0.1,
     }
     assert lines_of({}, metrics)[1] == "step 1/2  reward -0.250  KL 0.0000"
-
-
-def test_other_ranks_are_silent():
-    out = io.StringIO()
-    with ConsoleProgress(3, console=Console(file=out), enabled=False) as progress:
-        progress.step(1, {})
-    assert out.getvalue() == ""
-
-
-def test_clock_time():
     assert [clock_time(s) for s in (0, 59.6, 3661)] == ["0:00:00", "0:01:00", "1:01:01"]
 
 

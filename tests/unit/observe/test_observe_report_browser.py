@@ -1,5 +1,6 @@
 """The report in headless Chromium at the widths of a phone and of a desktop."""
 
+import dataclasses
 import html
 import json
 import math
@@ -40,16 +41,10 @@ frame.onload = () => {
 
 
 def sample(step: int, split: str, **changes) -> Sample:
-    fields = {
-        "prompt": f"{step}: What is the sum of " + "and ".join(f"{i} " for i in range(40)),
-        "response": "The sum is " + "x" * 300,
-        "ground_truth": "",
-        "reward": -0.25,
-        "prompt_length": 90,
-        "response_length": 120,
-        "is_end": False,
-    }
-    return Sample(step=step, split=split, **{**fields, **changes})
+    prompt = f"{step}: What is the sum of " + "and ".join(f"{i} " for i in range(40))
+    response = "The sum is " + "x" * 300
+    plain = Sample(step, split, prompt, response, -0.25, 90, 120, False, ground_truth="")
+    return dataclasses.replace(plain, **changes)
 
 
 def report() -> str:

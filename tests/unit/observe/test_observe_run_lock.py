@@ -1,20 +1,16 @@
 """A run directory has one writer, and a killed writer keeps nobody out."""
 
-import multiprocessing
 import os
 import time
 
 import pytest
+from ranks import FORKSERVER
 
 from aligner.errors import StorageError
 from aligner.observe.metrics import MetricsWriter
 from aligner.observe.run_lock import RunLock
 
 pytestmark = pytest.mark.integration
-
-# Children of all tests share one server, which has imported what takes time.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state.store", "aligner.observe.metrics"])
 
 
 def _hold(folder: str, ready, fork: bool) -> None:
@@ -27,8 +23,8 @@ def _hold(folder: str, ready, fork: bool) -> None:
 
 
 def start_holder(folder, fork: bool = False):
-    ready = CONTEXT.SimpleQueue()
-    holder = CONTEXT.Process(target=_hold, args=(folder, ready, fork))
+    ready = FORKSERVER.SimpleQueue()
+    holder = FORKSERVER.Process(target=_hold, args=(folder, ready, fork))
     holder.start()
     return holder, ready.get()
 
@@ -45,13 +41,19 @@ def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path):
     writer.close()
 
 
-def test_a_lock_whose_file_a_refused_run_removed_is_taken_anew(tmp_path):
+def test_released_and_removed_locks_are_taken_anew(tmp_path):
     lock = RunLock(tmp_path)
     (tmp_path / ".lock").unlink()
     assert not lock._acquired()
     assert (tmp_path / ".lock").exists()
     assert lock._acquired()
     lock.release()
+    writer = MetricsWriter(tmp_path)
+    assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
+    writer.close()
+    holder, _ = start_holder(tmp_path)
+    holder.kill()
+    holder.join()
 
 
 def test_a_forked_child_that_outlives_the_run_does_not_hold_the_lock(tmp_path):
@@ -72,13 +74,4 @@ def test_waits_for_a_run_that_is_just_ending(tmp_path):
     assert time.monotonic() - start >= 0.3
     holder.kill()
     RunLock(tmp_path, patience=10).release()
-    holder.join()
-
-
-def test_release_lets_others_in_and_writer_takes_the_lock(tmp_path):
-    writer = MetricsWriter(tmp_path)
-    assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
-    writer.close()
-    holder, _ = start_holder(tmp_path)
-    holder.kill()
     holder.join()

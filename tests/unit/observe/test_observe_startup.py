@@ -76,7 +76,7 @@ def text_of(summary: StartupSummary) -> str:
     return capture.get()
 
 
-def test_batch_arithmetic_in_words():
+def test_batches_and_memory_by_hand():
     assert arithmetic() == [
         "A step draws 16 prompts and samples 4 responses to each: 64 samples, 32 on each of "
         "2 data-parallel ranks, at most 20 of them in flight together.",
@@ -88,9 +88,6 @@ def test_batch_arithmetic_in_words():
         "over.",
     ]
     assert arithmetic(train_prompts=None)[-1] == "10 steps: 640 samples."
-
-
-def test_memory_by_hand():
     policy, reference = some_summary().roles
     assert policy.local_parameters == 500_001
     assert (policy.weights, policy.gradients) == (2_000_004, 2_000_004)
@@ -120,9 +117,6 @@ def test_working_memory_by_hand():
     config = dataclasses.replace(config, model=full)
     memory = working_memory(config, model, length=100, on_gpus=False)
     assert memory["activations"] == (17 + 4) * 200 * 64 * 4
-
-
-def test_a_token_budget_is_what_a_micro_batch_holds():
     given = {
         "model": {"restore_from_path": "m.nemo", "micro_batch_size": 2},
         "data": {"train": {"source": "d.jsonl"}},
@@ -141,7 +135,7 @@ def test_a_token_budget_is_what_a_micro_batch_holds():
     assert by_tokens["output layer"] > by_rows["output layer"]
 
 
-def test_versions_that_do_not_work_are_refused():
+def test_versions_are_refused_or_reported():
     check_versions()
     check_versions({"torch": "2.10.0a0+b4e4ee81d3.nv25.12", "megatron-core": "0.16.1"}.get)
     check_versions({}.get)
@@ -150,9 +144,6 @@ def test_versions_that_do_not_work_are_refused():
             check_versions({"torch": torch}.get)
     with pytest.raises(VersionError, match=r"megatron-core 0\.15\.0"):
         check_versions({"torch": "2.11.0", "megatron-core": "0.15.0"}.get)
-
-
-def test_versions_that_were_not_tried_are_reported():
     assert untried_versions() == []
     nvidia = {"nemo-toolkit": "2.5.0", "transformers": "5.16.1", "ray": "2.40.0"}
     outside = untried_versions({**nvidia, "transformer_engine": "2.12.0+abc"}.get)
@@ -176,7 +167,7 @@ def test_supported_versions_are_those_of_the_project_file():
         assert high == ".".join(map(str, end))
 
 
-def test_report_and_dict():
+def test_report_and_what_may_not_fit():
     summary = some_summary(
         restored=(12, "results/tiny/checkpoints/step_000012"),
         restores=("policy", "optimizer"),
@@ -195,9 +186,6 @@ def test_report_and_dict():
     assert "may not fit" not in text
     sizes = [(role.weights, role.gradients, role.optimizer) for role in summary.roles]
     assert sizes == [(2_000_004, 2_000_004, 2_000_008), (2_000_004, 0, 0)]
-
-
-def test_a_run_that_may_not_fit_says_what_to_do():
     text = text_of(some_summary(device=DeviceInfo("CPU", False, 9_000_019)))
     assert "may not fit" in text
     assert "micro_batch_size" in text
@@ -219,7 +207,7 @@ def test_missing_packages_say_what_is_lost():
     assert "nice 1.2" in text_of(some_summary(packages=[PackageStatus(nice, True, "1.2")]))
 
 
-def test_a_namesake_is_not_taken_for_the_package_and_is_not_imported(tmp_path, monkeypatch):
+def test_packages_are_looked_up_without_importing(tmp_path, monkeypatch):
     (tmp_path / "namesake").mkdir()
     (tmp_path / "namesake" / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -228,9 +216,6 @@ def test_a_namesake_is_not_taken_for_the_package_and_is_not_imported(tmp_path, m
     (tmp_path / "namesake" / "optimizers").mkdir()
     assert [status.is_installed for status in find_packages((package,))] == [True]
     assert "namesake" not in sys.modules
-
-
-def test_the_real_list_is_looked_up_without_importing():
     before = set(sys.modules)
     statuses = {status.package.name: status for status in find_packages()}
     assert set(statuses) >= {"apex", "transformer_engine", "flash_attn", "vllm", "wandb"}

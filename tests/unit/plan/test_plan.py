@@ -93,6 +93,7 @@ def test_an_architecture_with_a_byte_order_mark(tmp_path):
         (tmp_path / name).write_bytes(mark + json.dumps(sizes).encode())
     plain, marked = (read_architecture(str(tmp_path / name)) for name in ("plain", "marked"))
     assert plain == marked
+    assert plain.num_layers == 1
 
 
 @pytest.mark.parametrize(
@@ -301,20 +302,6 @@ def test_a_ring_sends_what_it_must_over_the_wires_there_are():
     )
 
 
-def test_a_hugging_face_shape_is_enough(tmp_path):
-    values = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "vocab_size": 512,
-        "max_position_embeddings": 128,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert read_architecture(str(tmp_path)).num_layers == 2
-
-
 def test_a_prompt_leaves_room_for_the_response():
     values = {
         "model": {"restore_from_path": "m"},
@@ -351,12 +338,12 @@ def test_an_algorithm_is_planned_by_its_own_loop(monkeypatch):
             rows = [examples.train[row] for row in range(run.config.model.global_batch_size)]
             batch = collate_examples(rows, run.tokenizer.pad_id)
             for attempt in run.attempts():
-                with attempt:
+                with attempt as workers:
                     frozen = {"init_optimizer": False, "init_reference_model": False}
-                    clusters, model = attempt.clusters, run.config.model
+                    clusters, model = workers.clusters, run.config.model
                     judge = Policy(clusters.policy, model, run.tokenizer, "judge", **frozen)
-                    trainer = Trainer(attempt.start_policy(1), attempt.own(judge), batch)
-                    with attempt.loop(trainer, 1, None) as loop:
+                    trainer = Trainer(workers.start_policy(1), workers.own(judge), batch)
+                    with workers.loop(trainer, 1, None) as loop:
                         loop.run()
 
     monkeypatch.setattr(rehearsal, "imported", lambda path: train)

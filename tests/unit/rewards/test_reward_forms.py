@@ -34,15 +34,13 @@ def test_trl_gets_completions_and_columns():
     assert seen[0][:2] == (["x5", "y6"], ["5", "7"])
     assert seen[0][2] == {"prompts": ["a", "b"], "ground_truth": TRUTHS, "level": [1, 2]}
 
-
-def test_trl_gets_conversations_for_prompts_of_messages():
-    def reward(prompts, completions, ground_truth):
+    def of_messages(prompts, completions, ground_truth):
         assert prompts == [CHAT, "b"]
         assert completions == [[{"role": "assistant", "content": "x5"}], "y6"]
         return [float(truth) for truth in ground_truth]
 
     columns = {MESSAGES: [CHAT, None], "unused": [0, 0]}
-    assert scored(reward, columns) == ("TRL", [5.0, 6.0], {})
+    assert scored(of_messages, columns) == ("TRL", [5.0, 6.0], {})
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -73,12 +71,10 @@ def test_openrlhf_gets_a_batch_of_queries():
     assert scored(reward_func) == ("OpenRLHF", [1.0, 0.5], {})
     assert scored(with_logs) == ("OpenRLHF", [1.0, 0.0], {"length": [3.0, 4.0]})
 
-
-def test_our_form_has_precedence():
-    def reward(prompts, responses, ground_truths, completions=None, queries=None):
+    def ours(prompts, responses, ground_truths, completions=None, queries=None):
         return [1.0] * len(responses)
 
-    assert scored(reward) == ("", [1.0, 1.0], {})
+    assert scored(ours) == ("", [1.0, 1.0], {})  # the library's own form has precedence
 
 
 def trl_with_ids(completions, completion_ids):
@@ -101,10 +97,8 @@ def test_refusals_name_function_and_remedy():
     with pytest.raises(ConfigError, match="must take"):
         LoadedFunction(lambda completion: [1.0], "f", {})
     columns = {"data_source": ["m", "n"], "extra_info": [{}, {}]}
-    answers = LoadedFunction(verl, "verl", {}).answers(
-        Samples(["a", "b"], ["x", "y"], TRUTHS, columns)
-    )
-    assert dict(answers)["culprit"] == 1
+    samples = Samples(["a", "b"], ["x", "y"], TRUTHS, columns)
+    assert dict(LoadedFunction(verl, "verl", {}).answers(samples))["culprit"] == 1
 
     def of_a_batch(solution_str, ground_truth):
         return [1.0] * len(solution_str)
@@ -113,6 +107,7 @@ def test_refusals_name_function_and_remedy():
         scored(of_a_batch)
 
 
+@pytest.mark.integration
 def test_a_form_reaches_its_process(tmp_path):
     (tmp_path / "r.py").write_text(
         "def reward(completions, level, **kwargs):\n"

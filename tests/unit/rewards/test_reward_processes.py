@@ -49,9 +49,8 @@ def test_answers_are_bounded_and_of_this_library(load):
     with pytest.raises(RewardError, match=r"reward is 'yyy.*…, which is not a number") as refusal:
         score(load("returns_much"), ["x"])
     assert len(str(refusal.value)) < 400
-    with pytest.raises(
-        RewardError, match=r"sent an invalid answer \((JSON|Unicode)DecodeError\)|died"
-    ):
+    invalid = r"sent an invalid answer \((JSON|Unicode)DecodeError\)|died"
+    with pytest.raises(RewardError, match=invalid):
         score(load("writes_everywhere"), ["x"])
 
 

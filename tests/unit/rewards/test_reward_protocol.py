@@ -18,24 +18,18 @@ pytestmark = pytest.mark.integration
 module, load = reward_cases.module, reward_cases.load
 
 
-def test_numbers(load):
+def test_numbers_and_dicts_become_rewards_and_metrics(load):
     output = score(load("lengths"), ["a", "bcd", ""])
     assert output.rewards.tolist() == [1.0, 3.0, 0.0]
     assert output.rewards.dtype == torch.float32
-    assert output.metrics == {}
+    assert output.parts == {}
     assert score(load("lengths"), []).rewards.shape == (0,)
-
-
-def test_async(load):
     assert score(load("slowly"), ["a", "b"], ["a", "c"]).rewards.tolist() == [1.0, 0.0]
-
-
-def test_dicts_become_metrics(load):
     columns = {"level": [1, 2, 3], "is_end": [True, False, True]}
     for concurrency, sizes in [(1, [3, 3, 3]), (2, [1, 2, 2])]:
         output = score(load("detailed", max_concurrency=concurrency), ["x"] * 3, columns=columns)
         assert output.rewards.tolist() == [1.0, 2.0, 3.0]
-        assert output.metrics == {"ended": [1.0, 0.0, 1.0], "n": sizes}
+        assert output.parts == {"ended": [1.0, 0.0, 1.0], "n": sizes}
 
 
 def test_only_the_columns_it_names(load):
@@ -49,7 +43,7 @@ def test_only_the_columns_it_names(load):
         function.signature.check_columns(set())
 
 
-def test_exception_names_the_sample(load):
+def test_exceptions_name_the_sample_that_caused_them(load):
     function = load("divides")
     with pytest.raises(RewardError) as refusal:
         score(function, ["1", "2", "0", "no number"])
@@ -58,14 +52,8 @@ def test_exception_names_the_sample(load):
     assert "ZeroDivisionError: division by zero (" in text  # and file and line
     assert "on sample 2 (prompt 'prompt 2', response '0')" in text
     assert score(function, ["4"]).rewards.tolist() == [0.25]  # and it goes on
-
-
-def test_sample_number_counts_in_the_whole_batch(load):
     with pytest.raises(RewardError, match=r"sample 3 \(prompt 'prompt 3'"):
         score(load("divides", max_concurrency=2), ["1", "2", "4", "0"])
-
-
-def test_exception_no_single_sample_causes(load):
     with pytest.raises(RewardError, match=r"too many .* on the batch as a whole"):
         score(load("only_whole_batches"), ["a", "b"])
     start = time.monotonic()
@@ -92,9 +80,11 @@ def test_functions_that_cannot_be_loaded(module, name, message):
         RewardFunction(name.format(module=module, folder=module.parent))
 
 
-def test_keyword_arguments_that_the_function_lacks_are_refused(load):
+def test_signatures_that_do_not_fit_are_refused(load):
     with pytest.raises(ConfigError, match=r"no keyword arguments \['size'\]; it has .*scale"):
         load("picky", kwargs={"size": 3})
+    with pytest.raises(ConfigError, match="ground_truths"):
+        load("two_lists")
 
 
 @pytest.mark.parametrize(
@@ -141,14 +131,11 @@ def test_the_largest_and_smallest_numbers_of_float32_are_rewards():
     assert torch.tensor(rewards).tolist() == [largest, -largest, 0.0]
 
 
-def test_lists_of_different_lengths_are_refused():
+def test_bad_lists_and_long_texts():
     with pytest.raises(RewardError, match="responses has 1 entries for 2 prompts"):
         Samples(["p", "q"], ["r"], [None, None])
     with pytest.raises(RewardError, match="level has 3 entries for 2 prompts"):
         Samples(["p", "q"], ["r", "s"], [None, None], {"level": [1, 2, 3]})
-
-
-def test_long_texts_are_shortened_in_messages():
     text = Samples(["x" * 100 + "end"], ["start" + "y" * 100], [None]).describe(0)
     assert "end'" in text
     assert "'start" in text
@@ -171,8 +158,3 @@ def test_signature():
 def test_two_positional_parameters_get_ground_truths_by_keyword(load, name):
     columns = {"level": [1, 2]}
     assert score(load(name), ["x", "y"], [3.0, 5.0], columns=columns).rewards.tolist() == [3.0, 5.0]
-
-
-def test_two_positional_parameters_need_a_place_for_ground_truths(load):
-    with pytest.raises(ConfigError, match="ground_truths"):
-        load("two_lists")

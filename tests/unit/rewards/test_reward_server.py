@@ -72,9 +72,8 @@ def served(rewarding):
     """Address and process of `examples/serve_reward_model.py`."""
     command = [sys.executable, "examples/serve_reward_model.py", "--model", str(rewarding[1])]
     command += ["--port", "0", "--token-env", "REWARD_TOKEN"]
-    with started(
-        command, r"ready at (http://\S+)", cwd=ROOT, env={"REWARD_TOKEN": TOKEN}
-    ) as server:
+    env = {"REWARD_TOKEN": TOKEN}
+    with started(command, r"ready at (http://\S+)", cwd=ROOT, env=env) as server:
         yield server
 
 
@@ -213,17 +212,15 @@ def test_a_page_of_a_proxy_is_asked_again(behaviour, said, caplog):
     assert len(re.findall(f"{said}.*next try in", caplog.text)) == 2
 
 
-def test_a_page_that_stays_is_given_up():
+def test_what_is_given_up_and_what_asked_for_again(caplog):
     with stub("not_json") as url, pytest.raises(RewardServerError, match=r"not JSON.*gave up"):
         client(url).score(SAMPLES)
-
-
-def test_a_server_that_keeps_failing_is_given_up():
-    with (
-        stub("failing") as url,
-        pytest.raises(RewardServerError, match=r"500 .*out of memory; gave"),
-    ):
+    out_of_memory = r"500 .*out of memory; gave"
+    with stub("failing") as url, pytest.raises(RewardServerError, match=out_of_memory):
         client(url).score(SAMPLES)
+    with stub("cut") as url:
+        assert client(url, retry_for_s=30.0).score(SAMPLES) == [[1.0], [0.0], [1.0]]
+    assert re.search(r"received \d+ bytes, expected \d+\); next try in", caplog.text)
 
 
 @pytest.mark.parametrize("behaviour", ["silent", "drip", "drip_headers"])
@@ -238,11 +235,8 @@ def test_a_slow_server_is_not_waited_for_longer_than_said(behaviour):
 def test_a_killed_server_that_comes_back_is_found_again(caplog):
     """It dies after the first of three requests and is started anew a second later."""
     config = {"samples_per_request": 1, "concurrent_requests": 1, "retry_for_s": 30.0}
-    with (
-        bound_port() as port,
-        stub("digit", port, answers=1) as url,
-        contextlib.ExitStack() as restarted,
-    ):
+    restarted = contextlib.ExitStack()
+    with restarted, bound_port() as port, stub("digit", port, answers=1) as url:
 
         def restart():
             time.sleep(1.0)
@@ -257,13 +251,7 @@ def test_a_killed_server_that_comes_back_is_found_again(caplog):
     assert "next try in" in caplog.text
 
 
-def test_an_answer_cut_short_is_asked_for_again(caplog):
-    with stub("cut") as url:
-        assert client(url, retry_for_s=30.0).score(SAMPLES) == [[1.0], [0.0], [1.0]]
-    assert re.search(r"received \d+ bytes, expected \d+\); next try in", caplog.text)
-
-
-def test_a_notebook_asks_too():
+def test_a_notebook_asks_too_and_one_failed_part_ends_the_others():
     """There a loop runs already in the thread that asks."""
 
     async def cell(url):
@@ -271,10 +259,7 @@ def test_a_notebook_asks_too():
 
     with stub("digit") as url:
         assert asyncio.run(cell(url)) == [[1.0], [0.0], [1.0]]
-
-
-def test_one_failed_part_ends_the_others():
-    """Of eight requests one is refused: the others, to be asked again for long, are left."""
+    # Of eight requests one is refused: the others, to be asked again for long, are left.
     with stub("digit", answers=3) as url:
         started = time.monotonic()
         with pytest.raises(RewardServerError, match="gave up after"):
@@ -302,22 +287,18 @@ def rollout(tokenizer):
     )
 
 
-def test_rewards_beyond_float32_name_their_sample():
+def test_rewards_of_a_server_are_weighted_and_finite():
     tokenizer = byte_level_tokenizer()
     with stub("huge") as url:
         reward = RemoteReward(RewardServerConfig(url=url, retry_for_s=0.5), tokenizer)
         message = rf"server {url} rates sample 1 \(prompt '1\+1=', response 'x.n'\) with inf"
         with pytest.raises(RewardError, match=message):
             reward.get_rewards(rollout(tokenizer))
-
-
-def test_attributes_of_a_server_are_weighted():
     tokenizer = byte_level_tokenizer()
+    unweighted = r"rates 2 attributes .a, b.\. Set reward.attribute_w"
     with stub("two") as url:
         config = RewardServerConfig(url=url, retry_for_s=0.5)
-        with pytest.raises(
-            ConfigError, match=r"rates 2 attributes .a, b.\. Set reward.attribute_w"
-        ):
+        with pytest.raises(ConfigError, match=unweighted):
             RemoteReward(config, tokenizer)
         reward = RemoteReward(config, tokenizer, weights=[2.0, -0.5], end_strings=["\n"])
         scored = reward.get_rewards(rollout(tokenizer))

@@ -25,6 +25,8 @@ from aligner.rewards.server.wire import WireSample
 BATCH = 4
 POST = b"POST /score HTTP/1.1\r\nHost: x\r\n"
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def serving():

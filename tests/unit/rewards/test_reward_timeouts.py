@@ -39,13 +39,12 @@ def test_what_left_the_session_is_killed_too(load, tmp_path):
 
 @pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.extended), 3])
 def test_a_sample_that_hangs_takes_no_other_with_it(load, concurrency):
-    function = load(
-        "hangs_on_some", time_limit_s=8.0, timeout_reward=-1.0, max_concurrency=concurrency
-    )
+    options = {"timeout_reward": -1.0, "max_concurrency": concurrency}
+    function = load("hangs_on_some", time_limit_s=8.0, **options)
     responses = ["a", "bb", "c", "d", "ee", "f", "hang", "g"]
     scored = score(function, responses)
     assert scored.rewards.tolist() == [2, 3, 2, 2, 3, 2, -1, 2]
-    assert scored.metrics == {"n": [1, 1, 1, 1, 1, 1, 0, 1]}
+    assert scored.parts == {"n": [1, 1, 1, 1, 1, 1, 0, 1]}
     assert scored.timeouts == 1
     assert score(function, ["a"]).timeouts == 0
 
@@ -56,4 +55,4 @@ def test_where_all_hang_the_wait_ends(load):
     scored = score(function, ["hang"] * 64)
     assert time.monotonic() - start < 30
     assert scored.rewards.tolist() == [0.25] * 64
-    assert (scored.timeouts, scored.metrics) == (64, {})
+    assert (scored.timeouts, scored.parts) == (64, {})

@@ -40,14 +40,15 @@ def test_tokens_offsets_and_bytes_give_the_text(stream, skips):
     choice = answered("the 😀 <|im_start|>é!", stream=stream, skips_special=skips)
     assert choice.text == ("the 😀 é!" if skips else "the 😀 <|im_start|>é!")
     request = ChatRequest(messages=[], logprobs=True)
-    found = CompletionAnswer(TOKENIZER, "m", request, [choice]).complete().choices[0].logprobs
-    assert len(found.tokens) == len(choice.ids) == len(found.token_logprobs)
-    assert "".join(found.tokens) == choice.text
-    bounds = [*found.text_offset, len(choice.text)]
-    cut = [choice.text[a:b] for a, b in pairwise(bounds)]
-    assert cut == found.tokens
-    told = ChatAnswer(TOKENIZER, "m", request, [choice]).complete().choices[0].logprobs.content
-    assert bytes(byte for one in told for byte in one.bytes) == choice.text.encode()
+    (answer,) = CompletionAnswer(TOKENIZER, "m", request, [choice]).complete()["choices"]
+    found = answer["logprobs"]
+    assert len(found["tokens"]) == len(choice.ids) == len(found["token_logprobs"])
+    assert "".join(found["tokens"]) == choice.text
+    bounds = [*found["text_offset"], len(choice.text)]
+    assert [choice.text[a:b] for a, b in pairwise(bounds)] == found["tokens"]
+    (answer,) = ChatAnswer(TOKENIZER, "m", request, [choice]).complete()["choices"]
+    spelt = [byte for token in answer["logprobs"]["content"] for byte in token["bytes"]]
+    assert bytes(spelt) == choice.text.encode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -79,7 +80,7 @@ def test_parameters_that_are_accepted_are_honoured():
         options = {"include_obfuscation": wants}
         request = ChatRequest(messages=[], stream_options=options)
         answer = ChatAnswer(TOKENIZER, "m", request, [choice])
-        assert all(("obfuscation" in piece.model_fields_set) is wants for piece in answer.first())
+        assert all(("obfuscation" in piece) is wants for piece in answer.first())
 
 
 def history(arguments, **message):
@@ -112,17 +113,11 @@ def test_arguments_that_are_no_object_are_refused(arguments):
         served().chat(history(arguments), [])
 
 
-def test_a_refusal_and_a_user_without_content_are_no_text():
+def test_messages_that_the_template_ignores_or_that_cannot_fit():
     for message in ({"role": "assistant", "content": None, "refusal": "no"}, {"role": "user"}):
         assert chat_messages([message])[0]["content"] is None
-
-
-def test_a_name_that_the_template_ignores_is_refused():
     with pytest.raises(DataError, match="ignores name"):
         served().chat([{"role": "user", "name": "someone", "content": "a"}], [])
-
-
-def test_what_cannot_fit_is_refused_before_it_is_encoded():
     one = served()
     assert one.shortened("x" * 64) == "x" * 64
     assert 64 < len(one.tokenizer.encode(one.shortened("x" * 2**20))) < 1024
@@ -147,16 +142,13 @@ def test_calls_are_parsed_in_linear_time(form, text):
     assert time.process_time() - began < 10
 
 
-def test_refused_prompts_are_not_kept():
+def test_prompts_are_kept_until_their_answers_are_there():
     session = Sessions().begin(1, Limits(max_turns=4, max_tokens=100))
     for number in range(3):
         ids = session.encode(f"{number}" + "x" * 500, TOKENIZER.encode, TOKENIZER.encode)
         with pytest.raises(DataError):
             session.admit([ids], 16, 1)
     assert session._texts == {}
-
-
-def test_prompts_are_kept_until_their_answers_are_there():
     session = Sessions().begin()
     ids = session.encode("hello", TOKENIZER.encode, TOKENIZER.encode)
     numbers = session.admit([ids], 4, 2)

@@ -19,7 +19,7 @@ from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import NonFiniteError, WorkerDiedError
-from aligner.generation.batching import EngineSettings, ServingEngine
+from aligner.generation.batching import ServingEngine
 from aligner.generation.rows import Row, RowJob
 from aligner.http.queue import JobQueue
 from aligner.serving.app import Service, policy_server
@@ -87,8 +87,8 @@ def serving(reply, *, seconds=0.0, tokenizer=None, listens=True, most=64, timeou
     defaults = SamplingOptions(LengthParams(max_length=100), SamplingParams())
     served = Served("model", tokenizer, 2000, tokenizer.vocab_size, defaults)
     ends = frozenset(tokenizer.end_ids)
-    settings = EngineSettings(8, 2000, tokenizer.pad_id, ends, 1, listens, has_peers=False)
-    engine = ServingEngine(script, waiting, settings)
+    rest = (8, 2000, tokenizer.pad_id, ends, 1, listens)
+    engine = ServingEngine(script, waiting, *rest, has_peers=False)
     errors = []
 
     def run():
@@ -118,6 +118,7 @@ def texts(answer):
     return [choice["text"] for choice in answer.json()["choices"]]
 
 
+@pytest.mark.integration
 def test_what_waits_at_the_same_time_is_one_batch():
     def ask(body):
         return server.client.post(TEXT, json=body)
@@ -150,8 +151,8 @@ def test_each_row_of_a_batch_has_its_own_length(listens):
     rows = [Row([65], 1, SamplingOptions(length, SamplingParams())) for length in lengths]
     waiting.add(RowJob(rows, heard.append))
     ends = frozenset(tokenizer.end_ids)
-    settings = EngineSettings(8, 2000, tokenizer.pad_id, ends, 1, listens, has_peers=False)
-    engine = ServingEngine(script, waiting, settings)
+    rest = (8, 2000, tokenizer.pad_id, ends, 1, listens)
+    engine = ServingEngine(script, waiting, *rest, has_peers=False)
     engine.serve(lambda: sum(each.end is not None for each in heard) == len(rows))
     said = {
         row: tokenizer.decode([token for each in heard if each.row == row for token in each.ids])
@@ -295,7 +296,8 @@ def test_an_unexpected_error_is_answered_with_json(monkeypatch):
     assert (error["message"], error["type"]) == ("RuntimeError: a mistake", "server_error")
 
 
-def test_a_wait_ends():
+@pytest.mark.integration
+def test_waits_end():
     with serving(lambda text: "x" * 90, seconds=0.05, timeout_s=0.5) as server:
         started = time.monotonic()
         answer = server.client.post(TEXT, json={"prompt": "1"})
@@ -305,9 +307,6 @@ def test_a_wait_ends():
         with server.client.stream("POST", TEXT, json={"prompt": "1", "stream": True}) as answer:
             last = [line for line in answer.iter_lines() if line][-1]
         assert json.loads(last[6:])["error"]["type"] == "server_error"
-
-
-def test_an_answer_that_nobody_waits_for_is_given_up():
     with serving(lambda text: "x" * 90, seconds=0.05) as server:
         with server.client.stream("POST", TEXT, json={"prompt": "1", "stream": True}) as answer:
             next(answer.iter_lines())
@@ -330,7 +329,7 @@ def test_a_server_that_stops_tells_those_who_wait(stream):
     assert "the server is ending" in told
 
 
-def test_a_failed_batch_is_reported_and_the_next_is_answered():
+def test_a_failed_batch_is_reported_and_an_engine_that_died_ends_the_server():
     def reply(text):
         if text == "bad":
             raise NonFiniteError("logits of rows [0]")
@@ -342,8 +341,6 @@ def test_a_failed_batch_is_reported_and_the_next_is_answered():
         assert "NonFiniteError: logits of rows" in answer.json()["error"]["message"]
         assert texts(server.client.post(TEXT, json={"prompt": "x"})) == ["good"]
 
-
-def test_an_engine_that_died_ends_the_server():
     def reply(text):
         raise WorkerDiedError("policy rank 0 died")
 

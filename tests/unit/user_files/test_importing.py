@@ -49,7 +49,7 @@ def package(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_module_finds_packages_absent_that_are_not_imported_yet(package):
+def test_a_module_finds_packages_absent_while_it_is_imported(package):
     import_without(package, "small_wheel", "pytest")
     assert sys.modules[package].names == {
         "small_wheel": ["ModuleNotFoundError", "PackageNotFoundError"],

@@ -29,18 +29,17 @@ def test_objects_of_a_file_travel_and_columns_that_are_not_taken_stay(module, lo
         score(load("takes_checks"), ["a"], columns=columns)
 
 
-def test_an_async_function_has_one_loop_for_its_life(load):
+def test_functions_of_a_file_and_their_failures(load):
     function = load("judged")
     for responses in (["a", "bb", "ccc"], ["dddd", "e", "ff"]):
         assert score(function, responses).rewards.tolist() == [float(len(r)) for r in responses]
-
-
-def test_a_failure_of_the_batch_is_not_blamed_on_a_sample(load):
     function = load("judge_is_down")
     with pytest.raises(RewardError, match=r"judge is down.* on the batch as a whole"):
         score(function, ["a", "b"])  # each alone fails of something else
     with pytest.raises(RewardError, match=r"judge is down.* on the batch as a whole"):
         score(function, ["always", "always"])  # each alone fails in the same way
+    with pytest.raises(RewardError, match=r"ValueError: \?"):
+        score(load("hostile_error"), ["a"])
 
 
 def test_clashing_columns_and_keys_are_refused(load):
@@ -52,11 +51,6 @@ def test_clashing_columns_and_keys_are_refused(load):
         load("clashes", kwargs={"data_source": 1})
     with pytest.raises(RewardError, match=r"sample 0 .*the key 3 is not text"):
         score(load("integer_keys"), ["a"])
-
-
-def test_nothing_of_an_answer_runs_here(load):
-    with pytest.raises(RewardError, match=r"ValueError: \?"):
-        score(load("hostile_error"), ["a"])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Policy on a transformers model: generates responses, scores tokens, and trains."""
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -17,10 +15,8 @@ from aligner.models.gpt.dtensor.build import build_whole
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.shards import GatheredParameters
-from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
-from aligner.models.gpt.forward.token_logprobs import best_candidates
 from aligner.models.gpt.megatron.build import build_gpt
-from aligner.models.gpt.role.policy import ReferencePolicy, SamplingPolicy
+from aligner.models.gpt.role.policy import SamplingPolicy
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import SumGradient
 from aligner.parallel.groups import ParallelState
@@ -58,43 +54,19 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         rows = hidden if group is None else SumGradient.apply(hidden, group)
         return model.output_factors(rows)
 
-    def get_topk_logits(
-        self,
-        batch: Mapping[str, Tensor],
-        k: int,
-        vocab_size: int,
-        micro_batches: MicroBatches | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `SamplingPolicy.get_topk_logits`."""
+    def trained_weights(self) -> dict[str, Tensor]:
+        """See `SamplingPolicy.trained_weights`."""
+        return {shard.name: shard.local for shard in self.trained_shards}
 
-        def head(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-            projection = self.projection(self.model, hidden)._replace(vocab_size=vocab_size)
-            return best_candidates(projection, microbatch.selected, microbatch.layout, k)
-
-        ids = batch["input_ids"].new_zeros(*batch["input_ids"].shape, k)
-        logits = torch.zeros(ids.shape, device=ids.device)
-        self.infer_frames(batch, head, [logits, ids], micro_batches, self.model)
-        return logits, ids
-
-    def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
-        """See `SamplingPolicy.keep_reference`. With adapters ``mode`` is ignored."""
-        kind: Literal["keep", "swap", "bare"] = mode
-        if self.settings.lora is not None:  # the frozen weights need no copy
-            kind = "bare" if self.has_fresh_adapters else "swap"
-        weights = {shard.name: shard.local for shard in self.trained_shards}
-
-        def copy() -> TransformersModel:
-            model, shards = self.build(None)
-            with torch.no_grad():
-                for shard in shards:
-                    shard.local.copy_(weights[shard.name])
-                for buffer, ours in zip(model.buffers(), self.model.buffers(), strict=True):
-                    buffer.copy_(ours)
-            return model
-
-        self.__dict__["_reference"] = ReferencePolicy(
-            self.model, kind, self.infer_tokens, weights=weights, copy=copy
-        )
+    @torch.no_grad()
+    def copied_model(self) -> TransformersModel:
+        """See `SamplingPolicy.copied_model`."""
+        model, shards = self.build(None)
+        for shard, ours in zip(shards, self.shards, strict=True):
+            shard.local.copy_(ours.local)
+        for buffer, ours in zip(model.buffers(), self.model.buffers(), strict=True):
+            buffer.copy_(ours)
+        return model
 
     # Generating -------------------------------------------------------------------------------
 
@@ -109,12 +81,8 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
             whole = build_whole(self.architecture, self.gathered_weights(), self.settings.dtype)
             assert self.form.decoder is not None
             return SampledModel(whole, partial(self.form.decoder, whole), self.vocab_group)
-        gpt = build_gpt(
-            self.architecture,
-            dtype=self.settings.dtype,
-            parallel=self.parallel.config,
-            initialize=False,
-        )
+        settings = RoleSettings(precision=self.settings.precision, parallel=self.parallel.config)
+        gpt = build_gpt(self.architecture, settings, initialize=False)
         load_weights(
             gpt,
             self.canonical_weights(),

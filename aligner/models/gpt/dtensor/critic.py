@@ -1,16 +1,11 @@
 """Critic and reward model on a transformers model, with a head in place of the output layer."""
 
-from typing import Self
-
 from torch import Tensor
 
-from aligner.checkpoint.model_source import ModelSource
-from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.forward.schedule import Microbatch
 from aligner.models.gpt.role.reward import RewardRole
-from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.gpt.role.value import ValueModel, framed_outputs
 from aligner.types import TokenOutputs
 
@@ -31,13 +26,3 @@ class DTensorCriticModel(DTensorModel, ValueModel):
 
 class DTensorRewardModel(RewardRole, DTensorCriticModel):
     """Reward model, the counterpart of `MegatronGPTRewardModel`."""
-
-    @classmethod
-    def from_checkpoint(
-        cls, checkpoint: ModelSource, *, settings: RoleSettings, tokenizer: Tokenizer
-    ) -> Self:
-        """See `DTensorModel.from_checkpoint`. Settings of the file complete ``settings``."""
-        settings = cls.settings_for(checkpoint, settings)
-        model = super().from_checkpoint(checkpoint, settings=settings, tokenizer=tokenizer)
-        model.read_config(checkpoint.config)
-        return model

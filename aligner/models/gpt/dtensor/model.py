@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -29,14 +29,8 @@ from aligner.models.gpt.dtensor.plan import check_backend, check_dropout, check_
 from aligner.models.gpt.dtensor.shards import GatheredParameters, ParameterShard, SentWeights
 from aligner.models.gpt.dtensor.state import BACKEND, load_shard_state, shard_state
 from aligner.models.gpt.dtensor.ways import WORDS, ModelForm, examine, keyed_form
-from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
-from aligner.models.gpt.role.model import (
-    BatchResult,
-    RoleModel,
-    count_denominators,
-    reduce_result,
-    result_of,
-)
+from aligner.models.gpt.forward.schedule import Head, Microbatch, MicroBatches
+from aligner.models.gpt.role.model import RoleModel, count_denominators, reduce_result
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
@@ -82,7 +76,9 @@ class DTensorModel(RoleModel, LightningModule):
     ) -> Self:
         """Build this process's shard of the model from an opened checkpoint."""
         parallel = initialize_parallel(settings.parallel, seed=settings.seed)
-        return cls(checkpoint, settings, parallel, tokenizer)
+        model = cls(checkpoint, cls.settings_for(checkpoint, settings), parallel, tokenizer)
+        model.read_config(checkpoint.config)
+        return model
 
     def _form_of(self, source: ModelSource) -> ModelForm:
         """Test how the opened model runs, on rank 0 for all ranks."""
@@ -93,6 +89,11 @@ class DTensorModel(RoleModel, LightningModule):
         return on_rank_zero(lambda: examine(weights.model, samples=self.samples))
 
     # The model --------------------------------------------------------------------------------
+
+    @property
+    def unwrapped(self) -> TransformersModel:
+        """See `RoleModel.unwrapped`."""
+        return self.model
 
     def build(
         self, weights: Mapping[str, Tensor] | None
@@ -119,13 +120,7 @@ class DTensorModel(RoleModel, LightningModule):
     def setup_training(self) -> None:
         """Create the optimizer on the first call."""
         if self.optimizer is None and self.settings.optim is not None:
-            self.optimizer = ShardOptimizer(
-                self.trained_shards,
-                self.parallel,
-                self.settings.optim,
-                gradient_clip_val=self.settings.gradient_clip_val,
-                total_steps=self.settings.max_optimizer_steps,
-            )
+            self.optimizer = ShardOptimizer(self.trained_shards, self.parallel, self.settings)
 
     def way_in_words(self) -> str:
         """See `RoleModel.way_in_words`."""
@@ -154,42 +149,22 @@ class DTensorModel(RoleModel, LightningModule):
 
     # Passes -----------------------------------------------------------------------------------
 
-    def infer_tokens(
-        self,
-        batch: Mapping[str, Tensor],
-        micro_batches: MicroBatches | None = None,
-        model: TransformersModel | None = None,
-    ) -> Tensor:
-        """See `RoleModel.infer_tokens`."""
-        model = model or self.model
-        ids = batch["input_ids"]
-        frame = torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
-
-        def head(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor]:
-            outputs = self.token_outputs(model, hidden, microbatch, with_entropy=False)
-            return (outputs.values_or_logprobs,)
-
-        self.infer_frames(batch, head, [frame], micro_batches, model)
-        return frame
-
     @torch.no_grad()
     def infer_frames(
         self,
         batch: Mapping[str, Tensor],
-        head: Callable[[Microbatch, Tensor], tuple[Tensor, ...]],
+        head: Head,
         frames: Sequence[Tensor],
-        micro_batches: MicroBatches | None,
-        model: TransformersModel,
+        micro_batches: MicroBatches | None = None,
+        model: TransformersModel | None = None,
     ) -> None:
-        """Fill ``frames`` [B, S, ...] with the results of ``head`` for hidden states [n * L, H].
-
-        ``batch`` and ``micro_batches``: see `RoleModel.infer_tokens`.
-        """
+        """See `RoleModel.infer_frames`."""
+        model = model or self.model
         start = 0
         for microbatch in self.split(
             batch, micro_batches or self.settings.forward_micro_batch_size
         ):
-            results = model(microbatch.layout, partial(head, microbatch))
+            results = model(microbatch.layout, lambda hidden, part=microbatch: head(hidden, part))
             rows = slice(start, start + len(results[0]))
             for frame, result in zip(frames, results, strict=True):
                 frame[rows, : result.shape[1]] = result
@@ -201,12 +176,12 @@ class DTensorModel(RoleModel, LightningModule):
         forward_only: bool,
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
-    ) -> BatchResult:
+    ) -> dict[str, float]:
         """See `RoleModel.run_batch`."""
         loss = self.require_loss(loss_fn)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
 
-        def head(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
             outputs = self.loss_outputs(self.model, hidden, microbatch, loss)
             return loss(outputs, microbatch.columns, denominators)
 
@@ -214,7 +189,7 @@ class DTensorModel(RoleModel, LightningModule):
         parts = []
         with torch.set_grad_enabled(not forward_only):
             for microbatch in self.split(batch, mbs or self.settings.micro_batch_size):
-                share, metrics = self.model(microbatch.layout, partial(head, microbatch))
+                share, metrics = self.model(microbatch.layout, partial(head, microbatch=microbatch))
                 if not forward_only:
                     share.backward()
                 parts.append({**metrics, "loss": share.detach()})
@@ -225,7 +200,7 @@ class DTensorModel(RoleModel, LightningModule):
             if self.parallel.config.tensor > 1:
                 check_gradients(self.shards, self.parallel)
             self._gradients_are_checked = True
-        return result_of(reduce_result(parts, own_tokens, self.parallel.dp_group))
+        return reduce_result(parts, own_tokens, self.parallel.dp_group)
 
     @property
     def passes_are_collective(self) -> bool:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from aligner.config import OptimConfig
 from aligner.device import accelerator
 from aligner.models.gpt.dtensor.shards import ParameterShard
 from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOptimizer, StepOutcome
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import ParallelState
 
 
@@ -22,15 +22,10 @@ class ShardOptimizer(StepOptimizer):
     """AdamW or SGD that updates this process's elements, with a learning-rate schedule."""
 
     def __init__(
-        self,
-        shards: Sequence[ParameterShard],
-        parallel: ParallelState,
-        config: OptimConfig,
-        *,
-        gradient_clip_val: float,
-        total_steps: int | None,
+        self, shards: Sequence[ParameterShard], parallel: ParallelState, settings: RoleSettings
     ) -> None:
-        super().__init__(config, gradient_clip_val=gradient_clip_val, total_steps=total_steps)
+        super().__init__(settings)
+        config = self.config
         self._parallel = parallel
         self._shards = list(shards)
         # Plain tensors in the parameters' memory, so that torch's optimizer sees no DTensors.

@@ -36,6 +36,7 @@ def check_backend(
     config = model_config(architecture)
     family, plan = config.model_type, config.base_model_tp_plan or {}
     experts = architecture.num_moe_experts
+    # Models with a table of names are built without experts and adapters.
     if architecture.has_table and (experts or lora is not None):
         part = f"{experts} experts" if experts else "adapters (model.peft.peft_scheme=lora)"
         raise ConfigError(
@@ -44,6 +45,7 @@ def check_backend(
         )
     if parallel.tensor == 1:
         return
+    # Tensor parallelism: transformers' plan must split with styles of `STYLES` and be complete.
     key = f"model.tensor_model_parallel_size={parallel.tensor}"
     unknown = sorted(set(plan.values()) - {*STYLES})
     reason = f"transformers has no tensor-parallel plan for {family} models"

@@ -175,6 +175,7 @@ def local_layer_spec(
             return plain
         return ModuleSpec(module=adapted, params={"lora": lora})
 
+    # The MLP, dense or of experts.
     column, row = (ColumnLinear, LoraColumnParallelLinear), (RowLinear, LoraRowParallelLinear)
     linears = MLPSubmodules(
         linear_fc1=linear("mlp.linear_fc1", *column),
@@ -185,6 +186,7 @@ def local_layer_spec(
         mlp = moe_spec(config, linears, fusions and lora is None)
     else:
         mlp = ModuleSpec(module=MLP, submodules=linears)
+    # Norms, and the sum of a branch with the residual stream.
     norm, qk_norm = (
         Norm if is_used else IdentityOp
         for is_used in (config.branch_norms != "after", config.qk_layernorm)

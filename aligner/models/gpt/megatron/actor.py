@@ -1,38 +1,28 @@
-"""Policy on megatron-core: generates responses, scores tokens, and trains on a policy loss.
-
-The actor of rejection sampling is the same policy, trained on its best responses by likelihood.
-"""
+"""Policy on megatron-core: generates responses, scores tokens, and trains on a policy loss."""
 
 from collections.abc import Mapping
-from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from aligner.checkpoint.gpt_weights import GatheredWeights
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.logprobs.output_layer import output_weight
 from aligner.losses.language import NegativeLogLikelihoodLoss
-from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches, full_hidden_states
-from aligner.models.gpt.forward.token_logprobs import best_candidates
+from aligner.models.gpt.forward.schedule import MicroBatches, full_hidden_states
 from aligner.models.gpt.megatron.model import MegatronGPTModel
-from aligner.models.gpt.role.model import BatchResult
-from aligner.models.gpt.role.policy import ReferencePolicy, SamplingPolicy
+from aligner.models.gpt.role.policy import SamplingPolicy
 from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import AlignableGenerativeInterface
 from aligner.types import LossFunction
 
 
 class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativeInterface):
-    """Actor of PPO and, with another loss, of other algorithms.
-
-    ``loss_fn`` is any `aligner.types.LossFunction` over log-probs.
-    """
+    """Actor of PPO and, with another `aligner.types.LossFunction`, of other algorithms."""
 
     role_name = "policy"
     config_types: ClassVar[tuple[SectionType, ...]] = (
@@ -53,44 +43,18 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         """See `SamplingPolicy.output_layer`."""
         return full_hidden_states(model, hidden, vocab_parallel=True), output_weight(model)
 
-    def get_topk_logits(
-        self,
-        batch: Mapping[str, Tensor],
-        k: int,
-        vocab_size: int,
-        micro_batches: MicroBatches | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `SamplingPolicy.get_topk_logits`."""
-        gpt = self.gpt
+    def trained_weights(self) -> dict[str, Tensor]:
+        """See `SamplingPolicy.trained_weights`."""
+        weights = self.gpt.named_parameters()
+        return {name: weight for name, weight in weights if weight.requires_grad}
 
-        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-            projection = self.projection(gpt, hidden)._replace(vocab_size=vocab_size)
-            return best_candidates(projection, microbatch.selected, microbatch.layout, k)
-
-        ids = batch["input_ids"].new_zeros(*batch["input_ids"].shape, k)
-        logits = torch.zeros(ids.shape, device=ids.device)
-        self.infer_frames(batch, head, [logits, ids], micro_batches)
-        return logits, ids
-
-    def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
-        """Freeze the current weights as the reference policy. With adapters ``mode`` is ignored."""
-        kind: Literal["keep", "swap", "bare"] = mode
-        if self.adapters is not None:  # the frozen weights need no copy
-            kind = "bare" if self.adapters.are_fresh else "swap"
-        weights = dict(self.gpt.named_parameters())
-
-        # Called by the reference with ``keep`` only.
-        def copy() -> GPTModel:
-            gpt = self.build_gpt(initialize=False)
-            with torch.no_grad():
-                for name, parameter in gpt.named_parameters():
-                    parameter.copy_(weights[name])
-            return gpt
-
-        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-        self.__dict__["_reference"] = ReferencePolicy(
-            self.gpt, kind, self.infer_tokens, weights=trained, copy=copy
-        )
+    @torch.no_grad()
+    def copied_model(self) -> GPTModel:
+        """See `SamplingPolicy.copied_model`."""
+        gpt, weights = self.build_gpt(initialize=False), dict(self.gpt.named_parameters())
+        for name, parameter in gpt.named_parameters():
+            parameter.copy_(weights[name])
+        return gpt
 
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
         """Return log-probs of int64 ``[B, S]`` tokens, float32 ``[B, S]``, 0 at position 0."""
@@ -109,17 +73,7 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
     def hugging_face_weights(self) -> HuggingFaceView:
         """See `SamplingPolicy.hugging_face_weights`."""
         family, _ = config_to_hf(self.architecture)
-        return HuggingFaceView(self._gathered_weights, family.table, self.architecture)
-
-    @cached_property
-    def _gathered_weights(self) -> GatheredWeights:
-        return GatheredWeights(
-            self.gpt,
-            self.architecture,
-            tp_group=self.parallel.tp_group,
-            pp_group=self.parallel.pp_group,
-            ep_group=self.parallel.ep_group,
-        )
+        return HuggingFaceView(self.gathered_weights, family.table, self.architecture)
 
     def infer(
         self, inference_batch: Mapping[str, Tensor], *, seed: int | None = None
@@ -127,10 +81,9 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         """Sample responses to prompts. Without ``seed``, every call draws other samples.
 
         Args:
-            inference_batch: prompts ``text``, int64 ``[B, P]``, right-padded, and their
-                ``length``, int64 ``[B]``.
-            seed: seed of counter-based sampling, in which row b is sample b. Default: derived from
-                the role's seed and the count of earlier calls without a seed.
+            inference_batch: prompts ``text``, int64 ``[B, P]``, right-padded, and their ``length``,
+                int64 ``[B]``.
+            seed: seed of counter-based sampling, in which row b is sample b.
 
         Returns:
             ``response_tokens`` int64 ``[B, S]`` (prompt and response), ``response_lengths`` int64
@@ -172,22 +125,18 @@ class MegatronGPTRSModel(MegatronGPTActorModel):
         forward_only: bool,
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
-    ) -> BatchResult:
-        """See `MegatronGPTModel.run_batch`.
-
-        ``batch`` contains the columns of `aligner.types`, or is a result of `infer`.
-        """
+    ) -> dict[str, float]:
+        """See `RoleModel.run_batch`. ``batch`` may also be a result of `infer`."""
         if "response_tokens" in batch:
             batch = training_columns(batch)
         return super().run_batch(batch, forward_only, loss_fn, mbs)
 
 
 def training_columns(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the result of `MegatronGPTActorModel.infer` to training columns.
+    """Convert a result of `MegatronGPTActorModel.infer` to training columns.
 
-    ``rollout``: ``response_tokens`` int64 ``[B, S]``, ``response_lengths`` and ``prompt_lengths``
-    int64 ``[B]``. In the result, ``token_mask`` float32 ``[B, S]`` is 1 from ``prompt_lengths`` to
-    ``response_lengths``, and ``sample_mask`` float32 ``[B]`` is 1.
+    ``token_mask``, float32 ``[B, S]``, is 1 in the response, and ``sample_mask``, float32 ``[B]``,
+    is 1.
     """
     tokens, lengths = rollout["response_tokens"], rollout["response_lengths"]
     position = torch.arange(tokens.shape[1], device=tokens.device)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture, RopeScaling, layer_flags
-from aligner.config import LayerOptions, LayerSpec, LoraConfig, ParallelConfig
+from aligner.config import ParallelConfig
 from aligner.device import accelerator
 from aligner.errors import ConfigError
 from aligner.models.gpt.layers.elementwise import Fusions, GPTConfig
@@ -28,9 +28,7 @@ from aligner.models.gpt.layers.layer_spec import (
     has_transformer_engine,
     uses_transformer_engine,
 )
-
-Recompute = Literal["full", "selective"]
-FP8 = Literal["e4m3", "hybrid"]
+from aligner.models.gpt.role.settings import RoleSettings
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -51,25 +49,18 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def transformer_config(
-    architecture: GPTArchitecture,
-    *,
-    dtype: torch.dtype = torch.float32,
-    fp8: FP8 | None = None,
-    parallel: ParallelConfig | None = None,
-    recompute: Recompute | None = None,
-    lora: LoraConfig | None = None,
-    layers: LayerOptions | None = None,
-    initialize: bool = True,
+    architecture: GPTArchitecture, settings: RoleSettings | None = None, *, initialize: bool = True
 ) -> GPTConfig:
     """Convert architecture, layout and precision to megatron-core's configuration."""
-    layers = layers or LayerOptions()
-    check_fp8(fp8, dtype, layers.spec)
-    parallel = parallel or ParallelConfig()
+    settings = settings or RoleSettings()
+    check_fp8(settings)
+    dtype, fp8, layers, lora = settings.dtype, settings.fp8, settings.layers, settings.lora
+    recompute = settings.recompute
     fused = Fusions.of(architecture, layers.fusions)
     config = GPTConfig(
         **_network(architecture),
         **_experts(architecture, fp8),
-        **_layout(parallel),
+        **_layout(settings.parallel),
         # An activation module is an option of our spec, not of Transformer Engine's MLP.
         use_te_activation_func=architecture.activation == "swiglu" and not fused.swiglu,
         bias_activation_fusion=fused.swiglu,
@@ -145,7 +136,7 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
     }
 
 
-def _experts(architecture: GPTArchitecture, fp8: FP8 | None) -> dict[str, Any]:
+def _experts(architecture: GPTArchitecture, fp8: str | None) -> dict[str, Any]:
     """Return the settings of experts and their router."""
     is_moe = architecture.num_moe_experts is not None
     return {
@@ -181,62 +172,45 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def check_fp8(fp8: FP8 | None, dtype: torch.dtype, spec: LayerSpec = "auto") -> None:
+def check_fp8(settings: RoleSettings) -> None:
     """Raise if 8-bit matrix products are requested but not supported."""
-    if fp8 is None:
+    if settings.fp8 is None:
         return
-    if dtype != torch.bfloat16:
-        raise ConfigError(
-            f"model.fp8={fp8} needs trainer.precision=bf16. Set it, or set model.fp8=null"
+    if settings.dtype != torch.bfloat16:
+        fault = "needs trainer.precision=bf16. Set it"
+    elif settings.layers.spec == "local":
+        fault = "needs Transformer Engine, but model.layer_spec=local. Set model.layer_spec=auto"
+    elif not (has_transformer_engine() and accelerator.has_fp8()):
+        fault = (
+            "needs Transformer Engine and a GPU with 8-bit matrix products (compute capability 8.9 "
+            f"or more). This machine provides {accelerator.description()}, and Transformer Engine "
+            f"is {'in use' if has_transformer_engine() else 'not in use'}. Use another machine"
         )
-    if spec == "local":
-        raise ConfigError(
-            f"model.fp8={fp8} needs Transformer Engine, but model.layer_spec=local. Set "
-            "model.layer_spec=auto, or model.fp8=null"
-        )
-    if not (has_transformer_engine() and accelerator.has_fp8()):
-        raise ConfigError(
-            f"model.fp8={fp8} needs Transformer Engine and a GPU with 8-bit matrix products "
-            f"(compute capability 8.9 or more). This machine provides {accelerator.description()}, "
-            "and Transformer Engine is "
-            f"{'in use' if has_transformer_engine() else 'not in use'}. Set model.fp8=null"
-        )
+    else:
+        return
+    raise ConfigError(f"model.fp8={settings.fp8} {fault}, or set model.fp8=null")
 
 
 def build_gpt(
     architecture: GPTArchitecture,
+    settings: RoleSettings | None = None,
     *,
-    dtype: torch.dtype = torch.float32,
-    fp8: FP8 | None = None,
-    parallel: ParallelConfig | None = None,
-    recompute: Recompute | None = None,
-    lora: LoraConfig | None = None,
-    layers: LayerOptions | None = None,
     initialize: bool = True,
     pre_process: bool = True,
     post_process: bool = True,
 ) -> GPTModel:
     """Build this process's share of the model on the accelerator's device.
 
-    Process groups must have been initialised (`aligner.parallel.groups`). With
-    ``initialize=False`` the weights are uninitialised until a checkpoint is loaded. If ``lora`` is
-    given, adapters are added, with weights of zero.
+    Process groups must have been initialised (`aligner.parallel.groups`). With ``initialize=False``
+    the weights are uninitialised. ``lora`` adds adapters, with weights of zero.
     """
-    parallel = parallel or ParallelConfig()
-    config = transformer_config(
-        architecture,
-        dtype=dtype,
-        fp8=fp8,
-        parallel=parallel,
-        recompute=recompute,
-        lora=lora,
-        layers=layers,
-        initialize=initialize,
-    )
+    settings = settings or RoleSettings()
+    config = transformer_config(architecture, settings, initialize=initialize)
+    layer_count = get_num_layers_to_build(config)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, get_num_layers_to_build(config), lora, layers),
-        vocab_size=architecture.padded_vocab_size(parallel.tensor),
+        transformer_layer_spec=block_spec(config, layer_count, settings.lora, settings.layers),
+        vocab_size=architecture.padded_vocab_size(settings.parallel.tensor),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
@@ -254,7 +228,7 @@ def build_gpt(
         )
     if pre_process and architecture.position_embedding == "learned_absolute":
         # megatron-core ignores the dtype here, and float32 rows would promote all activations.
-        model.embedding.position_embeddings.to(dtype)
+        model.embedding.position_embeddings.to(settings.dtype)
     if not config.adds_plainly:
         for layer in model.decoder.layers:
             # Otherwise the addition would record gradients where the pass records none.
@@ -273,10 +247,7 @@ def _scale_output(factor: float, module: Any, args: Any, output: Tensor) -> Tens
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Mark the split weights, which megatron-core marks only when it initialises them.
-
-    An unmarked split weight counts as a copy: the gradient norm would omit all parts but rank 0's.
-    """
+    """Mark the split weights. The gradient norm counts unmarked weights only on rank 0."""
     split = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in model.modules():
         for kind, dim in split.items():
@@ -287,11 +258,10 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     """Scale rotary frequencies, float32 [D_rot / 2], to a longer context.
 
-    ``linear`` divides all frequencies by the factor (Chen et al. 2023). ``llama3`` divides only
-    those with a wavelength above the original context and interpolates in between (Llama 3.1,
-    2024). Its constants are read from the checkpoint, whereas megatron-core hard-codes them.
-    ``yarn`` interpolates over the index of the frequency instead (Peng et al. 2023). ``longrope``
-    divides each frequency by its short factor (Ding et al. 2024).
+    ``linear`` divides all frequencies by the factor (Chen et al. 2023), ``longrope`` each by its
+    short factor (Ding et al. 2024). ``llama3`` divides only those with a wavelength above the
+    original context and interpolates in between (Llama 3.1, 2024). ``yarn`` interpolates over the
+    index of the frequency instead (Peng et al. 2023).
     """
     if scaling.kind == "linear":
         return inverse / scaling.factor

@@ -79,11 +79,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """See `ValueModel.get_values`.
-
-        If the next update is on these rows, in one micro-batch, it reuses this forward pass
-        (`ForwardReuse`).
-        """
+        """See `ValueModel.get_values`. An update on these rows reuses the pass (`ForwardReuse`)."""
         if micro_batches is not None or not self._trains_in_one_pass(batch):
             return super().get_values(batch, micro_batches)
 
@@ -143,7 +139,7 @@ def forward_step_value(
     """Run megatron-core's forward step of a critic: hidden states, values, loss.
 
     Args:
-        state: ignored, because the schedule is stateless.
+        state: ignored.
         global_valid_seqs: valid sequences of the global batch, a denominator of the loss.
         global_valid_toks: valid tokens of the global batch, a denominator of the loss.
         data_iterator: this rank's micro-batches, laid out or as columns: ``input_ids`` int64
@@ -151,16 +147,14 @@ def forward_step_value(
         model: this pipeline stage of the body, with or without megatron-core's wrapper.
         value_head: `ValueHead`, or None before the last stage.
         loss_fn: loss of the values, from this library or a published one.
-        pack_sequences: lay out columns in one row without padding. Ignored for a micro-batch that
-            is laid out already.
-        defer_fp32_logits: ignored, because values are float32 and logits are not computed.
+        pack_sequences: lay out columns in one row without padding.
+        defer_fp32_logits: ignored, because logits are not computed.
         cp_normalize: False multiplies the loss by the context-parallel size. By default the sum of
             gradients over those ranks counts the loss once.
-        policy_cfg: ignored, because other arguments specify packing and layout.
+        policy_cfg: ignored.
         right_shift: see `framed_outputs`.
 
-    Returns:
-        The stage's output, and the closure that computes loss and metrics on the last stage.
+    Returns the stage's output and the closure that computes loss and metrics on the last stage.
     """
 
     def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:

@@ -29,16 +29,14 @@ def load_from_nemo(
         cls: the role to build, independent of the file's ``target``.
         cfg: a run's ``model`` (or ``critic``) section from hydra, as a mapping or typed, or the
             settings of the role. None configures inference on one process.
-        trainer: a Lightning trainer to attach (optional), whose precision and gradient clipping
-            complete a section.
+        trainer: a Lightning trainer (optional), whose precision and clipping complete a section.
         strict: raise if the file contains a head of another shape. The body is always strict.
         restore_path: path of the file. Default: ``cfg.restore_from_path``.
         tokenizer: tokenizer that replaces the file's.
 
     Raises:
         ConfigError: ``cfg`` contains a key or a value that the role does not support.
-        CheckpointNotFoundError: the file does not exist.
-        CheckpointError: the file is damaged, foreign or does not fit.
+        CheckpointError: the file does not exist, is damaged, foreign or does not fit.
     """
     settings, path = cfg, restore_path
     if settings is not None and not isinstance(settings, RoleSettings):

@@ -2,14 +2,6 @@
 
 It implements the parts that all roles share: this process's share of the model, the optimizer, the
 phases, and `.nemo` files. Each role defines its outputs as a function of the hidden states.
-
-Training can continue from a scoring pass (`ForwardReuse`). If a rollout is one micro-batch of one
-update, the critic's values and the first forward pass of its training use the same rows and the
-same weights. The pass for values then keeps its graph:
-
-    get_values ─► hidden states with their graph ─► values
-                              │
-    training_update ──────────┴─► loss ─► backward
 """
 
 import dataclasses
@@ -50,7 +42,7 @@ from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer, wrap_for_training
 from aligner.models.gpt.megatron.state import RoleWeights
-from aligner.models.gpt.role.model import BatchResult, count_denominators, reduce_result, result_of
+from aligner.models.gpt.role.model import count_denominators, reduce_result
 from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_from_model_config
 from aligner.parallel.collectives import broadcast_floats
 from aligner.parallel.groups import ParallelState, initialize_parallel
@@ -60,7 +52,11 @@ _ROW_COLUMNS = ("input_ids", "input_lengths")
 
 
 class ForwardReuse:
-    """Hidden states of one scored micro-batch, with their graph, for reuse by one update."""
+    """Hidden states of one scored micro-batch, with their graph, for reuse by one update.
+
+    If a rollout is one micro-batch of one update, the critic's values and the first forward pass of
+    its training use the same rows and the same weights. The pass for values then keeps its graph.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -100,9 +96,9 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     Args:
         cfg: the ``model_config.yaml`` of a `.nemo` file, as a mapping.
-        trainer: a Lightning trainer (optional). This library's trainers pass None.
-        settings: layout, precision, batch sizes, optimizer. Default: the settings in ``cfg`` (see
-            `settings_from_model_config`).
+        trainer: a Lightning trainer (optional).
+        settings: layout, precision, batch sizes, optimizer. Default: read from ``cfg``
+            (`settings_from_model_config`).
         architecture: shape of the model. Default: parsed from ``cfg``.
         tokenizer: tokenizer that is saved with the model.
         initialize: initialise the weights at random. False if a checkpoint is loaded next.
@@ -132,6 +128,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         self.architecture = architecture or architecture_from_config(
             dict(cfg), cfg.get("vocab_size") or (tokenizer.vocab_size if tokenizer else None)
         )
+        self.has_fresh_adapters = self.settings.lora is not None
         check_layout(self.architecture, self.settings.parallel, self.parallel.world_size)
         if self.settings.lora is not None:
             adapter_shapes(self.architecture, self.settings.lora)  # raises if not supported
@@ -147,7 +144,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
                 self.parallel,
                 self.settings.lora,
                 seed=self.settings.seed,
-                has_head=self.has_head,
+                has_head=self.head_outputs > 0,
             )
         self.forward_reuse = ForwardReuse(self.gpt)
 
@@ -171,12 +168,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         """Build this process's share of the architecture, with the role's head."""
         gpt = build_gpt(
             self.architecture.with_dropout(self.settings.dropout),
-            dtype=self.settings.dtype,
-            fp8=self.settings.fp8,
-            parallel=self.settings.parallel,
-            recompute=self.settings.recompute,
-            lora=self.settings.lora,
-            layers=self.settings.layers,
+            self.settings,
             initialize=initialize,
             pre_process=self.parallel.is_first_stage,
             post_process=self.parallel.is_last_stage,
@@ -197,40 +189,9 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         if self.optimizer is not None or self.settings.optim is None:
             return
         # The wrapper contains the gradient buffers.
-        wrapped = wrap_for_training(
-            self.gpt,
-            self.parallel.dp_size,
-            overlap_grad_reduce=self.settings.overlap_grad_reduce,
-            overlap_param_gather=self.settings.overlap_param_gather,
-        )
-        self.optimizer = RoleOptimizer(
-            wrapped,
-            self.settings.optim,
-            gradient_clip_val=self.settings.gradient_clip_val,
-            total_steps=self.settings.max_optimizer_steps,
-        )
+        wrapped = wrap_for_training(self.gpt, self.parallel.dp_size, self.settings)
+        self.optimizer = RoleOptimizer(wrapped, self.settings)
         self.model = wrapped
-
-    def infer_tokens(
-        self,
-        batch: Mapping[str, Tensor],
-        micro_batches: MicroBatches | None = None,
-        model: GPTModel | None = None,
-    ) -> Tensor:
-        """See `RoleModel.infer_tokens`."""
-        gpt = model or self.gpt
-
-        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
-            return (self.token_outputs(gpt, hidden, microbatch, False).values_or_logprobs,)
-
-        frame = self.empty_frame(batch)
-        self.infer_frames(batch, head, [frame], micro_batches, gpt)
-        return frame
-
-    def empty_frame(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return zeros in the shape of `infer_tokens`, float32 ``[B, S]`` or ``[B, S, K]``."""
-        ids = batch["input_ids"]
-        return torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
 
     def infer_frames(
         self,
@@ -238,20 +199,15 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         head: Head,
         frames: Sequence[Tensor],
         micro_batches: MicroBatches | None = None,
-        gpt: GPTModel | None = None,
+        model: GPTModel | None = None,
         *,
         with_graph: bool = False,
     ) -> None:
-        """Fill ``frames`` ``[B, S, ...]`` with the outputs of ``head`` for hidden states.
-
-        ``head`` returns, for a micro-batch, one tensor ``[b, s, ...]`` per frame. The frames are
-        the same on every process of the model-parallel group. ``with_graph``: see
-        `infer_microbatches`. For the other arguments see `infer_tokens`.
-        """
+        """See `RoleModel.infer_frames`. ``with_graph``: see `infer_microbatches`."""
         # Forward passes, whose results only the last pipeline stage returns.
         microbatches = self.split(batch, micro_batches or self.settings.forward_micro_batch_size)
         step = partial(forward_step, head=head)
-        results = infer_microbatches(gpt or self.gpt, microbatches, step, with_graph=with_graph)
+        results = infer_microbatches(model or self.gpt, microbatches, step, with_graph=with_graph)
         if self.parallel.is_last_stage:
             start = 0
             for parts in results:
@@ -275,7 +231,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         forward_only: bool,
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
-    ) -> BatchResult:
+    ) -> dict[str, float]:
         """See `RoleModel.run_batch`."""
         loss_fn = self.require_loss(loss_fn)
         # The dropout of adapters changes with every update.
@@ -292,7 +248,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         reduced = None
         if self.parallel.is_last_stage:
             reduced = reduce_result(results, own_tokens, self.parallel.dp_group)
-        return result_of(broadcast_floats(reduced, self._last_stage, self.parallel.pp_group))
+        return broadcast_floats(reduced, self._last_stage, self.parallel.pp_group)
 
     def drop_reused_forward(self) -> None:
         """Free the graph of a scoring pass that no update used."""
@@ -313,8 +269,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     ) -> Self:
         """Build this role from an opened checkpoint and load the checkpoint's weights.
 
-        A role with a scalar head loads the ``rm_head`` of the file, or starts with a fresh head.
-        ``options``: additional arguments of the role.
+        A head comes from the file's ``rm_head``, or is new. ``options``: arguments of the role.
         """
         if tokenizer is None and checkpoint.tokenizer_files:
             tokenizer = checkpoint.tokenizer
@@ -334,23 +289,10 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         model.read_config(checkpoint.config)
         return model
 
-    @classmethod
-    def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
-        """Return ``settings``, completed by those that the role reads from the file."""
-        del checkpoint
-        return settings
-
-    def read_config(self, config: Mapping[str, Any]) -> None:
-        """Read the role's keys in ``model_config.yaml`` (see `nemo_keys`)."""
-
     def nemo_artifacts(self) -> dict[str, Path]:
         """Return the files registered with NeMo, by their key in ``cfg``."""
         keys = getattr(self, "artifacts", None) or {}
         return {key: Path(functools.reduce(getitem, key.split("."), self.cfg)) for key in keys}
-
-    def save_to(self, save_path: str) -> None:
-        """Write a `.nemo` file through NeMo's connector. Call it on every rank."""
-        GPTSaveRestoreConnector().save_to(self, str(save_path))
 
     @classmethod
     def restore_from(cls, restore_path: str, *args: Any, **kwargs: Any) -> Any:

@@ -15,33 +15,28 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
 
-from aligner.config import OptimConfig
 from aligner.device import accelerator
 from aligner.models.gpt.role.offload import ModelOffload
 from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOptimizer, StepOutcome
+from aligner.models.gpt.role.settings import RoleSettings
 
 
 def wrap_for_training(
-    gpt: GPTModel,
-    data_parallel_size: int,
-    *,
-    overlap_grad_reduce: bool = False,
-    overlap_param_gather: bool = False,
+    gpt: GPTModel, data_parallel_size: int, settings: RoleSettings
 ) -> DistributedDataParallel:
     """Wrap a model in megatron-core's data parallelism, with a float32 gradient buffer.
 
-    The summed gradient is the gradient of the global loss, because losses are divided by global
-    counts (``calculate_per_token_loss`` in the transformer config). With overlap, gradients are
-    summed in buckets of layers during the backward pass, and updated weights are gathered during
-    the next forward pass. Until then, or until `RoleOptimizer.collect_weights`, weights are stale.
+    Gradients are summed, because losses are divided by global counts. With overlap, they are summed
+    in buckets of layers during the backward pass, and updated weights are gathered during the next
+    forward pass. Until then, or until `RoleOptimizer.collect_weights`, weights are stale.
     """
     is_distributed = data_parallel_size > 1
     wrapped = DistributedDataParallel(
         gpt.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=is_distributed and overlap_grad_reduce,
-            overlap_param_gather=is_distributed and overlap_param_gather,
+            overlap_grad_reduce=is_distributed and settings.overlap_grad_reduce,
+            overlap_param_gather=is_distributed and settings.overlap_param_gather,
             use_distributed_optimizer=is_distributed,
         ),
         gpt,
@@ -59,22 +54,11 @@ def _finalize_gradients(model: list[nn.Module], num_tokens: Tensor | None, **gro
 
 
 class RoleOptimizer(StepOptimizer):
-    """Optimizer of one role.
+    """Optimizer of one role on megatron-core."""
 
-    A step copies the gradients and computes their global norm. If the norm is not finite, the step
-    is skipped. Otherwise the gradients are clipped and the weights updated.
-    """
-
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        config: OptimConfig,
-        *,
-        gradient_clip_val: float,
-        total_steps: int | None,
-    ) -> None:
-        super().__init__(config, gradient_clip_val=gradient_clip_val, total_steps=total_steps)
-        self.model = model
+    def __init__(self, model: DistributedDataParallel, settings: RoleSettings) -> None:
+        super().__init__(settings)
+        self.model, config = model, self.config
         self._parked = ModelOffload(model)  # by `park_gradients`
         self._collected = True  # the shares that other ranks updated have been gathered
         with accelerator.cuda_literals():
@@ -89,7 +73,7 @@ class RoleOptimizer(StepOptimizer):
                     sgd_momentum=0.0,
                     bf16=model.config.bf16,
                     params_dtype=model.config.params_dtype,
-                    clip_grad=gradient_clip_val,
+                    clip_grad=self.gradient_clip_val,
                     use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
                 ),
                 [model],
@@ -131,10 +115,9 @@ class RoleOptimizer(StepOptimizer):
         return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
 
     def collect_weights(self) -> None:
-        """Gather the weights that other ranks updated now, not in the next forward pass.
+        """Gather the weights that other ranks updated, which a later forward pass would gather.
 
-        All data-parallel ranks must call it, before weights are read outside of a forward pass of
-        their modules.
+        All data-parallel ranks must call it.
         """
         if self.model.ddp_config.overlap_param_gather and not self._collected:
             with accelerator.cuda_literals():
@@ -142,10 +125,7 @@ class RoleOptimizer(StepOptimizer):
             self._collected = True
 
     def defer_weight_gather(self) -> None:
-        """Gather each weight in the forward pass that reads it, by megatron-core's pre-hooks.
-
-        The call has no effect if every rank updates all weights.
-        """
+        """Gather each weight in the forward pass that reads it, if ranks update shares."""
         model = self.model
         if model.ddp_config.use_distributed_optimizer and not model.use_forward_hook:
             model.ddp_config.overlap_param_gather = True
@@ -222,10 +202,7 @@ class RoleOptimizer(StepOptimizer):
                     yield OwnedSlice(parameter, ranges["param"].start, main, part.optimizer)
 
     def publish_weights(self) -> None:
-        """Compute the model's weights from all processes' float32 slices, as a step does.
-
-        All data-parallel ranks must call it. Requires that `is_distributed` is true.
-        """
+        """Compute the model's weights from the float32 slices of all data-parallel ranks."""
         with accelerator.cuda_literals():
             for part in self.inner.chained_optimizers:
                 part._copy_main_params_to_model_params()

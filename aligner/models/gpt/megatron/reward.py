@@ -1,11 +1,4 @@
-"""Reward models on megatron-core.
-
-A reward model can share the critic's backbone on the device. Only while it scores, its weights are
-in the backbone:
-
-scoring    critic's weights to the host, reward model's to the device ─► rewards ─► back
-otherwise  reward model's weights in host memory, critic's on the device
-"""
+"""Reward models on megatron-core, separate or in the critic's backbone."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -36,7 +29,8 @@ REWARD_MODEL_CLASS_DICT = dict.fromkeys(RewardModelType, MegatronGPTRewardModel)
 class SharedBackboneRewardModel(MegatronGPTRewardModel):
     """Frozen reward model that shares a critic's backbone and swaps its weights in to score.
 
-    Both models must have the same architecture (`body_differences`). The heads are separate.
+    While it does not score, its weights are in host memory. Both models must have the same
+    architecture (`body_differences`). The heads are separate.
     """
 
     def __init__(self, *args: Any, backbone: GPTModel, **kwargs: Any) -> None:
@@ -82,7 +76,7 @@ class SharedBackboneRewardModel(MegatronGPTRewardModel):
         micro_batches: MicroBatches | None = None,
         model: GPTModel | None = None,
     ) -> Tensor:
-        """See `RoleModel.infer_tokens`. This model's weights are swapped in meanwhile."""
+        """See `RoleModel.infer_tokens`. Swaps the weights in meanwhile."""
         critic_head = getattr(self._backbone, "rm_head", None)
         with self._weights.in_place(), adapters_off(self._backbone):  # adapters are the critic's
             _set_head(self._backbone, self._head)

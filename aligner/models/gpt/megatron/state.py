@@ -2,27 +2,19 @@
 
 Each process saves, of every parameter, the slice that its optimizer updates: float32 weights and
 moments, under the parameter's canonical name and with its part of the tensor-parallel split.
-Nothing is gathered or copied. With the distributed optimizer, data-parallel ranks save disjoint
-slices.
+Weights frozen next to adapters are not in the state but in the model's file.
 
 Restoring reads one parameter at a time, only the elements that this process updates, from the
-memory-mapped files of all saving processes (the file of this process first). If the tensor-parallel
-split has changed, the rules that split and merge weights (`aligner.checkpoint.canonical`) locate
-the elements, of moments too, because moments have the shape of their parameter. Weights that other
-data-parallel ranks update are gathered from those ranks, as after a step. In bfloat16 these are the
-rounded float32 weights, as the optimizer computes them.
-
-The state is exact. A resumed run repeats to the bit on a CPU. On a GPU it does so only with
-``trainer.deterministic``, because gradients are otherwise added in varying order.
-
-Weights frozen next to adapters are not in the state but in the model's file. `RoleWeights` also
-loads and gathers full weights, adapters and the head.
+memory-mapped files of all saving processes. If the tensor-parallel split has changed,
+`aligner.checkpoint.canonical` locates the elements, of moments too. Weights that other
+data-parallel ranks update are gathered from those ranks, as after a step.
 """
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,24 +50,17 @@ WEIGHT = "weight"
 _MAX_PADDING = 128  # rows of a vocabulary, per part. A `.nemo` can specify fewer.
 
 
-class TensorPart(NamedTuple):
-    """Part ``rank`` of the ``size`` parts of a tensor. An unsplit tensor is part 0 of 1."""
-
-    rank: int
-    size: int
-
-
 def _part(
     name: str, shape: torch.Size, shapes: Mapping[str, Shape], parallel: ParallelState
-) -> TensorPart:
-    """Return which part of its tensor a parameter of this process is."""
+) -> tuple[int, int]:
+    """Return index and count of the parts of a parameter's tensor, (0, 1) if it is unsplit."""
     size = parallel.config.tensor
     # Heads, and experts with a separate tensor-parallel size, are unsplit next to split layers.
     is_head = name in REWARD_HEAD
     is_unsplit_expert = ".experts." in name and shapes[name] == tuple(shape)
     if size == 1 or split_axis(name) is None or is_head or is_unsplit_expert:
-        return TensorPart(0, 1)
-    return TensorPart(parallel.tp_rank, size)
+        return 0, 1
+    return parallel.tp_rank, size
 
 
 class _SavedRole:
@@ -138,25 +123,23 @@ class _SavedRole:
         """Return the kinds of optimizer state of a parameter, empty before the first update."""
         return [kind for kind in self._pieces(name)[0]["tensors"] if kind != WEIGHT]
 
-    def read(self, name: str, kind: str, part: TensorPart, shape: Shape, elements: range) -> Tensor:
-        """Return some elements of a part of a tensor, as a flat tensor.
-
-        ``part``: part in the present layout. ``shape``: required shape of the part. ``elements``:
-        indices into the flattened part.
-        """
+    def read(
+        self, name: str, kind: str, part: tuple[int, int], shape: Shape, elements: range
+    ) -> Tensor:
+        """Return the flattened ``elements`` of a part of a tensor in the present layout."""
         # The same split: the saved elements themselves.
         piece = self._pieces(name)[0]
-        _, count = piece["part"]
+        (rank, size), (_, count) = part, piece["part"]
         surplus = piece["shape"][0] * count - self._architecture.vocab_size
         is_padded = name in (EMBEDDING, OUTPUT_LAYER) and 0 <= surplus < _MAX_PADDING * count
-        if count == part.size and (tuple(piece["shape"]) == shape or not is_padded):
+        if count == size and (tuple(piece["shape"]) == shape or not is_padded):
             check_shape(f"{name} of the run state", piece["shape"], shape)
-            return self._saved(name, kind, part.rank, elements)
+            return self._saved(name, kind, rank, elements)
         # Another split: locate the rows (or columns) of this part in the saved parts.
         axis, saved_shape = split_axis(name), list(piece["shape"])
         assert axis is not None, "an unsplit tensor always has part count 1"
         origin = origin_of_rows(
-            name, saved_shape, count, self._architecture, tp_rank=part.rank, tp_size=part.size
+            name, saved_shape, count, self._architecture, tp_rank=rank, tp_size=size
         )
         new_shape = [origin.numel() if dim == axis else n for dim, n in enumerate(saved_shape)]
         check_shape(f"{name} of the run state", new_shape, shape)
@@ -233,6 +216,19 @@ class RoleWeights(RoleModel):
         """Model of megatron-core without the data-parallel wrapper."""
         return self.model.module if self.optimizer is not None else self.model
 
+    unwrapped = gpt
+
+    @cached_property
+    def gathered_weights(self) -> GatheredWeights:
+        """Canonical weights with adapters merged, each gathered when all ranks index its name."""
+        return GatheredWeights(
+            self.gpt,
+            self.architecture,
+            tp_group=self.parallel.tp_group,
+            pp_group=self.parallel.pp_group,
+            ep_group=self.parallel.ep_group,
+        )
+
     def collect_weights(self) -> None:
         """See `RoleOptimizer.collect_weights`."""
         if self.optimizer is not None:
@@ -250,7 +246,7 @@ class RoleWeights(RoleModel):
         owned, shapes = self._owned_slices(), self._shapes()
         is_replica = dist.get_rank(self.parallel.dp_cp_group) > 0
         slices: dict[str, Any] = {}
-        for name, parameter in canonical_parameters(self.gpt, self.architecture):
+        for name, parameter in canonical_parameters(self.gpt):
             owned_slice = owned.get(parameter)
             if owned_slice is None or (name == OUTPUT_LAYER and self.architecture.tie_embeddings):
                 continue
@@ -261,7 +257,7 @@ class RoleWeights(RoleModel):
                 continue
             tensors = {WEIGHT: owned_slice.main.detach(), **owned_slice.moments()}
             slices[name] = {
-                "part": tuple(_part(name, parameter.shape, shapes, self.parallel)),
+                "part": _part(name, parameter.shape, shapes, self.parallel),
                 "shape": list(parameter.shape),
                 "start": owned_slice.start,
                 "tensors": {kind: tensor.view(-1) for kind, tensor in tensors.items()},
@@ -270,20 +266,16 @@ class RoleWeights(RoleModel):
 
     @torch.no_grad()
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this process's share from the states of all processes of the saved run.
+        """Restore this process's share from the states of all processes in rank order.
 
-        ``states`` are in rank order. On the layout of the saved run, every bit is restored. On
-        another layout only the padding rows of the vocabulary, which nothing reads, become zero.
-
-        Raises:
-            CheckpointError: the state is of another model, or a slice is missing.
+        Raises `CheckpointError` for a state of another model, or without one of the slices.
         """
         self._restore_gradients()
         optimizer, lora, tied = self.optimizer, self.settings.lora, self.architecture.tie_embeddings
         # Trained parameters, and the canonical tensor of each parameter that this process restores.
         trained = {
             name: parameter
-            for name, parameter in canonical_parameters(self.gpt, self.architecture)
+            for name, parameter in canonical_parameters(self.gpt)
             if parameter.requires_grad or lora is None
         }
         owned, shapes = self._owned_slices(), self._shapes()
@@ -367,6 +359,7 @@ class RoleWeights(RoleModel):
         """See `RoleModel.load_adapters`."""
         assert self.adapters is not None
         self.adapters.load(path)
+        self.has_fresh_adapters = False
         if self.optimizer is not None:
             self.optimizer.copy_model_weights()
 
@@ -378,8 +371,7 @@ class RoleWeights(RoleModel):
     def load_head(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Copy the reward head, weight [K, H] and bias [K], if model and checkpoint contain one.
 
-        Raises:
-            CheckpointError: the shapes differ and ``strict`` is set.
+        Raises `CheckpointError` if the shapes differ and ``strict`` is set.
         """
         head = getattr(self.gpt, "rm_head", None)
         if head is None:
@@ -399,11 +391,4 @@ class RoleWeights(RoleModel):
     def whole_weights(self) -> dict[str, Tensor]:
         """See `RoleModel.whole_weights`."""
         self.collect_weights()
-        weights = GatheredWeights(
-            self.gpt,
-            self.architecture,
-            tp_group=self.parallel.tp_group,
-            pp_group=self.parallel.pp_group,
-            ep_group=self.parallel.ep_group,
-        )
-        return weights.on_rank_zero()
+        return self.gathered_weights.on_rank_zero()

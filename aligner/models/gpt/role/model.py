@@ -1,10 +1,11 @@
 """`RoleModel`, the phases, passes over a batch and updates of a role on any backend."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import Weights
+from aligner.checkpoint.model_source import ModelSource
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.errors import ConfigError, NonFiniteError, current_step
 from aligner.models.gpt.forward.schedule import (
+    Head,
     Microbatch,
     MicroBatches,
     row_bounds,
@@ -34,27 +37,11 @@ Optimizer = TypeVar("Optimizer")
 _VALID_TOKENS = "valid_tokens"
 
 
-class BatchResult(NamedTuple):
-    """Result of the passes over one global batch, the same on every rank.
-
-    ``metrics``: reduced over all ranks, including ``loss``. ``valid_tokens``: valid tokens of the
-    global batch, possibly 0.
-    """
-
-    metrics: dict[str, float]
-    valid_tokens: float
-
-
-class RoleModel:
-    """A role's share of a model on this process, for any backend.
-
-    A backend sets the attributes declared here and implements the methods that raise
-    `NotImplementedError`.
-    """
+class RoleModel(ABC):
+    """A role's share of a model on this process, for any backend."""
 
     role_name = "model"  # in reports
     backend: ClassVar[str] = "megatron"
-    has_head: ClassVar[bool] = False  # a head in place of the output layer
     loss_fn: LossFunction | None = None  # default of calls
     settings: RoleSettings
     architecture: GPTArchitecture
@@ -62,6 +49,12 @@ class RoleModel:
     parallel: ParallelState
     model: nn.Module  # including wrappers for training
     optimizer: StepOptimizer | None  # None before `setup_training` and for frozen roles
+    has_fresh_adapters: bool  # which have no effect
+
+    @property
+    @abstractmethod
+    def unwrapped(self) -> nn.Module:
+        """`model` without wrappers for training."""
 
     # Outputs ----------------------------------------------------------------------------------
 
@@ -70,11 +63,7 @@ class RoleModel:
         """Number of the head's outputs for a token, 0 without a head."""
         return 0
 
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """Shape of the role's output for one token: ``(K,)`` for K > 1 outputs, else ``()``."""
-        return () if self.head_outputs < 2 else (self.head_outputs,)
-
+    @abstractmethod
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
@@ -83,7 +72,6 @@ class RoleModel:
         ``hidden``: ``[n, L, H]`` of megatron-core, or ``[n * L, H]`` of a transformers model, whose
         forward pass makes this call.
         """
-        raise NotImplementedError
 
     def loss_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
@@ -102,11 +90,12 @@ class RoleModel:
     ) -> tuple[float, dict[str, float]]:
         """Compute loss and metrics of one global batch, of which ``batch`` is this rank's share.
 
-        ``batch`` contains the columns that the loss reads (see `aligner.types`), including float32
-        ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``. Unless ``forward_only``, gradients
-        are added to the gradient buffers. If ``loss_fn`` is None, the role's loss is computed.
+        ``batch`` contains the columns that the loss reads (`aligner.types`), including float32
+        ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``. Gradients are accumulated unless
+        ``forward_only``. Default of ``loss_fn``: the role's loss.
         """
-        metrics = self.run_batch(batch, forward_only, loss_fn, mbs).metrics
+        metrics = self.run_batch(batch, forward_only, loss_fn, mbs)
+        del metrics[_VALID_TOKENS]
         return metrics["loss"], metrics
 
     def training_update(
@@ -121,10 +110,8 @@ class RoleModel:
         Returns the metrics of the loss, and ``grad_norm``, ``lr``, ``skipped`` and ``empty``.
 
         A loss or gradient that is not finite never reaches the weights: the step is skipped or the
-        run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
-
-        For a global batch without a valid token (``empty`` is 1) no step is taken, because momentum
-        and weight decay would still change the weights. The schedule does not advance either.
+        run stopped (`NonFiniteError`), and the offending samples are written to disk either way. A
+        global batch without a valid token (``empty`` is 1) changes neither weights nor schedule.
 
         Args:
             batch: see `get_loss_and_metrics`.
@@ -136,8 +123,8 @@ class RoleModel:
         optimizer = require_optimizer(self.optimizer)
         optimizer.zero_grad()
         # An empty batch is run too, for the collectives, and to consume a reused forward pass.
-        metrics, valid_tokens = self.run_batch(batch, False, loss_fn, mbs)
-        loss, empty = metrics["loss"], not valid_tokens
+        metrics = self.run_batch(batch, False, loss_fn, mbs)
+        loss, empty = metrics["loss"], not metrics.pop(_VALID_TOKENS)
         outcome = StepOutcome(grad_norm=0.0, lr=optimizer.lr, skipped=False)
         if not empty:
             outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
@@ -180,10 +167,9 @@ class RoleModel:
         )
 
     def split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
-        """Split this rank's ``batch`` into micro-batches.
+        """Split this rank's ``batch``, [B] or [B, S, ...] columns, into micro-batches.
 
-        ``batch``: columns of `aligner.types`, [B] or [B, S, ...]. If `passes_are_collective`, all
-        ranks must call it, and get the same number of micro-batches, some of them without rows.
+        If `passes_are_collective`, all ranks get the same number, some of them without rows.
         """
         # Empty micro-batches are appended, so that they change no row.
         bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
@@ -201,19 +187,20 @@ class RoleModel:
             raise ConfigError(f"loss_fn: the {self.role_name} has no default loss. Pass loss_fn")
         return loss_fn
 
+    @abstractmethod
     def run_batch(
         self,
         batch: Mapping[str, Tensor],
         forward_only: bool,
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
-    ) -> BatchResult:
+    ) -> dict[str, float]:
         """Run the passes over ``batch``. For the arguments see `get_loss_and_metrics`.
 
+        Returns the metrics over all ranks, with ``loss`` and the global count ``valid_tokens``.
         Denominators are counted over all data-parallel ranks before the first micro-batch, so that
         loss and gradient do not depend on micro-batch size or layout.
         """
-        raise NotImplementedError
 
     def infer_tokens(
         self,
@@ -234,13 +221,41 @@ class RoleModel:
             float32 ``[B, S]`` (``[B, S, K]`` for a head with K outputs) on every process of the
             model-parallel group, 0 beyond a sequence's length.
         """
-        raise NotImplementedError
+        model = model or self.unwrapped
+
+        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
+            return (self.token_outputs(model, hidden, microbatch, False).values_or_logprobs,)
+
+        frame = self.empty_frame(batch)
+        self.infer_frames(batch, head, [frame], micro_batches, model)
+        return frame
+
+    def empty_frame(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return zeros in the shape of `infer_tokens`, float32 ``[B, S]`` or ``[B, S, K]``."""
+        ids, outputs = batch["input_ids"], self.head_outputs
+        shape = ids.shape if outputs < 2 else (*ids.shape, outputs)
+        return torch.zeros(shape, device=ids.device)
+
+    @abstractmethod
+    def infer_frames(
+        self,
+        batch: Mapping[str, Tensor],
+        head: Head,
+        frames: Sequence[Tensor],
+        micro_batches: MicroBatches | None = None,
+        model: Any = None,
+    ) -> None:
+        """Fill ``frames`` ``[B, S, ...]`` with the outputs of ``head`` for hidden states.
+
+        ``head`` returns, for a micro-batch, one tensor ``[b, s, ...]`` per frame. For the other
+        arguments see `infer_tokens`.
+        """
 
     # Phases -----------------------------------------------------------------------------------
 
+    @abstractmethod
     def setup_training(self) -> None:
         """Create the optimizer, once, after the weights are loaded."""
-        raise NotImplementedError
 
     def prepare_for_training(self) -> None:
         """Create the optimizer or move its state to the device, and enter training mode."""
@@ -266,38 +281,43 @@ class RoleModel:
         """Free the memory that inference cached, for other processes on the device."""
         accelerator.release_shared_memory()
 
-    def collect_weights(self) -> None:
+    def collect_weights(self) -> None:  # noqa: B027 - optional for a backend
         """Gather weights that other ranks updated, if updates defer it. All ranks must call it."""
 
-    def drop_reused_forward(self) -> None:
+    def drop_reused_forward(self) -> None:  # noqa: B027 - optional for a backend
         """Free the graph that a scoring pass keeps for training, if any."""
 
-    def release_generator(self) -> None:
+    def release_generator(self) -> None:  # noqa: B027 - optional for a role
         """Free the memory that sampling keeps on the device between rollouts, if any."""
 
     # State ------------------------------------------------------------------------------------
 
+    @classmethod
+    def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
+        """Return ``settings``, completed by those that the role reads from the file."""
+        del checkpoint
+        return settings
+
+    def read_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 - optional for a role
+        """Read the role's keys in ``model_config.yaml`` (see `nemo_keys`)."""
+
+    @abstractmethod
     def run_state(self) -> dict[str, Any]:
         """Return this process's exact share of weights and optimizer state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore a `run_state` from the shares of all processes of the saved run."""
-        raise NotImplementedError
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo` file. Call it on every rank: rank 0 writes, and all raise its error."""
-        self.write_nemo(save_path)
-
-    def write_nemo(self, path: str) -> None:
-        """See `save_to`."""
         # All ranks gather the weights, rank 0 writes.
         weights = self.whole_weights()
         files = self.tokenizer.files() if self.tokenizer is not None else {}
         keys, artifacts = self.nemo_keys(), self.nemo_artifacts()
         on_rank_zero(
             lambda: save_nemo(
-                path, weights, self.architecture, files, extra_config=keys, artifacts=artifacts
+                save_path, weights, self.architecture, files, extra_config=keys, artifacts=artifacts
             )
         )
 
@@ -309,36 +329,32 @@ class RoleModel:
         """Return extra files of the `.nemo` file, by their key in ``model_config.yaml``."""
         return {}
 
+    @abstractmethod
     def whole_weights(self) -> dict[str, Tensor]:
-        """Gather canonical weights, with adapters merged, on rank 0 (empty on other ranks).
+        """Gather canonical weights, with adapters merged, on rank 0. Call it on every rank."""
 
-        Call it on every rank.
-        """
-        raise NotImplementedError
-
+    @abstractmethod
     def load_whole_weights(self, weights: Weights, strict: bool = True) -> None:
-        """Load this process's share of canonical weights. Call it on every rank.
+        """Load this process's share of canonical weights, [out, in], on every rank.
 
-        ``weights``: full tensors, [out, in] or [out], in any float dtype. ``strict=False`` keeps
-        the present head if ``weights`` contain none or one of another shape.
+        ``strict=False`` keeps a head that is missing in ``weights`` or of another shape.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def save_adapters(self, path: str | Path) -> None:
         """Write only the adapters and the head. Call it on every rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_adapters(self, path: str | Path) -> None:
         """Load adapters and head from a file of `save_adapters`. Call it on every rank."""
-        raise NotImplementedError
 
     def way_in_words(self) -> str:
         """Describe how the model runs, empty if its type determines it."""
         return ""
 
+    @abstractmethod
     def num_parameters(self) -> int:
         """Count the parameters on this process."""
-        raise NotImplementedError
 
 
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
@@ -353,7 +369,7 @@ def count_denominators(
 ) -> tuple[Denominators, Tensor]:
     """Count valid tokens and sequences of a global batch, of which ``batch`` is this rank's share.
 
-    Also return this rank's valid tokens, a float64 scalar, for `reduce_result`.
+    Also return this rank's valid tokens, a float64 scalar.
     """
     # float64, so that the counts are exact for any layout.
     mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
@@ -367,18 +383,12 @@ def count_denominators(
 def reduce_result(
     parts: Iterable[Mapping[str, Tensor]], own_tokens: Tensor, dp_group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Reduce micro-batch metrics over all ranks, with the count of valid tokens (`result_of`).
+    """Reduce micro-batch metrics over all ranks, and the count of valid tokens with them.
 
-    ``parts``: scalars of any dtype. ``own_tokens``: this rank's count, a scalar. It is copied to
-    the host together with the metrics, because a separate copy would synchronise again.
+    ``own_tokens``, a scalar, is copied to the host together with the metrics, which synchronises
+    once.
     """
     return reduce_metrics({**combine_metrics(parts), _VALID_TOKENS: own_tokens}, dp_group)
-
-
-def result_of(reduced: Mapping[str, float]) -> BatchResult:
-    """Separate metrics and count of a `reduce_result`."""
-    metrics = dict(reduced)
-    return BatchResult(valid_tokens=metrics.pop(_VALID_TOKENS), metrics=metrics)
 
 
 def _report_non_finite(

@@ -2,9 +2,6 @@
 
 Storages are moved, not tensors, because a parameter, its shard in the distributed optimizer and a
 tied copy are views of one storage. They remain views of it.
-
-`SwappedWeights` keeps second values of parameters in host memory and exchanges them with the
-present ones.
 """
 
 import contextlib
@@ -38,10 +35,7 @@ class ModelOffload:
         self._memory = CopyMemory()
 
     def to_host(self, *, params: bool, grads: bool) -> None:
-        """Free the device memory of weights, after copying, and of gradients, without copying.
-
-        It has no effect if the device is the host.
-        """
+        """Free the device memory of weights, after copying, and of gradients, without copying."""
         weights = [
             value.to_local() if isinstance(value, DTensor) else value
             for value in (parameter.data for parameter in self._model.parameters())
@@ -54,10 +48,7 @@ class ModelOffload:
         self.park(copied=weights if params else [], freed=buffers if grads else [])
 
     def park(self, *, copied: Iterable[Tensor], freed: Iterable[Tensor]) -> None:
-        """Free the device memory of tensors of any shape and dtype.
-
-        ``copied`` are restored from host copies, ``freed`` as zeros.
-        """
+        """Free device memory. Host copies restore ``copied`` [...], zeros ``freed`` [...]."""
         # Copy before any storage is freed, because tensors can share a storage.
         storages = _storages(copied)
         copies = self._memory.copies([storage_bytes(*storage) for storage in storages])

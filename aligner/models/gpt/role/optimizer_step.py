@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from aligner.checkpoint.background import CopyMemory
-from aligner.config import OptimConfig, SchedConfig
+from aligner.config import SchedConfig
 from aligner.device import accelerator
+from aligner.models.gpt.role.settings import RoleSettings
 
 
 def learning_rate(step: int, peak: float, sched: SchedConfig, total_steps: int | None) -> float:
@@ -45,12 +46,10 @@ class StepOutcome:
 class StepOptimizer(ABC):
     """An optimizer with a learning-rate schedule and state that can be offloaded to the host."""
 
-    def __init__(
-        self, config: OptimConfig, *, gradient_clip_val: float, total_steps: int | None
-    ) -> None:
-        self.config = config
-        self.gradient_clip_val = gradient_clip_val
-        self.total_steps = total_steps
+    def __init__(self, settings: RoleSettings) -> None:
+        assert settings.optim is not None
+        self.config, self.total_steps = settings.optim, settings.max_optimizer_steps
+        self.gradient_clip_val = settings.gradient_clip_val
         self.steps = 0
         self._offloaded = False
         self._host_memory = CopyMemory()
@@ -66,10 +65,7 @@ class StepOptimizer(ABC):
 
     @abstractmethod
     def step(self, loss_is_finite: bool = True) -> StepOutcome:
-        """Update the weights, unless the loss or the gradient norm is NaN or infinite.
-
-        A skipped step changes neither weights nor moments nor the schedule.
-        """
+        """Update the weights. A loss or gradient norm that is not finite changes nothing."""
 
     @abstractmethod
     def moment_states(self) -> Iterator[dict[str, Any]]:
@@ -135,10 +131,7 @@ class OwnedSlice:
         }
 
     def set_moments(self, moments: Mapping[str, Tensor], steps: int) -> None:
-        """Set the optimizer state after ``steps`` updates to copies of ``moments``.
-
-        ``moments``: float tensors of the shape of ``main``, [n] or the parameter's shape.
-        """
+        """Set the optimizer state after ``steps`` updates to copies of ``moments``, [n] each."""
         assert self.inner is not None
         self.inner.state.pop(self.main, None)
         if not moments:

@@ -1,12 +1,11 @@
-"""Policy on any backend: scoring of tokens, sampling of responses, and the frozen reference.
-
-The reference policy uses the initial weights of training.
-"""
+"""Policy on any backend: scoring of tokens, sampling of responses, and the frozen reference."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from megatron.core.models.gpt import GPTModel
@@ -21,6 +20,7 @@ from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
 from aligner.models.gpt.forward.token_logprobs import (
     LogitsForm,
     Projection,
+    best_candidates,
     candidate_logprobs,
     token_logits,
     token_logprobs,
@@ -31,46 +31,22 @@ from aligner.models.gpt.role.offload import SwappedWeights
 from aligner.models.interfaces import Inferrable
 from aligner.types import LossFunction, TokenOutputs
 
-# The policy's scoring function: (batch, micro-batches, model) -> log-probs.
-Score = Callable[[Mapping[str, Tensor], MicroBatches | None, Any], Tensor]
-
 
 class ReferencePolicy(LightningModule, Inferrable):
-    """Frozen policy that scores tokens with the initial weights.
+    """Frozen policy that scores tokens with the initial weights, which are not its parameters.
 
-    ``keep``: the initial weights are a second model on the device. Scoring has no delay. ``swap``:
-    they are in host memory, and are exchanged with the policy's weights to score. With adapters
-    only the adapters are copied. On a GPU a swap copies the weights twice and needs no device
-    memory. ``bare``: the policy scores without its adapters, which must have started from zero.
-
-    The module registers parameters only if the mode is ``keep``, and never the policy's.
+    ``keep``: the initial weights are a second model on the device. ``swap``: they are in host
+    memory, and are exchanged with the policy's weights to score, which costs two copies and no
+    device memory. ``bare``: the policy scores without its adapters, which must have started from
+    zero.
     """
 
-    def __init__(
-        self,
-        policy: nn.Module,
-        mode: Literal["keep", "swap", "bare"],
-        score: Score,
-        *,
-        weights: Mapping[str, Tensor],
-        copy: Callable[[], nn.Module],
-    ) -> None:
-        """Store the initial weights.
-
-        Args:
-            policy: the model that is trained.
-            mode: where the initial weights are, see the class.
-            score: function that computes log-probs with the model that it is given.
-            weights: parameters that training updates, by name, float tensors of any shape. Read
-                only if ``mode`` is ``swap``.
-            copy: function that creates a second model with the policy's weights. Called only if
-                ``mode`` is ``keep``.
-        """
+    def __init__(self, policy: "SamplingPolicy", mode: Literal["keep", "swap", "bare"]) -> None:
+        """Store the present weights of ``policy``. ``mode``: where, see the class."""
         super().__init__()
-        self._score = score
         self._policy = (policy,)  # a tuple, so that the module is not registered here
-        self.gpt = copy().requires_grad_(False) if mode == "keep" else None
-        self._initial = SwappedWeights(weights) if mode == "swap" else None
+        self.gpt = policy.copied_model().requires_grad_(False) if mode == "keep" else None
+        self._initial = SwappedWeights(policy.trained_weights()) if mode == "swap" else None
         self.eval()
 
     @contextlib.contextmanager
@@ -79,19 +55,16 @@ class ReferencePolicy(LightningModule, Inferrable):
         if self.gpt is not None:
             yield self.gpt
             return
-        policy = self._policy[0]
+        policy = self._policy[0].unwrapped
         with adapters_off(policy) if self._initial is None else self._initial.in_place():
             yield policy
 
     def infer(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Compute log-probs float32 ``[B, S]`` under the initial weights.
-
-        ``batch`` and ``micro_batches``: see `SamplingPolicy.get_logprobs`.
-        """
+        """Compute `SamplingPolicy.get_logprobs`, ``[B, S]``, under the initial weights."""
         with self.initial_model() as initial:
-            return self._score(batch, micro_batches, initial)
+            return self._policy[0].infer_tokens(batch, micro_batches, initial)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """See `infer`."""
@@ -131,14 +104,13 @@ class SamplingPolicy(RoleModel):
         """Group that shards the vocabulary, or None."""
         return self.parallel.tp_group if self.parallel.config.tensor > 1 else None
 
+    @abstractmethod
     def output_layer(self, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two factors of the logits.
 
-        These are the rows of hidden states, float ``[n * L, H]``, and the output layer's weight,
-        float ``[V / tp, H]``. ``hidden``: see `token_outputs`. Under tensor parallelism the rows'
-        gradient is summed over the ranks.
+        These are the rows of hidden states, float ``[n * L, H]``, whose gradient is summed over
+        tensor-parallel ranks, and the output layer's weight, float ``[V / tp, H]``.
         """
-        raise NotImplementedError
 
     def projection(self, model: Any, hidden: Tensor) -> Projection:
         """Combine `output_layer` of ``hidden`` [n, L, H] with vocabulary and temperature."""
@@ -184,11 +156,10 @@ class SamplingPolicy(RoleModel):
     def get_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Compute log-probs under the current weights.
+        """Compute log-probs float32 ``[B, S]`` under the current weights, 0 outside ``token_mask``.
 
         ``batch``: ``input_ids`` int64 ``[B, S]``, ``input_lengths`` int64 ``[B]``, ``token_mask``
-        ``[B, S]`` (1 for tokens to score). ``micro_batches``: see `RoleModel.infer_tokens`. Returns
-        float32 ``[B, S]``, 0 where ``token_mask`` is 0.
+        ``[B, S]`` (1 for tokens to score). ``micro_batches``: see `RoleModel.infer_tokens`.
         """
         return self.infer_tokens(batch, micro_batches)
 
@@ -211,11 +182,33 @@ class SamplingPolicy(RoleModel):
         ``[B, S, k]`` in descending order, and ids, int64 ``[B, S, k]``. Position t is about token
         t. Both are 0 where ``token_mask`` is 0.
         """
-        raise NotImplementedError
+
+        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+            projection = self.projection(self.unwrapped, hidden)._replace(vocab_size=vocab_size)
+            return best_candidates(projection, microbatch.selected, microbatch.layout, k)
+
+        ids = batch["input_ids"].new_zeros(*batch["input_ids"].shape, k)
+        logits = torch.zeros(ids.shape, device=ids.device)
+        self.infer_frames(batch, head, [logits, ids], micro_batches)
+        return logits, ids
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
-        """Freeze the current weights as the reference policy (see `ReferencePolicy`)."""
-        raise NotImplementedError
+        """Freeze the current weights as the reference policy (see `ReferencePolicy`).
+
+        With adapters ``mode`` is ignored, because the frozen weights need no copy.
+        """
+        kind: Literal["keep", "swap", "bare"] = mode
+        if self.settings.lora is not None:
+            kind = "bare" if self.has_fresh_adapters else "swap"
+        self.__dict__["_reference"] = ReferencePolicy(self, kind)
+
+    @abstractmethod
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Return the parameters that training updates by name, this process's elements."""
+
+    @abstractmethod
+    def copied_model(self) -> nn.Module:
+        """Build a second model with the present weights."""
 
     @property
     def reference(self) -> ReferencePolicy:
@@ -270,16 +263,13 @@ class SamplingPolicy(RoleModel):
         if self._generator is not None:
             self._generator.release()
 
+    @abstractmethod
     def model_to_sample_from(self) -> GPTModel | SampledModel:
-        """Return a megatron-core model, or a causal model of transformers, with current weights.
+        """Return a model with the current weights. All ranks must call it if it is a copy."""
 
-        If it is a copy, all ranks must call this method.
-        """
-        raise NotImplementedError
-
+    @abstractmethod
     def hugging_face_weights(self) -> Mapping[str, Tensor]:
         """Return full weights by Hugging Face name, gathered when all ranks index a name."""
-        raise NotImplementedError
 
     def _make_generator(self) -> Generator:
         if self.tokenizer is None:

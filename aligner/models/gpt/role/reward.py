@@ -30,22 +30,16 @@ class SequenceForm:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
-        """Read the form from a ``model_config.yaml``, or return None for a file without a form.
-
-        Raises:
-            CheckpointError: the values are invalid.
-        """
-        section = config.get(_SEQUENCES)
-        if section is None:
-            return None
-        add_bos = section.get("add_bos") if isinstance(section, Mapping) else None
-        end_id = section.get("end_id") if isinstance(section, Mapping) else None
-        if not isinstance(add_bos, bool) or not isinstance(end_id, int | None):
-            raise CheckpointError(
-                f"{_SEQUENCES} of model_config.yaml is {section!r}. It must contain add_bos, true "
-                "or false, and end_id, a token id or null"
-            )
-        return cls(add_bos, end_id)
+        """Read the form, None if missing. `CheckpointError` for invalid values."""
+        match section := config.get(_SEQUENCES):
+            case None:
+                return None
+            case {"add_bos": bool(add_bos), "end_id": int() | None as end_id}:
+                return cls(add_bos, end_id)
+        raise CheckpointError(
+            f"{_SEQUENCES} of model_config.yaml is {section!r}. It must contain add_bos, true or "
+            "false, and end_id, a token id or null"
+        )
 
 
 class RewardModelType(enum.Enum):
@@ -75,22 +69,19 @@ class Standardization:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "Standardization | None":
-        """Read mean and deviation from a ``model_config.yaml``, or return None if off or missing.
-
-        Raises:
-            CheckpointError: the values are invalid.
-        """
+        """Read mean and deviation, None if off or missing. `CheckpointError` if invalid."""
         section = config.get(_STANDARDIZATION) or {}
         if not section.get("enable"):
             return None
-        mean, std = section.get("mean"), section.get("std")
-        values = [value for value in (mean, std) if isinstance(value, int | float)]
-        if len(values) < 2 or not all(map(math.isfinite, values)) or values[1] <= 0:
-            raise CheckpointError(
-                f"{_STANDARDIZATION} of model_config.yaml contains mean={mean!r} and std={std!r}. "
-                "Both must be finite numbers and std above 0"
-            )
-        return cls(float(values[0]), float(values[1]))
+        match section:
+            case {"mean": int() | float() as mean, "std": int() | float() as std} if (
+                math.isfinite(mean) and 0 < std < math.inf
+            ):
+                return cls(float(mean), float(std))
+        raise CheckpointError(
+            f"{_STANDARDIZATION} of model_config.yaml contains mean={section.get('mean')!r} and "
+            f"std={section.get('std')!r}. Both must be finite numbers and std above 0"
+        )
 
     def __call__(self, rewards: Tensor) -> Tensor:
         """Standardise rewards, float [...], elementwise."""
@@ -100,8 +91,8 @@ class Standardization:
 class RewardRole(ValueModel):
     """Model that scores sequences. The output at a token scores the text up to that token.
 
-    A model trained on comparisons has one output. A model trained on ratings has one output for
-    each attribute in ``settings.attributes``.
+    Training on comparisons needs one output, on ratings one per attribute in
+    ``settings.attributes``.
     """
 
     role_name = "reward model"
@@ -129,8 +120,8 @@ class RewardRole(ValueModel):
         """Compute the reward of each sequence, the head's output at the last valid token.
 
         ``batch``: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-        ``micro_batches``: see `RoleModel.infer_tokens`. ``standardize``: apply the standardisation
-        saved with the model, if any. Returns float32 ``[B]``, or ``[B, K]`` for K rated attributes.
+        ``standardize``: apply the standardisation saved with the model, if any. Returns float32
+        ``[B]``, or ``[B, K]`` for K rated attributes.
         """
         scores = self.infer_tokens(batch, micro_batches)
         rows = torch.arange(scores.shape[0], device=scores.device)
@@ -144,8 +135,14 @@ class RewardRole(ValueModel):
         self.standardization = Standardization(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Set the BOS and end token of training sequences, which are saved with the model."""
+        """Set the BOS and end token of training sequences, which are saved with the model.
+
+        After training on comparisons, the bias is set to 0: no comparison depends on it.
+        """
         self.sequence_form = SequenceForm(add_bos, end_id)
+        for name, parameter in () if self.attributes else self.model.named_parameters():
+            if name.endswith(("rm_head.bias", "score.bias")):
+                parameter.data.zero_()
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``rewards``, float32 ``[B]``. ``batch``: see `infer`."""
@@ -188,10 +185,10 @@ class RewardRole(ValueModel):
 
 
 def saved_attributes(checkpoint: ModelSource) -> tuple[str, ...] | None:
-    """Return the attributes that a saved head rates, empty for a head trained on comparisons.
+    """Return the attributes that a saved head rates, None without a head.
 
-    The head's shape determines their count and the configuration their names. Return None if the
-    file contains no head.
+    The tuple is empty for a head trained on comparisons. The head's shape determines the count and
+    the configuration the names.
     """
     if REWARD_HEAD[0] not in checkpoint.weights:
         return None

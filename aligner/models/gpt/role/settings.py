@@ -19,7 +19,6 @@ from aligner.config import (
     OptimConfig,
     ParallelConfig,
     ProcessConfig,
-    RolloutConfig,
     SamplingParams,
     TrainedModelConfig,
     plain_mapping,
@@ -41,6 +40,7 @@ class RunSettings:
     non_finite_dir: Path | None = None  # directory of offending batches, None to write none
     seed: int = 1234
     cuda_graphs: bool = True  # of decoding steps, on GPUs
+    max_optimizer_steps: int | None = None  # length of a schedule without max_steps
 
     @classmethod
     def of(cls, role: PublishedRole) -> "RunSettings":
@@ -75,7 +75,6 @@ class RoleSettings(RunSettings):
     sequence_length_round: int = 1  # multiple to which micro-batches are padded
     shared_prefixes: bool = True  # compute shared prefixes once
     optim: OptimConfig | None = None
-    max_optimizer_steps: int | None = None  # length of a schedule without max_steps
     offload_adam_states: bool = False
     offload_gradients: bool = False
     attributes: tuple[str, ...] | None = None  # rated by a reward model, None for the file's
@@ -89,13 +88,11 @@ class RoleSettings(RunSettings):
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
 
-def policy_settings(
-    model: TrainedModelConfig, run: RunSettings, max_optimizer_steps: int | None = None
-) -> RoleSettings:
+def policy_settings(model: TrainedModelConfig, run: RunSettings) -> RoleSettings:
     """Return the settings of the actor."""
     rollout = model.rollout
     return dataclasses.replace(
-        _settings(model, rollout, model, run, max_optimizer_steps),
+        _settings(model, model, run),
         length_params=rollout.length_params,
         sampling_params=rollout.sampling_params,
         rollout_micro_batch_size=rollout.rollout_micro_batch_size,
@@ -104,17 +101,10 @@ def policy_settings(
 
 
 def critic_settings(
-    critic: CriticConfig,
-    model: TrainedModelConfig,
-    run: RunSettings,
-    max_optimizer_steps: int | None = None,
+    critic: CriticConfig, model: TrainedModelConfig, run: RunSettings
 ) -> RoleSettings:
-    """Return the settings of the critic.
-
-    Layout and adapters default to the policy's. If the critic starts from the policy's weights, it
-    also starts from the policy's adapters.
-    """
-    settings = _settings(critic, critic, critic.with_layout(model), run, max_optimizer_steps)
+    """Return the settings of the critic. Layout and adapters default to the policy's."""
+    settings = _settings(critic, critic.with_layout(model), run)
     if critic.restore_from_path is None:
         return settings
     return dataclasses.replace(settings, adapters_path=None)
@@ -125,10 +115,9 @@ def reward_settings(
     run: RunSettings,
     attributes: tuple[str, ...] | None = None,
     learns: bool = True,
-    max_optimizer_steps: int | None = None,
 ) -> RoleSettings:
     """Return the settings of a reward model. ``attributes``: see `RoleSettings`."""
-    settings = _settings(model, model.rollout, model, run, max_optimizer_steps)
+    settings = _settings(model, model, run)
     optim = settings.optim if learns else None
     return dataclasses.replace(settings, attributes=attributes, optim=optim)
 
@@ -138,8 +127,7 @@ def settings_to_continue(
 ) -> tuple[RoleSettings, str | None]:
     """Return settings and the path of full weights with which a role continues.
 
-    With adapters, the role starts from its frozen weights and loads the adapters next to
-    ``weights_path``.
+    With adapters, the role loads its frozen weights and the adapters next to ``weights_path``.
     """
     if weights_path is None or settings.lora is None:
         return settings, weights_path
@@ -148,13 +136,10 @@ def settings_to_continue(
 
 
 def _settings(
-    trained: TrainedModelConfig | CriticConfig,
-    scoring: RolloutConfig | CriticConfig,
-    model: TrainedModelConfig,
-    run: RunSettings,
-    max_optimizer_steps: int | None,
+    trained: TrainedModelConfig | CriticConfig, model: TrainedModelConfig, run: RunSettings
 ) -> RoleSettings:
     """Combine the sections of training and of scoring with settings that the roles share."""
+    scoring = trained if isinstance(trained, CriticConfig) else trained.rollout
     return RoleSettings(
         **vars(run),
         # The model's section, which the roles share.
@@ -174,7 +159,6 @@ def _settings(
         sequence_length_round=model.sequence_length_round,
         shared_prefixes=model.shared_prefixes,
         optim=trained.optim,
-        max_optimizer_steps=max_optimizer_steps,
         offload_adam_states=scoring.offload_adam_states,
         offload_gradients=scoring.offload_gradients,
         lora=model.peft.lora,
@@ -211,8 +195,7 @@ def run_section(
 ) -> SectionConfig:
     """Parse ``cfg`` as a section of a run's configuration, one of ``kinds``.
 
-    ``path`` replaces ``restore_from_path`` unless None. `ConfigError` names invalid keys and
-    values.
+    ``path`` replaces ``restore_from_path``. Raises `ConfigError` for invalid keys and values.
     """
     if isinstance(cfg, SectionConfig):
         return cfg
@@ -242,8 +225,7 @@ def settings_from_model_config(
 ) -> RoleSettings:
     """Read the settings that NeMo-Aligner merges into a ``model_config.yaml``.
 
-    These are the batch sizes, the layout, ``optim``, ``peft`` and the sections ``ppo`` and ``rs``
-    of a run. If none of these is present, the role cannot train and runs on one process.
+    Without any of `_RUN_KEYS` the role cannot train and runs on one process.
     """
     present = plain_mapping(cfg, _RUN_KEYS)
     values = {key: value for key, value in present.items() if value is not None}

@@ -16,9 +16,8 @@ from aligner.types import TokenOutputs
 class ValueHead(nn.Module):
     """Linear map from a hidden state to ``outputs`` values, in float32 in models of any dtype.
 
-    A critic uses 1 output, a reward model 1 for each rated attribute. The updates from PPO's small
-    value signal would be below the precision of bfloat16 weights. A new head is zero, so that on
-    every layout all initial values are 0.
+    The updates from PPO's small value signal would be below the precision of bfloat16 weights. A
+    new head is zero, so that on every layout all initial values are 0.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class ValueHead(nn.Module):
 class ValueModel(RoleModel):
     """A role that estimates the values of states with a scalar head."""
 
-    has_head = True
     # An output belongs to the next token. Only tests disable it, not configurations.
     right_shift: ClassVar[bool] = True
 
@@ -48,11 +46,10 @@ class ValueModel(RoleModel):
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Compute the value of the state before each token.
+        """Compute the value of the state before each token, float32 ``[B, S]``.
 
-        ``batch``: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-        ``micro_batches``: see `RoleModel.infer_tokens`. Returns float32 ``[B, S]``, 0 beyond a
-        sequence's length.
+        Values are 0 beyond a sequence's length. ``batch``: ``input_ids`` int64 ``[B, S]`` and
+        ``input_lengths`` int64 ``[B]``. ``micro_batches``: see `RoleModel.infer_tokens`.
         """
         return self.infer_tokens(batch, micro_batches)
 
@@ -61,8 +58,7 @@ def framed_outputs(outputs: Tensor, layout: TokenLayout, *, right_shift: bool) -
     """Map `ValueHead` outputs float ``[n * L, K]`` to the frame: ``[B, S]``, or ``[B, S, K]``.
 
     With ``right_shift`` the output at token j is the value of j + 1, of the state *before* that
-    token. Otherwise the value of a state would be computed after its action is known. Without
-    ``right_shift`` the output at token j belongs to token j.
+    token. Otherwise the value of a state would be computed after its action is known.
     """
     rows, tokens = layout.predicted_tokens() if right_shift else layout.all_tokens()
     outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs

@@ -1,17 +1,19 @@
 """`PolicyWorker`, one process's share of a policy on any backend."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict, check_columns
 from aligner.distributed.named_sharding import NamedSharding
+from aligner.errors import ConfigError, TokenizerError, raised_as
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.gpt.decode.scheduler import TokenListener
 from aligner.models.gpt.role.policy import SamplingPolicy
@@ -27,19 +29,29 @@ from aligner.models.worker import (
 from aligner.parallel.groups import ParallelState
 from aligner.refit.worker import RefitWorker
 
-Policy = TypeVar("Policy", bound=SamplingPolicy)
+
+def read_policy(
+    config: TrainedModelConfig | Mapping[str, Any], run: RunSettings | None, tokenizer: Any
+) -> tuple[TrainedModelConfig, RunSettings, Tokenizer, PublishedRole | None]:
+    """Return the policy's section, run settings, tokenizer and published mapping, if any.
+
+    The end tokens of a mapping are added to the tokenizer's.
+    """
+    if isinstance(config, TrainedModelConfig):
+        return config, run or RunSettings(), as_tokenizer(tokenizer), None
+    published, tokenizer = read_published(config), as_tokenizer(tokenizer)
+    if ids := published.stop_token_ids:
+        with raised_as(ConfigError, f"policy.generation.stop_token_ids={[*ids]}", TokenizerError):
+            tokenizer = tokenizer.with_end_tokens(ids)
+    return published.model, run or RunSettings.of(published), tokenizer, published
 
 
-class PolicyWorker(RefitWorker, RoleWorker[Policy]):
+class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
     """Worker of `Policy`, which loads the policy from ``config.restore_from_path``.
 
-    The reference policy always uses the weights of ``config``. For most arguments see `Policy`.
-
-    Args:
-        worker_sharding_annotations: layout of the workers, which must agree with ``config``.
-        parallel: parallel layout and groups of this process. Default: created from RANK and related
-            environment variables.
-        kwargs: ignored published arguments, listed in a warning.
+    For most arguments see `Policy`. ``worker_sharding_annotations``: layout of the workers, which
+    must agree with ``config``. ``parallel``: layout and groups of this process. Default: from RANK
+    and related environment variables. ``kwargs``: ignored published arguments, listed in a warning.
     """
 
     def __init__(
@@ -54,21 +66,13 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         worker_sharding_annotations: NamedSharding | None = None,
         run: RunSettings | None = None,
         parallel: ParallelState | None = None,
-        max_optimizer_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         note_unused(type(self).__name__, kwargs)
-        # Configuration: a published mapping, or the policy's section.
-        if not isinstance(config, TrainedModelConfig):
-            published = read_published(config)
-            config, run = published.model, run or RunSettings.of(published)
-            if published.stop_token_ids:
-                tokenizer = as_tokenizer(tokenizer).with_end_tokens(published.stop_token_ids)
-        run = run or RunSettings()
+        config, run, tokenizer, _ = read_policy(config, run, tokenizer)
         parallel = place_of(config.parallel, worker_sharding_annotations, parallel, run.seed)
-        tokenizer = as_tokenizer(tokenizer)
         # The model, and its reference before other weights are loaded.
-        settings = policy_settings(config, run, max_optimizer_steps)
+        settings = policy_settings(config, run)
         model = self.load_model(settings, config.restore_from_path, tokenizer)
         self._seeds = CallSeeds(model.settings.seed)
         self._reference: list[nn.Module] = []
@@ -96,9 +100,8 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         """Sample responses to right-padded prompts (see `Policy.generate`).
 
         Default of ``sample_ids``: the rows' indices in the global batch, of which every
-        data-parallel rank has an equal share. Default of ``seed``: derived from the run's seed and
-        the count of earlier calls without a seed. Workers that generate together must be called
-        equally often. `DataError` if ``input_ids`` or ``input_lengths`` is missing.
+        data-parallel rank has an equal share. Workers that generate together must be called equally
+        often.
         """
         check_columns(data, ("input_ids", "input_lengths"))
         seed = self._seeds.next() if seed is None else seed
@@ -164,7 +167,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
 
         Reads the columns of `get_logprobs`. Returns ``topk_logits`` float32 [B, S, k], divided by
         the sampling temperature and in descending order, and ``topk_indices`` int64 [B, S, k].
-        Position t is for token t, 0 at t = 0 and where the mask is 0. Only on megatron-core.
+        Position t is for token t, 0 at t = 0 and where the mask is 0.
         """
         batch, passes = passes_over(data, micro_batch_size)
         logits, ids = self.model.get_topk_logits(batch, k, vocab_size, passes)
@@ -199,10 +202,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         return True
 
     def offload_before_refit(self) -> None:
-        """Move weights to the device, and free memory on a device that the engine shares.
-
-        If configured, the optimizer's moments move off the device.
-        """
+        """Move weights to the device, and free memory on a device that the engine shares."""
         self.prepare_for_inference()
         super().offload_before_refit()
 
@@ -214,3 +214,15 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
     def _modules_with_weights(self) -> list[nn.Module]:
         """Return the policy's model, and the reference model if it is separate."""
         return [*super()._modules_with_weights(), *self._reference]
+
+
+class MegatronPolicyWorker(PolicyWorker):
+    """Worker of `Policy` on megatron-core."""
+
+    model_path = "aligner.models.gpt.megatron.actor:MegatronGPTActorModel"
+
+
+class DTensorPolicyWorkerV2(PolicyWorker):
+    """Worker of `Policy` on a transformers model, as FSDP2 and DTensors."""
+
+    model_path = "aligner.models.gpt.dtensor.actor:DTensorActorModel"

@@ -28,8 +28,7 @@ class RewardScorer(ABC):
         """Compute ``rewards`` float32 [B], or [B, K] for K rated attributes.
 
         Rewards are standardised if the model is. Reads ``input_ids`` int64 [B, S] and
-        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass, default as
-        configured.
+        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass.
         """
         rewards = self.reward_model.infer(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"rewards": rewards})
@@ -42,7 +41,6 @@ class RewardScorer(ABC):
 class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
     """Worker of `RewardModel`, which loads a reward model or a language model with a new head.
 
-    For most arguments see `RewardModel`. ``parallel``: parallel layout and groups of this process.
     ``offload_weights``: keep weights in host memory between phases.
     """
 
@@ -57,10 +55,9 @@ class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
         weights_path: str | None = None,
         optimizer_path: str | None = None,
         init_optimizer: bool = True,
-        max_optimizer_steps: int | None = None,
         offload_weights: bool = False,
     ) -> None:
-        settings = reward_settings(config, run, attributes, init_optimizer, max_optimizer_steps)
+        settings = reward_settings(config, run, attributes, init_optimizer)
         settings, whole_path = settings_to_continue(settings, weights_path)
         model = self.load_model(settings, whole_path or config.restore_from_path, tokenizer)
         super().__init__(
@@ -84,8 +81,17 @@ class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
         self.model.standardize(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Record whether training sequences start with BOS, and their end token or None.
-
-        Both are saved with the model, and scoring builds sequences of the same form.
-        """
+        """Save with the model whether training sequences start with BOS, and their end."""
         self.model.remember_sequences(add_bos, end_id)
+
+
+class MegatronRewardWorker(RewardWorker):
+    """Worker of `RewardModel` on megatron-core."""
+
+    model_path = "aligner.models.gpt.megatron.reward:MegatronGPTRewardModel"
+
+
+class DTensorRewardWorker(RewardWorker):
+    """Worker of `RewardModel` on a transformers model, as FSDP2."""
+
+    model_path = "aligner.models.gpt.dtensor.critic:DTensorRewardModel"

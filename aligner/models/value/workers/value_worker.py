@@ -1,28 +1,59 @@
 """`ValueWorker`, one process's share of a critic on any backend."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.archive import named_by
+from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
-from aligner.models.gpt.role.settings import RunSettings, critic_settings, settings_to_continue
+from aligner.models.gpt.role.settings import (
+    RunSettings,
+    critic_settings,
+    reward_settings,
+    settings_to_continue,
+)
 from aligner.models.gpt.role.value import ValueModel
+from aligner.models.reward.workers.reward_worker import RewardScorer
 from aligner.models.worker import RoleWorker, note_unused, passes_over, place_of, read_published
 from aligner.parallel.groups import ParallelState
 
-Critic = TypeVar("Critic", bound=ValueModel)
+if TYPE_CHECKING:  # a handle's process need not import the models
+    from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
+    from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
+
+TokenizerType = TypeVar("TokenizerType", bound=Tokenizer)  # NeMo-RL's
 
 
-class ValueWorker(RoleWorker[Critic]):
-    """Worker of `Value`, which loads the critic's body (by default the policy's).
+def read_critic(
+    config: CriticConfig | Mapping[str, Any],
+    model: TrainedModelConfig | None,
+    run: RunSettings | None,
+) -> tuple[CriticConfig, TrainedModelConfig, RunSettings, PublishedRole | None]:
+    """Return the critic's section, the policy's with the critic's layout, and run settings.
 
-    For the arguments see `Value` and `PolicyWorker`. Weights and head in ``weights_path`` replace
-    the weights of ``config``.
+    ``config`` is a section, which requires ``model``, or a mapping, which is also returned.
+    """
+    published = None if isinstance(config, CriticConfig) else read_published(config, "value")
+    if published is not None:
+        config, model, run = published.critic, published.model, run or RunSettings.of(published)
+    assert isinstance(config, CriticConfig)
+    if model is None:
+        raise ConfigError(
+            "model is required in addition to a CriticConfig. Pass the policy's section"
+        )
+    return config, config.with_layout(model), run or RunSettings(), published
+
+
+class ValueWorker(RoleWorker[ValueModel]):
+    """Worker of `Value`, which loads the critic's body, by default the policy's.
+
+    For the arguments see `Value` and `PolicyWorker`.
     """
 
     def __init__(
@@ -37,26 +68,15 @@ class ValueWorker(RoleWorker[Critic]):
         model: TrainedModelConfig | None = None,
         run: RunSettings | None = None,
         parallel: ParallelState | None = None,
-        max_optimizer_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         note_unused(type(self).__name__, kwargs)
-        # Configuration: a published mapping, or the critic's and the policy's sections.
-        if not isinstance(config, CriticConfig):
-            published = read_published(config, "value")
-            config, model = published.critic, published.model
-            run = run or RunSettings.of(published)
-        if model is None:
-            raise ConfigError(
-                "model is required in addition to a CriticConfig. Pass the policy's section"
-            )
-        run = run or RunSettings()
-        model = config.with_layout(model)
+        config, model, run, _ = read_critic(config, model, run)
         parallel = place_of(model.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
         # The model. Errors about the file name the key of its path.
         body_path = config.restore_from_path or model.restore_from_path
-        settings = critic_settings(config, model, run, max_optimizer_steps)
+        settings = critic_settings(config, model, run)
         own_body = config.restore_from_path is not None and weights_path is None
         with named_by("critic.restore_from_path" if own_body else "model.restore_from_path"):
             settings, whole_path = settings_to_continue(settings, weights_path)
@@ -75,8 +95,7 @@ class ValueWorker(RoleWorker[Critic]):
         """Compute ``values`` float32 [B, S]: position t is the value of the state before token t.
 
         Values are 0 at t = 0 and from a row's length on. Reads ``input_ids`` int64 [B, S] and
-        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass, default as
-        configured.
+        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass.
         """
         values = self.model.get_values(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"values": values})
@@ -84,11 +103,64 @@ class ValueWorker(RoleWorker[Critic]):
     def share_backbone(
         self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
-        """Load a reward model into host memory, to be scored on the critic's backbone.
-
-        ``config``, ``tokenizer``: section and tokenizer of the reward model.
-        """
+        """Load a reward model into host memory, to be scored on the critic's backbone."""
         raise ConfigError(
             "reward.model.share_body_with_critic=true needs policy.backend=megatron. Set it, or "
             "set share_body_with_critic to false"
         )
+
+
+class DTensorValueWorkerV2(ValueWorker):
+    """Worker of `Value` on a transformers model, as FSDP2 and DTensors."""
+
+    model_path = "aligner.models.gpt.dtensor.critic:DTensorCriticModel"
+
+
+class MegatronValueWorker(RewardScorer, ValueWorker):
+    """Worker of `Value` on megatron-core. A reward model can share its backbone."""
+
+    model_path = "aligner.models.gpt.megatron.critic:MegatronGPTCriticModel"
+    model: "MegatronGPTCriticModel"
+    _reward: "SharedBackboneRewardModel | None" = None
+
+    def share_backbone(
+        self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
+    ) -> None:
+        """See `ValueWorker.share_backbone`."""
+        from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
+
+        settings = reward_settings(config, run, learns=False)
+        with open_model(config.restore_from_path) as checkpoint:
+            self._reward = SharedBackboneRewardModel.in_critic(
+                self.model, checkpoint, settings=settings, tokenizer=tokenizer
+            )
+
+    @property
+    def reward_model(self) -> "SharedBackboneRewardModel":
+        """Reward model that shares the backbone, after `share_backbone`."""
+        assert self._reward is not None, "call share_backbone first"
+        return self._reward
+
+    def enable_forward_pre_hook(self) -> None:
+        """Gather, from the next update on, each weight in the forward pass that reads it.
+
+        It has an effect only with several data-parallel workers in training.
+        """
+        if self.model.optimizer is not None:
+            self.model.optimizer.defer_weight_gather()
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Gather weights right after updates again, and now unless ``param_sync`` is False."""
+        if self.model.optimizer is None:
+            return
+        if self.model.settings.overlap_param_gather:  # configured, not set by a caller
+            if param_sync:
+                self.model.collect_weights()
+            return
+        self.model.optimizer.gather_weights_after_updates(param_sync)
+
+    def _gather_weights(self) -> None:
+        self.disable_forward_pre_hook()
+
+
+MegatronValueWorkerImpl = MegatronValueWorker  # NeMo-RL's class without Ray

@@ -14,7 +14,7 @@ from benchmarks.common import with_repository
 from benchmarks.gpu import machine
 from benchmarks.gpu.__main__ import PARTS, PYTEST, command_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--shape", "tiny", "--repeats", "1", "--warmup", "1"]
 SIZES = {
     "update": ["--tokens", "64", "--sequence", "32"],
@@ -48,15 +48,15 @@ def seconds_in(tree):
 
 @pytest.mark.skipif(accelerator.has_gpu(), reason="this process computes on the GPU")
 @pytest.mark.parametrize("name", SIZES)
-def test_a_benchmark_runs_on_the_cpu(name, capsys, dry, tmp_path, monkeypatch):
+def test_a_benchmark_runs_on_the_cpu(name, capsys, lines, tmp_path, monkeypatch):
     """And puts beside what it finds what `plan` says of the same command."""
     beforehand = tmp_path / "results.jsonl"
-    beforehand.write_text("".join(f"{json.dumps(line)}\n" for line in dry))
+    beforehand.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     monkeypatch.setattr(machine, "PREDICTED", beforehand)
     importlib.import_module(f"benchmarks.gpu.{name}").main([*TINY, *SIZES[name]])
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["benchmark"] for line in lines] == [name] * (2 if name == "generation" else 1)
-    for line in lines:
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["benchmark"] for line in found] == [name] * (2 if name == "generation" else 1)
+    for line in found:
         assert line["shape"] == "tiny"
         # A step's seconds are a difference, which may come to nothing at this size.
         times = [value for key, value in seconds_in(line) if key != "step_s"]
@@ -87,42 +87,21 @@ def test_every_command_is_one_that_can_be_run():
         assert asked[0].device == "cuda"
 
 
-DRY = """
-import sys
-from benchmarks.gpu import machine
-machine.choose_device(["--device", "dry"])
-import importlib, json
-for name, arguments in json.loads(sys.argv[1]).items():
-    module = importlib.import_module(f"benchmarks.gpu.{name}")
-    module.main(["--device", "dry", "--shape", "tiny", *arguments])
-"""
-
-
 @pytest.fixture(scope="module")
-def dry(dry_possible):
-    """What every benchmark says of the tiny shape on the dry device, in one process."""
-    done = subprocess.run(
-        [sys.executable, "-c", DRY, json.dumps(SIZES)],
-        cwd=ROOT,
-        env=with_repository(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def lines(dry):
+    """What every benchmark says of the tiny shape on the dry device."""
+    return dry("dry_benchmarks:measured", sizes=SIZES)
 
 
-def test_every_benchmark_runs_on_the_dry_device(dry):
-    assert {line["benchmark"] for line in dry} == set(SIZES)
-    assert {line["device"] for line in dry} == {"dry"}
+def test_every_benchmark_runs_on_the_dry_device(lines):
+    assert {line["benchmark"] for line in lines} == set(SIZES)
+    assert {line["device"] for line in lines} == {"dry"}
 
 
-def test_an_update_is_counted_at_what_the_model_needs(dry):
+def test_an_update_is_counted_at_what_the_model_needs(lines):
     """Products in the pass and twice in its gradient; the output layer's once more."""
-    (update,) = (line for line in dry if line["benchmark"] == "update")
-    (head,) = (line for line in dry if line["benchmark"] == "head")
+    (update,) = (line for line in lines if line["benchmark"] == "update")
+    (head,) = (line for line in lines if line["benchmark"] == "head")
     counted = sum(update["update"]["flops"].values())
     again = 2.0 * head["tokens"] * head["hidden"] * head["vocab"]
     assert counted == pytest.approx(update["update"]["model_flops"] + again, rel=0.05)
@@ -130,29 +109,29 @@ def test_an_update_is_counted_at_what_the_model_needs(dry):
     assert sum(head["forward_backward"]["flops"].values()) == pytest.approx(4 * again, rel=0.05)
 
 
-def test_plan_says_what_is_counted(dry):
+def test_plan_says_what_is_counted(lines):
     """Of few layers and a run's configuration what the benchmark's own role takes."""
-    (update,) = (line for line in dry if line["benchmark"] == "update")
+    (update,) = (line for line in lines if line["benchmark"] == "update")
     for part in ("update", "scoring"):
         plan = update[part]["plan"]
         assert plan["card"] == "h200"
         assert plan["peak_bytes"] == pytest.approx(update[part]["peak_bytes"], rel=0.02)
-    (save,) = (line for line in dry if line["benchmark"] == "save")
+    (save,) = (line for line in lines if line["benchmark"] == "save")
     # What a step waits for is the copy to host memory, and a value or two of the device.
     copied = save["bytes"] / (WIRE_REACHED * DEVICES["h200"].host)
     assert 0 <= save["next"]["plan"]["seconds"] - copied < 4 * READ_SECONDS
-    for two in (line for line in dry if line["benchmark"] == "generation"):
+    for two in (line for line in lines if line["benchmark"] == "generation"):
         assert two["rollout"]["plan"]["peak_bytes"] > two["weight_bytes"]
 
 
-def test_a_step_of_generation_costs_the_same_for_any_number_in_flight(dry):
-    two, three = (line for line in dry if line["benchmark"] == "generation")
+def test_a_step_of_generation_costs_the_same_for_any_number_in_flight(lines):
+    two, three = (line for line in lines if line["benchmark"] == "generation")
     assert two["launch_calls_per_step"] == three["launch_calls_per_step"] > 0
     assert two["host_reads_per_step"] == three["host_reads_per_step"] <= 3
 
 
-def test_what_is_moved_leaves_the_device(dry):
-    (line,) = (line for line in dry if line["benchmark"] == "offload")
+def test_what_is_moved_leaves_the_device(lines):
+    (line,) = (line for line in lines if line["benchmark"] == "offload")
     for part in ("moments", "parked"):
         assert line[part]["freed_bytes"] >= line[part]["bytes"] > 0
 

@@ -1,0 +1,16 @@
+"""Benchmarks for a GPU at the tiny shape, as cases of `dry`."""
+
+import contextlib
+import importlib
+import io
+import json
+
+
+def measured(sizes):
+    """Every line that the benchmarks write, ``sizes``: arguments by the benchmark's name."""
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        for name, arguments in sizes.items():
+            module = importlib.import_module(f"benchmarks.gpu.{name}")
+            module.main(["--device", "dry", "--shape", "tiny", *arguments])
+    return [json.loads(line) for line in written.getvalue().splitlines()]
