@@ -8,7 +8,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, Required, TypedDict, Unpack, get_type_hints
+from typing import Any, ParamSpec
 
 from aligner.api.objects import as_setting, has_ground_truth, is_rows, write_rows
 from aligner.api.process import run_script
@@ -52,74 +52,14 @@ KEYS = {
 }
 
 
-class _Keywords(TypedDict, total=False):
-    model: Required[StrPath]
-    data: Required[Data]
-    validation_data: Data | None
-    max_steps: int | None
-    validate_every: int | None
-    lr: float | None
-    devices: int | None
-    seed: int | None
-    output_dir: StrPath
-    overrides: Mapping[str, Any] | None
+def _named(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Let ``function`` answer an unknown keyword with the nearest known keyword."""
+    parameters = list(inspect.signature(function).parameters)
 
-
-class _RolloutKeywords(_Keywords, total=False):
-    reward: Code | None
-    reward_model: StrPath | None
-    environment: Code | None
-    tools: Sequence[Code] | None
-    samples_per_step: int | None
-    max_new_tokens: int | None
-    temperature: float | None
-
-
-class _PPOKeywords(_RolloutKeywords, total=False):
-    critic_lr: float | None
-    kl_penalty: float | None
-
-
-class _RSKeywords(_RolloutKeywords, total=False):
-    num_generations: int | None
-
-
-class _GRPOKeywords(_RSKeywords, total=False):
-    kl_penalty: float | None
-
-
-class _SupervisedKeywords(_Keywords, total=False):
-    max_epochs: int | None
-    batch_size: int | None
-    micro_batch_size: int | None
-
-
-class _DPOKeywords(_SupervisedKeywords, total=False):
-    loss: str | None
-    beta: float | None
-
-
-class _DistillKeywords(_SupervisedKeywords, total=False):
-    teacher: Required[StrPath]
-
-
-def _named(keywords: Any) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Show the keywords of a ``TypedDict`` in a function's signature, and refuse others."""
-    required = dict.fromkeys(keywords.__required_keys__, inspect.Parameter.empty)
-
-    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
-        defaults = {**required, "output_dir": _output_dir(function.__name__)}
-        parameters = {
-            name: inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=hint
-            )
-            for name, hint in get_type_hints(keywords).items()
-        }
-        signature = inspect.Signature(list(parameters.values()), return_annotation=Result)
-
-        @functools.wraps(function)
-        def call(*args: P.args, **given: P.kwargs) -> Result:
-            for name in given.keys() - parameters.keys():
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> Result:
+        for name in keywords:
+            if name not in parameters:
                 near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise TypeError(
@@ -127,21 +67,34 @@ def _named(keywords: Any) -> Callable[[Callable[P, Result]], Callable[P, Result]
                     f"{', '.join(parameters)}. Any other key of the configuration goes into "
                     "overrides={'model.ppo.ratio_eps': 0.1}"
                 )
-            signature.bind(*args, **given)
-            return function(*args, **given)
+        return function(*args, **keywords)
 
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        return call
-
-    return decorate
+    return call
 
 
-def _output_dir(function: str) -> str:
-    return f"results/{function.removeprefix('train_')}"
-
-
-@_named(_PPOKeywords)
-def train_ppo(**keywords: Unpack[_PPOKeywords]) -> Result:
+@_named
+def train_ppo(
+    *,
+    model: StrPath,
+    data: Data,
+    reward: Code | None = None,
+    reward_model: StrPath | None = None,
+    environment: Code | None = None,
+    tools: Sequence[Code] | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    critic_lr: float | None = None,
+    kl_penalty: float | None = None,
+    samples_per_step: int | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/ppo",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
     """Train a policy and a critic by PPO (Schulman et al. 2017).
 
     A call with the directory of a stopped run continues that run. Ctrl-C saves the run and raises
@@ -174,31 +127,87 @@ def train_ppo(**keywords: Unpack[_PPOKeywords]) -> Result:
         DataError: a row is invalid.
         TypeError: a keyword is unknown.
     """
-    return _train("ppo", keywords)
+    return _train("ppo", locals())
 
 
-@_named(_GRPOKeywords)
-def train_grpo(**keywords: Unpack[_GRPOKeywords]) -> Result:
+@_named
+def train_grpo(
+    *,
+    model: StrPath,
+    data: Data,
+    reward: Code | None = None,
+    reward_model: StrPath | None = None,
+    environment: Code | None = None,
+    tools: Sequence[Code] | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    kl_penalty: float | None = None,
+    samples_per_step: int | None = None,
+    num_generations: int | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/grpo",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
     """Train a policy by GRPO (Shao et al. 2024), without a critic.
 
     The ``num_generations`` responses to a prompt are compared with each other. The other keywords
     are those of `train_ppo`. ``overrides={"trainer.ppo.advantage.estimator": "rloo"}`` selects
     another estimator.
     """
-    return _train("reinforce", keywords, {"trainer.ppo.advantage.estimator": "grpo"})
+    return _train("reinforce", locals(), {"trainer.ppo.advantage.estimator": "grpo"})
 
 
-@_named(_RSKeywords)
-def train_rs(**keywords: Unpack[_RSKeywords]) -> Result:
+@_named
+def train_rs(
+    *,
+    model: StrPath,
+    data: Data,
+    reward: Code | None = None,
+    reward_model: StrPath | None = None,
+    environment: Code | None = None,
+    tools: Sequence[Code] | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    samples_per_step: int | None = None,
+    num_generations: int | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/rs",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
     """Train a policy by rejection sampling: the best responses to each prompt are learned.
 
     The keywords are those of `train_grpo`.
     """
-    return _train("rs", keywords)
+    return _train("rs", locals())
 
 
-@_named(_SupervisedKeywords)
-def train_sft(**keywords: Unpack[_SupervisedKeywords]) -> Result:
+@_named
+def train_sft(
+    *,
+    model: StrPath,
+    data: Data,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/sft",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
     """Fine-tune a model on worked examples.
 
     Args:
@@ -215,11 +224,28 @@ def train_sft(**keywords: Unpack[_SupervisedKeywords]) -> Result:
 
     The other keywords and the errors are those of `train_ppo`.
     """
-    return _train("sft", keywords)
+    return _train("sft", locals())
 
 
-@_named(_DPOKeywords)
-def train_dpo(**keywords: Unpack[_DPOKeywords]) -> Result:
+@_named
+def train_dpo(
+    *,
+    model: StrPath,
+    data: Data,
+    loss: str | None = None,
+    beta: float | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/dpo",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
     """Train a policy on preferences, by DPO (Rafailov et al. 2023) or a related loss.
 
     Args:
@@ -229,35 +255,66 @@ def train_dpo(**keywords: Unpack[_DPOKeywords]) -> Result:
         loss: ``dpo``, ``ipo``, ``rpo``, ``simpo`` or ``kto``.
         beta: weight of the implicit reward.
     """
-    return _train("dpo", keywords)
+    return _train("dpo", locals())
 
 
-@_named(_SupervisedKeywords)
-def train_reward(**keywords: Unpack[_SupervisedKeywords]) -> Result:
+@_named
+def train_reward(
+    *,
+    model: StrPath,
+    data: Data,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/reward",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
     """Train a reward model on comparisons: rows with ``prompt``, ``chosen`` and ``rejected``.
 
     The keywords are those of `train_sft`. The `Result` can be the ``reward_model`` of `train_ppo`.
     """
-    return _train("reward", keywords)
+    return _train("reward", locals())
 
 
-@_named(_DistillKeywords)
-def train_distill(**keywords: Unpack[_DistillKeywords]) -> Result:
+@_named
+def train_distill(
+    *,
+    model: StrPath,
+    teacher: StrPath,
+    data: Data,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/distill",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
     """Train a model to predict the token distributions of ``teacher``, a larger model.
 
     The other keywords are those of `train_sft`. Both models have the same tokenizer.
     """
-    return _train("distill", keywords)
+    return _train("distill", locals())
 
 
-def _train(algorithm: str, given: Any, settings: Mapping[str, Any] | None = None) -> Result:
+def _train(
+    algorithm: str, keywords: dict[str, Any], settings: Mapping[str, Any] | None = None
+) -> Result:
     """Write rows and objects into the run's directory, run the script, return its result.
 
-    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``given``: the caller's keywords.
+    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``keywords``: the caller's.
     ``settings``: additional keys of the configuration.
     """
-    name = "grpo" if algorithm == "reinforce" else algorithm
-    keywords: dict[str, Any] = {"output_dir": _output_dir(name), **given}
     folder = Path(os.fspath(keywords["output_dir"])).expanduser()
     files = folder / "python"
     loop = {"reinforce": "ppo", "reward": "reward_model"}.get(algorithm, algorithm)

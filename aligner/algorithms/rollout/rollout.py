@@ -178,7 +178,7 @@ def shape_turn_rewards(
 
     ``R <- clamp(scale * R, ±clip)`` for each turn, then the penalty for an improper end in the last
     turn. Reads ``turn_rewards`` float32 [B, S], ``token_mask`` [B, S], ``is_end`` bool [B] and
-    ``sample_mask`` float32 [B] (by default 1 if scored (``is_scored``) or not properly ended).
+    ``sample_mask`` float32 [B] (by default 1 for scored and for unfinished responses).
     Returns float32 [B, S] and a sample mask [B].
     """
     shaped, ended = shaping.scale * batch["turn_rewards"], batch["is_end"].float()
