@@ -142,7 +142,8 @@ def without_weights(
     ``initialize``: the weights are random. Otherwise they are unset.
     """
     attributes = role.options.get("attributes")
-    source = SimpleNamespace(architecture=architecture, weights=_UnsetWeights(architecture))
+    weights = _UnsetWeights(architecture)
+    source = SimpleNamespace(architecture=architecture, weights=weights, config={})
 
     def load_model(worker: Any, settings: Any, path: Any, tokenizer: Any) -> Any:
         del path
