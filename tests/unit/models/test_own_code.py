@@ -11,7 +11,7 @@ from tiny_transformers import tiny_config
 
 from aligner.checkpoint.hf.any_model import read_any
 from aligner.checkpoint.model_source import open_model
-from aligner.config import LoraConfig, OptimConfig
+from aligner.config import LoraConfig, OptimConfig, PeftConfig
 from aligner.errors import CheckpointError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
@@ -111,7 +111,8 @@ def test_code_precedes_a_table_of_tensors_only_if_it_is_trusted(backend, own_fol
     assert not mark.exists()
     with open_model(folder, backend, trusted=True) as source:
         assert source.architecture.code == str(folder)
-    model = SimpleNamespace(restore_from_path=str(folder), trust_remote_code=True)
+    peft = PeftConfig()
+    model = SimpleNamespace(restore_from_path=str(folder), trust_remote_code=True, peft=peft)
     config = SimpleNamespace(model=model, policy=SimpleNamespace(backend=backend))
     planned = architectures_of(config, SimpleNamespace(architecture=None))
     assert planned[str(folder)].code == str(folder)
