@@ -7,6 +7,7 @@ remedy. Errors of the models name the step of the run (`current_step`).
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -108,7 +109,7 @@ class MissingPackageError(AlignerError, ImportError):
 
 def error_class(name: str) -> type[AlignerError] | None:
     """Return the error class with this name, None if there is none."""
-    kind = globals().get(name)
+    kind = getattr(sys.modules[__name__], name, None)
     return kind if isinstance(kind, type) and issubclass(kind, AlignerError) else None
 
 
