@@ -40,7 +40,12 @@ class Source:
 
 
 def find_source(path: str) -> Source:
-    """Find the weights that ``model.restore_from_path`` names: a file, or a run that can answer."""
+    """Find the weights that ``model.restore_from_path`` names: a file, or a run that can answer.
+
+    Raises:
+        CheckpointNotFoundError: a run's directory contains neither a state nor a model.
+        CheckpointError: the run trained a reward model.
+    """
     folder = Path(path).expanduser()
     trained = next(filter(Path.exists, (folder / "policy.nemo", folder / "policy")), None)
     if (folder / "run_state").is_dir():

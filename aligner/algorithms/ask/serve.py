@@ -33,7 +33,11 @@ def serve(config: ServeConfig) -> None:
 
 
 def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEngine:
-    """Load the model and accept requests until ``closing`` closes. Return the engine to run."""
+    """Load the model and accept requests until ``closing`` closes. Return the engine to run.
+
+    Raises:
+        ConfigError: the server cannot listen at the address, or the token file is missing.
+    """
     # Lower the default length of answers to the positions of the model.
     model = open_model(config, closing)
     room = model.architecture.max_position_embeddings - 1

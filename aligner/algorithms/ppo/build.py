@@ -103,7 +103,11 @@ def kl_in_reward(config: RunConfig) -> bool:
 
 
 def make_policy_loss(config: RunConfig) -> LossFunction:
-    """Return the built-in or the user's policy loss, with the configured options."""
+    """Return the built-in or the user's policy loss, with the configured options.
+
+    Raises:
+        ConfigError: ``model.ppo.loss`` names a function that does not work.
+    """
     ppo, environment = config.model.ppo, config.environment
     low, high = ppo.ratio_eps_range
     longest = ppo.length_params.max_length
@@ -145,7 +149,11 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
 
 
 def make_estimator(config: RunConfig) -> UserEstimator | None:
-    """Return the user's estimator of advantages, or None if a built-in one is configured."""
+    """Return the user's estimator of advantages, or None if a built-in one is configured.
+
+    Raises:
+        ConfigError: ``trainer.ppo.advantage.estimator`` names a function that does not work.
+    """
     trainer, function = config.trainer.ppo, config.trainer.ppo.advantage.function
     if function is None:
         return None

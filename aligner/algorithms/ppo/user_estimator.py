@@ -114,7 +114,11 @@ class UserEstimator:
         return spread
 
     def try_out(self, rollouts_per_prompt: int) -> None:
-        """Call the function with a test rollout: ``rollouts_per_prompt`` responses to 2 prompts."""
+        """Call the function with a test rollout: ``rollouts_per_prompt`` responses to 2 prompts.
+
+        Raises:
+            ConfigError: the function raised an exception, or `__call__` rejects its result.
+        """
         # Two prompts of 2 tokens, and responses of 2 to 4 tokens.
         rows, width = 2 * rollouts_per_prompt, 6
         generator = torch.Generator().manual_seed(0)

@@ -138,6 +138,10 @@ def open_environments(
 
     Returns None without an environment, and in a dry run, which samples single responses of the
     maximum length of a conversation. ``columns``: see `columns_of_rows`.
+
+    Raises:
+        ConfigError: the class or function cannot be imported or does not accept the columns, or
+            the command's program does not exist.
     """
     if not config.environment.is_set or config.dry_run:
         return None

@@ -47,7 +47,13 @@ class RunDirectory:
     store: RunStateStore
 
     def prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
-        """Check that the locked directory is empty or contains this run, and return notes."""
+        """Check that the locked directory is empty or contains this run, and return notes.
+
+        Raises:
+            ConfigError: another run is there, or any run with ``resume_if_exists=false``.
+            CheckpointError: the run there cannot be continued.
+            StorageError: the directory cannot be written.
+        """
         exp, aside, start_time = config.exp_manager, None, None
         # Set an earlier run aside if the user wants that.
         if exp.start_anew:

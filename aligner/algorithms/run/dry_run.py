@@ -58,7 +58,11 @@ _PHASES = {
 
 @contextlib.contextmanager
 def temporary_config(config: Config) -> Iterator[Config]:
-    """Yield the `dry_config` of ``config``, whose files are deleted at the end of the block."""
+    """Yield the `dry_config` of ``config``, whose files are deleted at the end of the block.
+
+    Raises:
+        DeviceMemoryError: the run needed more memory than available. The message names the phase.
+    """
     folder = Path(tempfile.mkdtemp(prefix="aligner-dry-run-"))
     keeps_logs = False
     try:

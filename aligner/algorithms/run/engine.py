@@ -143,7 +143,12 @@ Engine = LocalEngine | RayEngine
 
 
 def open_engine(config: BaseRunConfig, closing: ExitStack) -> Engine:
-    """Check installed packages and return the engine, which ends when ``closing`` closes."""
+    """Check installed packages and return the engine, which ends when ``closing`` closes.
+
+    Raises:
+        VersionError: a library has an incompatible version.
+        MissingPackageError: a setting needs a package that is not installed.
+    """
     check_versions()
     if config.cluster.engine == "ray":
         require_extra("ray", "cluster.engine=ray")

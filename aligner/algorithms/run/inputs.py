@@ -20,7 +20,13 @@ _PATHS = (".restore_from_path", ".explicit_log_dir", ".source", ".tokenizer")
 
 
 def check_inputs(config: Any) -> None:
-    """Refuse models, data and functions of a command that do not exist or have wrong signatures."""
+    """Refuse models, data and functions of a command that do not exist or have wrong signatures.
+
+    Raises:
+        CheckpointNotFoundError: a model does not exist.
+        DataError: a file of data does not exist or has an unsupported format.
+        ConfigError: a path is too long, or a function does not exist or has another signature.
+    """
     values = flat(config.as_dict())
     for key, value in values.items():
         paths = [value] if isinstance(value, str) else value

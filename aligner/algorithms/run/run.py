@@ -56,7 +56,12 @@ class Run(Generic[Config_co]):
     @staticmethod
     @contextmanager
     def open(config: Config) -> Iterator["Run[Config]"]:
-        """Start the processes, prepare the run's directory and read the model file's header."""
+        """Start the processes, prepare the run's directory and read the model file's header.
+
+        Raises:
+            ConfigError: the directory is another run's, or the processes cannot share a batch.
+            LayoutError: the model cannot be laid out over the processes.
+        """
         with ExitStack() as closing:
             if config.dry_run:
                 config = closing.enter_context(dry_run.temporary_config(config))
