@@ -39,9 +39,7 @@ def model_flops(role: MegatronGPTModel, tokens: int, sequence: int) -> float:
     """
     shape = role.architecture
     weights = sum(p.numel() for p in role.gpt.parameters() if p.dim() > 1)
-    if not shape.tie_embeddings or hasattr(
-        role.gpt, "rm_head"
-    ):  # else the lookup's table is the output layer
+    if not shape.tie_embeddings or role.head_outputs:  # else the lookup's table is the output layer
         weights -= shape.vocab_size * shape.hidden_size
     attention = 2 * shape.num_attention_heads * shape.kv_channels * sequence * shape.num_layers
     return 3.0 * tokens * (2 * weights + attention)
