@@ -140,6 +140,7 @@ def test_broadcast_to_a_process_outside_the_world(tmp_path):
     assert received == (1, TENSORS[1][1].tolist())
 
 
+@pytest.mark.integration  # waits for three seconds
 def test_who_is_missing_is_missed_in_time():
     store = open_rendezvous("127.0.0.1", 0, 2, 1.0)
     with pytest.raises(WorkerError, match=r"rank 0 of 2 did not meet the others.*within 1 s"):

@@ -25,6 +25,7 @@ from aligner.http.queue import JobQueue
 from aligner.serving.app import Service, policy_server
 from aligner.serving.served import Served
 
+pytestmark = pytest.mark.integration  # each test starts a server
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 CALCULATOR = {
     "type": "function",
@@ -118,7 +119,6 @@ def texts(answer):
     return [choice["text"] for choice in answer.json()["choices"]]
 
 
-@pytest.mark.integration
 def test_what_waits_at_the_same_time_is_one_batch():
     def ask(body):
         return server.client.post(TEXT, json=body)
@@ -296,7 +296,6 @@ def test_an_unexpected_error_is_answered_with_json(monkeypatch):
     assert (error["message"], error["type"]) == ("RuntimeError: a mistake", "server_error")
 
 
-@pytest.mark.integration
 def test_waits_end():
     with serving(lambda text: "x" * 90, seconds=0.05, timeout_s=0.5) as server:
         started = time.monotonic()
