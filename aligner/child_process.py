@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from aligner.errors import AlignerError, DataError, error_class
 from aligner.importing import text_of
@@ -254,6 +254,12 @@ class ProcessPool:
     def kill(self, slot: int) -> None:
         """Kill a slot's process and its descendants. The next `start` starts it again."""
         self._processes[slot].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Kill all processes. `start` starts them again."""

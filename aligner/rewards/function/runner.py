@@ -86,6 +86,10 @@ class RewardFunction(ProcessPool):
         """Start the processes of a function: the constructor's name in version 0.2.0."""
         return cls(name, **options)
 
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Raise `DataError` if the function requires a column that is missing."""
+        self.signature.check_columns(columns)
+
     def __call__(
         self,
         prompts: Sequence[str],
@@ -104,7 +108,7 @@ class RewardFunction(ProcessPool):
         """
         lists = {name: list(values) for name, values in (columns or {}).items()}
         samples = Samples(list(prompts), list(responses), list(ground_truths), lists)
-        self.signature.check_columns(samples.columns)
+        self.check_columns(samples.columns)
         if not len(samples):
             return ScoredResponses([], torch.zeros(0), {})
         # Score the batch, and report timeouts.

@@ -1,7 +1,5 @@
 """Reward functions in the forms of TRL, verl and OpenRLHF, called as their libraries call them."""
 
-from contextlib import closing
-
 import numpy as np
 import pytest
 import torch
@@ -113,7 +111,7 @@ def test_a_form_reaches_its_process(tmp_path):
         "def reward(completions, level, **kwargs):\n"
         "    return [float(len(c[0]['content']) + n) for c, n in zip(completions, level)]\n"
     )
-    with closing(RewardFunction(f"{tmp_path / 'r.py'}:reward")) as function:
+    with RewardFunction(f"{tmp_path / 'r.py'}:reward") as function:
         assert function.signature.form == "TRL"
         output = function(["a"], ["xyz"], [None], {"level": [4], MESSAGES: [CHAT]})
     assert output.rewards.tolist() == [7.0]
