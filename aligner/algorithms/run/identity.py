@@ -137,8 +137,8 @@ class RunIdentity:
         for key in sorted(self.settings.keys() | saved.settings.keys()):
             new, old = self.settings.get(key), saved.settings.get(key)
             unknown = _content(old, None)
-            with_key = [part for part in parts if key in part[1]]
-            contents = {name: (mine[key], other.get(key, unknown)) for name, mine, other in with_key}
+            present = [part for part in parts if key in part[1]]
+            contents = {name: (mine[key], other.get(key, unknown)) for name, mine, other in present}
             # A plain setting is compared by value, a file by content.
             if not contents:
                 if new != old and not self._is_of_a_version(key, saved, defaults):
