@@ -1,1 +1,1 @@
-"""The device of a process: accelerator, host memory, and compiled code."""
+"""The device of a process: accelerator, host memory, compiled code, device-independent hashes."""

@@ -1,4 +1,4 @@
-"""Matrix products and hashes that are faster or more exact than PyTorch's.
+"""Matrix products that are faster or more exact than PyTorch's.
 
 The oneDNN products and packed weights of `linear_product` serve CPUs only. With them and
 `layers.short_attention` a PPO step of a small model takes 0.48 of TRL's time (before 0.61), and

@@ -18,13 +18,13 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from aligner.data.tokenizers.tokenizer import encode_fragment
+from aligner.device.counter_hash import text_hash
 from aligner.errors import AlignerError
 from aligner.generation.rows import Progress, Row, RowJob
 from aligner.http.application import Bodies, Routes, blame_sender, check_bearer, http_server
 from aligner.http.listening import MAX_CONNECTIONS
 from aligner.http.queue import JobQueue
 from aligner.http.results import Results
-from aligner.kernels.counter_hash import text_hash
 from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from aligner.serving.exchange import Exchange, refusal
 from aligner.serving.requests import (

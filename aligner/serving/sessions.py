@@ -22,12 +22,12 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from aligner.data.tokenizers.decoding import common_prefix
+from aligner.device.counter_hash import text_hash
 from aligner.environments.pool import Failure
 from aligner.environments.protocol import Turn, check_turn
 from aligner.environments.trajectory import Limit, Limits
 from aligner.errors import DataError
 from aligner.generation.rows import EndKind, RowJob
-from aligner.kernels.counter_hash import text_hash
 
 _MAX_TOKENS = 2**21  # of a session without limits
 _MAX_SESSIONS = 4096

@@ -17,12 +17,12 @@ from aligner.config import SamplingOptions
 from aligner.config.fields import MOST_SECONDS
 from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.device.counter_hash import text_hash
 from aligner.environments.pool import Call, Failure
 from aligner.environments.protocol import Turn, check_total
 from aligner.environments.trajectory import Limits, Trajectory, TurnRecord
 from aligner.errors import DataError
 from aligner.http.tokens import new_token
-from aligner.kernels.counter_hash import text_hash
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.served import Request, Served

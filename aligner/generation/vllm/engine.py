@@ -24,11 +24,11 @@ from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.device import accelerator
+from aligner.device.counter_hash import text_hash
 from aligner.errors import ConfigError, raised_as
 from aligner.generation.vllm.kept import add_sets, check_sets, engine_arguments
 from aligner.generation.vllm.sampling import logprobs_mode, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
-from aligner.kernels.counter_hash import text_hash
 
 _ABANDON_INTERVAL = 8  # steps between two agreements of an engine's processes on abandoning a batch
 # Lengths and sampling of responses, and the matcher of their stop strings, if any.

@@ -9,6 +9,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.device.counter_hash import CallSeeds
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.distributed.interfaces import Cluster
 from aligner.distributed.named_sharding import layout_of
@@ -17,7 +18,6 @@ from aligner.errors import ConfigError
 from aligner.generation.vllm.engine import EngineArguments
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import VllmWorker
-from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.interfaces import BackgroundGeneration
 from aligner.refit.controller import Refit, RefitSource
 

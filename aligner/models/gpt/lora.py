@@ -43,7 +43,7 @@ from aligner.checkpoint.adapters import (
 from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD, Shape, check_shape, split
 from aligner.checkpoint.gpt_weights import GatheredTensors, canonical_parameters
 from aligner.config import LoraConfig
-from aligner.kernels.counter_hash import UNIFORM_BITS, combine, counter_hash, uniform_bits
+from aligner.device.counter_hash import UNIFORM_BITS, combine, counter_hash, uniform_bits
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
 from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState

@@ -9,11 +9,11 @@ import torch
 from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.device.counter_hash import CallSeeds
 from aligner.distributed.batched_data_dict import BatchedDataDict, check_columns, columns_of
 from aligner.distributed.interfaces import Cluster
 from aligner.distributed.workers import phase, run_sharded, scored_rows
 from aligner.errors import ConfigError
-from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.gpt.decode.scheduler import TokenListener
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.handle import RoleHandle

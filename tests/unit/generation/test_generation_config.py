@@ -11,10 +11,10 @@ from aligner.config import (
     SamplingRunConfig,
     parse_config,
 )
+from aligner.device.counter_hash import text_hash
 from aligner.errors import ConfigError
 from aligner.generation.vllm.sampling import logprobs_mode, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
-from aligner.kernels.counter_hash import text_hash
 
 RAY = {"cluster": {"engine": "ray"}}
 

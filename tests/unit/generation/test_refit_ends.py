@@ -1,6 +1,8 @@
 """Which interpreters can hand weights over to each other; none of it needs a GPU."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,17 @@ def test_the_requirements_for_gpus_agree_with_the_trainers():
     engine, trainer = pins("requirements-vllm-cuda.txt"), pins("requirements.txt")
     assert engine["torch"].split(".")[:2] == trainer["torch"].split(".")[:2]
     assert engine["ray"] == trainer["ray"]
+
+
+@pytest.mark.integration
+def test_an_engine_imports_no_package_that_its_environment_lacks():
+    """The trainer's packages are hidden, as in an environment of requirements-vllm.txt."""
+    packages = {"megatron-core": "megatron", "nemo-toolkit[core]": "nemo", "hydra-core": "hydra"}
+    packages |= {"lightning": "lightning", "reasoning-gym": "reasoning_gym"}
+    assert packages.keys() <= pins("requirements.txt").keys() - pins("requirements-vllm.txt").keys()
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({[*packages.values()]}))\n"
+        "import aligner.generation.vllm.engine, aligner.generation.vllm.worker"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

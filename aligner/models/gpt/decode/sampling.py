@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from aligner.config import SamplingParams
+from aligner.device.counter_hash import UNIFORM_BITS, counter_hash, uniform_bits
 from aligner.errors import NonFiniteError
-from aligner.kernels.counter_hash import UNIFORM_BITS, counter_hash, uniform_bits
 from aligner.logprobs.top_k_top_p import running_sum, threshold
 
 _BLOCK = 128  # tokens of a block, in which probabilities are summed

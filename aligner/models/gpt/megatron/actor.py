@@ -10,7 +10,7 @@ from torch import Tensor
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
-from aligner.kernels.counter_hash import CallSeeds
+from aligner.device.counter_hash import CallSeeds
 from aligner.logprobs.output_layer import output_weight
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.gpt.forward.schedule import MicroBatches, full_hidden_states

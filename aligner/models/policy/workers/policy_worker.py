@@ -11,10 +11,10 @@ from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
+from aligner.device.counter_hash import CallSeeds
 from aligner.distributed.batched_data_dict import BatchedDataDict, check_columns
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError, TokenizerError, raised_as
-from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.gpt.decode.scheduler import TokenListener
 from aligner.models.gpt.role.policy import SamplingPolicy
 from aligner.models.gpt.role.settings import RunSettings, policy_settings
