@@ -85,12 +85,6 @@ class MetricsWriter:
         if self._lines is None:
             return
         check_names(metrics)
-        last = self._lines.last_step
-        if last is not None and step <= last:
-            raise ValueError(
-                f"{self._lines.path} already contains step {last}, so step {step} cannot be "
-                "appended. Steps must increase, with one line per step"
-            )
         scalars = {name: _scalar(name, metrics[name]) for name in sorted(metrics)}
         self._lines.append([{"step": step, **scalars}])
         if self._loggers is None:

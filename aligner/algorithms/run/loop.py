@@ -106,8 +106,7 @@ class Schedule:
 
     def validates(self, step: int) -> bool:
         """Return whether ``step`` is followed by a validation."""
-        interval = self.val_check_interval
-        return step == self.total_steps or (interval > 0 and step % interval == 0)
+        return self._is_due(step, self.val_check_interval)
 
     @property
     def saves_in_background(self) -> bool:
@@ -116,7 +115,9 @@ class Schedule:
 
     def saves(self, step: int) -> bool:
         """Return whether ``step`` is followed by saving."""
-        interval = self.save_interval
+        return self._is_due(step, self.save_interval)
+
+    def _is_due(self, step: int, interval: int) -> bool:
         return step == self.total_steps or (interval > 0 and step % interval == 0)
 
 

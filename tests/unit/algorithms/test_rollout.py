@@ -6,18 +6,13 @@ import pytest
 import torch
 
 from aligner.algorithms.rollout.inputs import shared_note
-from aligner.algorithms.rollout.rollout import response_mask, shape_rewards
+from aligner.algorithms.rollout.rollout import shape_rewards
 from aligner.config import ImproperEndConfig, RewardShapingConfig
 from aligner.data.prompts import Prompt, PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.observe.diagnostics import count_updates, update_metrics
 from aligner.rewards.interface import ScoredResponses
 from aligner.rewards.model import VerifiedReward
-
-
-def test_response_mask_comes_from_lengths():
-    mask = response_mask(torch.tensor([1, 3, 2]), torch.tensor([3, 3, 4]), 4)
-    assert mask.tolist() == [[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize(

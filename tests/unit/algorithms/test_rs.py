@@ -1,6 +1,5 @@
 """Rejection sampling: the best of each prompt, and the loss over what `infer` returns."""
 
-import pytest
 import torch
 
 from aligner.algorithms.rs.trainer import best_of_each
@@ -27,21 +26,3 @@ def test_columns_of_what_infer_returns():
     columns = training_columns(rollout)
     assert columns["token_mask"].tolist() == [[0, 1, 1, 0], [0, 0, 0, 1]]
     assert columns["sample_mask"].tolist() == [1, 1]
-
-
-@pytest.mark.integration
-def test_the_loss_is_the_mean_of_the_response(tiny_nemo):
-    """-mean log-prob over response tokens, by the log-probs that the same model reports."""
-    from aligner.models.gpt import MegatronGPTRSModel, load_from_nemo
-    from aligner.models.gpt.role.settings import RoleSettings
-    from aligner.parallel.groups import initialize_parallel
-
-    initialize_parallel()
-    model = load_from_nemo(MegatronGPTRSModel, RoleSettings(), restore_path=str(tiny_nemo))
-    text = torch.tensor([[11, 12, 13, 0], [21, 22, 23, 24]])
-    rollout = model.infer({"text": text, "length": torch.tensor([3, 4])}, seed=3)
-    loss, metrics = model.get_loss_and_metrics(rollout, forward_only=True)
-    columns = training_columns(rollout)
-    logprobs = model.get_inference_log_probs(rollout["response_tokens"])
-    expected = -(logprobs * columns["token_mask"]).sum() / columns["token_mask"].sum()
-    assert loss == metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)
