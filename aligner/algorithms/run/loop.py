@@ -36,7 +36,7 @@ from aligner.errors import (
 from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import MetricsWriter, PhaseTimers
 from aligner.observe.progress import ConsoleProgress
-from aligner.observe.samples import Sample, SampleWriter, sample_table
+from aligner.observe.samples import Sample, sample_table
 from aligner.parallel.collectives import from_rank_zero, gather_objects, is_rank_zero, on_rank_zero
 
 
@@ -140,7 +140,6 @@ class RunLoop:
     _: KW_ONLY
     store: RunStateStore
     metrics: MetricsWriter
-    samples: SampleWriter
     console: Console
     config: Mapping[str, Any]  # part of run states, as ``identity``
     monitor: str  # metric that ranks run states
@@ -283,7 +282,6 @@ class RunLoop:
         self.resumed_step = None if restored is None else restored.step
         last = -1 if restored is None else restored.step
         on_rank_zero(lambda: self.metrics.truncate_after(last))
-        on_rank_zero(lambda: self.samples.truncate_after(last))
         return restored
 
     def _continue_from(self, path: Path) -> Restoration:
@@ -309,8 +307,7 @@ class RunLoop:
     ) -> dict[str, float]:
         metrics = {**result.metrics, **timers.flush()}
         # If rank 0's disk is full, the other ranks must not wait for rank 0 in the next step.
-        on_rank_zero(lambda: self.metrics.write(step, metrics))
-        on_rank_zero(lambda: self.samples.write(result.samples))
+        on_rank_zero(lambda: self.metrics.write(step, metrics, result.samples))
         progress.step(step, metrics)
         for warning in result.warnings:
             self._say(f"step {step}: {warning}", "yellow")
