@@ -1,4 +1,4 @@
-"""Attempts of a run: dead workers are restarted, other errors end the run. The driver uses no GPU."""
+"""Attempts of a run: dead workers are restarted, other errors end it. The driver uses no GPU."""
 
 import io
 from contextlib import ExitStack

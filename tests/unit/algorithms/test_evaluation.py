@@ -9,7 +9,7 @@ import torch
 from loaded import load_set
 
 from aligner.algorithms.rollout.inputs import Prompts
-from aligner.algorithms.rollout.rollout import RolloutSource
+from aligner.algorithms.rollout.rollout import SingleResponses
 from aligner.algorithms.rollout.validation import validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.checkpoint.nemo.model_file import open_nemo
@@ -162,7 +162,7 @@ def validator(request, tiny_nemo, tmp_path_factory):
         others = {name: prompts[name] for name in sets}
         held_out = Prompts(prompts["a"], prompts["a"], others).held_out
         reward = OddReward(tokenizer)
-        source, pad_id = RolloutSource(), tokenizer.pad_id
+        source, pad_id = SingleResponses(), tokenizer.pad_id
         return validate_on_prompts(config, source, policy, reward, held_out, 0, pad_id)
 
     return validate

@@ -1,4 +1,4 @@
-"""Parts of a step, by hand: rewards, metrics of updates, the best responses, options of the loss."""
+"""Parts of a step: rewards, metrics of updates, the best responses, options of the loss."""
 
 import math
 from contextlib import nullcontext
@@ -86,7 +86,7 @@ def test_a_source_without_collect_cannot_be_made():
         def begin(self, generation, data, *, seed, per_prompt):
             raise NotImplementedError
 
-    with pytest.raises(TypeError, match="abstract class Silent .*collect"):
+    with pytest.raises(TypeError, match=r"abstract class Silent .*collect"):
         Silent()
 
 

@@ -1,4 +1,4 @@
-"""Estimators and surrogates from outside of the library: what they get, give, and what is checked."""
+"""Estimators and surrogates from outside of the library: what they get and give."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from aligner.config.algorithms.names import algorithm_of
 from aligner.errors import ConfigError
 from aligner.types import Denominators, TokenOutputs
 
-ESTIMATORS = """
+OWN = """
 import torch
 
 
@@ -68,7 +68,7 @@ def pair(rewards):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    yield from directory_with(tmp_path, monkeypatch, "my_estimators", ESTIMATORS)
+    yield from directory_with(tmp_path, monkeypatch, "my_estimators", OWN)
 
 
 @pytest.mark.parametrize(
