@@ -30,7 +30,7 @@ from aligner.errors import ConfigError, DataError
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.parallel.groups import shutdown_parallel
-from aligner.rewards.sequences import response_texts
+from aligner.rewards.interface import response_texts
 
 Text = str | Sequence[Mapping[str, Any]]  # text, or the messages of a chat
 

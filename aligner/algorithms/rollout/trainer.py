@@ -67,6 +67,9 @@ class Rollouts:
     _pending: PendingGeneration | None = field(default=None, init=False)
     _batch: BatchedDataDict | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self._per_prompt = self.config.model.rollout.num_rollouts_per_prompt
+
     def take(
         self, first_sample_id: int, *, more: bool, prompts: int | None = None
     ) -> BatchedDataDict:
@@ -83,7 +86,7 @@ class Rollouts:
         if indices is None:
             indices = self.sampler.next_batch(prompts)
         data = self._data(indices, first_sample_id)
-        seed, per_prompt = self.config.seed, self.config.model.rollout.num_rollouts_per_prompt
+        seed, per_prompt = self.config.seed, self._per_prompt
         if batch is None:
             batch = self.source.collect(self.generation, data, seed=seed, per_prompt=per_prompt)
         elif "output_ids" in batch:  # the output of an engine
@@ -134,8 +137,7 @@ class Rollouts:
 
     def _data(self, indices: list[int], first_sample_id: int) -> BatchedDataDict:
         prompts = collate_prompts([self.prompts[index] for index in indices], self.pad_id)
-        per_prompt = self.config.model.rollout.num_rollouts_per_prompt
-        return prompts_batch(prompts, first_sample_id, per_prompt)
+        return prompts_batch(prompts, first_sample_id, self._per_prompt)
 
 
 @dataclass(kw_only=True, eq=False)

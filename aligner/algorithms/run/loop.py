@@ -163,6 +163,7 @@ class RunLoop:
         total, resumed_step = self.schedule.total_steps, self.resumed_step or 0
         with (
             self._running(),
+            training_step(resumed_step) as current_step,
             stop_signal(is_rank_zero()) as stopped,
             ConsoleProgress(
                 total, done_steps=resumed_step, console=self.console, enabled=is_rank_zero()
@@ -176,8 +177,8 @@ class RunLoop:
                     self.ended_by = "max_epochs is reached"
                     self._say(f"{self.ended_by} after step {step - 1} of at most {total}")
                     break
-                with training_step(step):
-                    result = self.learner.step(step, timers)
+                current_step.set(step)
+                result = self.learner.step(step, timers)
                 self.step = step
                 self.callbacks.notify("on_step_end", step, result.metrics)
                 # All ranks agree on whether the run ends here.

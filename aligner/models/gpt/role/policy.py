@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
-from aligner.losses.interfaces import reads_logits
+from aligner.losses.interfaces import LossInputType, PublishedLoss
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.decode.model import SampledModel
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
@@ -149,9 +149,9 @@ class SamplingPolicy(RoleModel):
         self, model: Any, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
     ) -> TokenOutputs:
         """Compute `token_outputs`, or logits float32 ``[B, S, V]`` if ``loss_fn`` reads logits."""
-        if not reads_logits(loss_fn):
-            return super().loss_outputs(model, hidden, microbatch, loss_fn)
-        return TokenOutputs(token_logits(self.projection(model, hidden), microbatch.layout))
+        if isinstance(loss_fn, PublishedLoss) and loss_fn.input_type is LossInputType.LOGIT:
+            return TokenOutputs(token_logits(self.projection(model, hidden), microbatch.layout))
+        return super().loss_outputs(model, hidden, microbatch, loss_fn)
 
     def get_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
