@@ -9,7 +9,7 @@ tokens are meaningless.
 from collections.abc import Sequence
 
 from aligner.checkpoint.model_source import ModelSource
-from aligner.data.prompts import pad_right
+from aligner.data.batches import pad_right
 from aligner.data.supervised import encode_pair
 from aligner.data.tokenizers.decoding import common_prefix, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos

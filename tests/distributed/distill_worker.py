@@ -15,7 +15,8 @@ torch.set_num_threads(1)
 from aligner.algorithms.distill.build import TeacherTargets, distill_task, teacher_config
 from aligner.algorithms.supervised.trainer import SupervisedTrainer
 from aligner.config import DistillRunConfig, parse_config
-from aligner.data.dataset import PromptSampler, Split
+from aligner.data.batches import PromptSampler
+from aligner.data.dataset import Split
 from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer

@@ -19,7 +19,8 @@ from aligner.algorithms.preference.build import ReferenceLogprobs, preference_ta
 from aligner.algorithms.supervised.trainer import SupervisedTrainer
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DPORunConfig, parse_config
-from aligner.data.dataset import PromptSampler, Split
+from aligner.data.batches import PromptSampler
+from aligner.data.dataset import Split
 from aligner.data.preferences import LabelledDataset, PairDataset
 from aligner.distributed.workers import LocalCluster
 from aligner.models.gpt.role.settings import RunSettings

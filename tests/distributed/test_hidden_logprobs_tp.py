@@ -7,12 +7,10 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+from hidden_logprobs import logprobs_of
 from ranks import FORKSERVER
 
-from aligner.distributed.model_utils import (
-    ChunkedDistributedHiddenStatesToLogprobs,
-    hidden_states_to_logprobs,
-)
+from aligner.distributed.model_utils import ChunkedDistributedHiddenStatesToLogprobs
 
 RANKS = 2
 VOCAB, ROWS, HIDDEN, TOKENS = 299, 160, 8, 14  # 2 x 160 rows, 21 of padding on the second rank
@@ -41,9 +39,7 @@ def _run(weight, sampling, group=None):
     """Outputs, and gradients of a weighted sum of them."""
     hidden, _, target = _inputs()
     hidden, weight = hidden.requires_grad_(), weight.clone().requires_grad_()
-    outputs = hidden_states_to_logprobs(
-        hidden, weight, target, vocab_size=VOCAB, tp_group=group, with_entropy=True, **sampling
-    )
+    outputs = logprobs_of(hidden, weight, target, VOCAB, group, with_entropy=True, **sampling)
     factors = torch.arange(1.0, TOKENS + 1, dtype=torch.float64)
     (outputs[0] @ factors - outputs[1] @ factors.flip(0)).backward()
     return *(x.detach() for x in outputs), hidden.grad, weight.grad
@@ -68,9 +64,15 @@ def _published(rank, group):
     start = rank * ROWS
     local = hidden.view(RANKS, TOKENS // RANKS, 1, HIDDEN)[rank].clone().requires_grad_()
     shard = weight[start : start + ROWS].clone().requires_grad_()
-    logprobs = ChunkedDistributedHiddenStatesToLogprobs.apply(
-        local, target.unsqueeze(0), shard, start, min(start + ROWS, VOCAB), 4, group, False
-    )
+    end, shapes = min(start + ROWS, VOCAB), []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: shapes.append(tuple(saved.shape)) or saved, lambda saved: saved
+    ):
+        logprobs = ChunkedDistributedHiddenStatesToLogprobs.apply(
+            local, target.unsqueeze(0), shard, start, end, 4, group, False
+        )
+    assert (TOKENS // RANKS, HIDDEN) in shapes  # not the gathered states
+    assert (TOKENS, HIDDEN) not in shapes
     logprobs.square().sum().backward()
     torch.testing.assert_close(logprobs.detach(), expected[0])
     half = TOKENS // RANKS

@@ -38,8 +38,8 @@ from aligner.algorithms.run.loop import Learner, StepResult
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import role_memory, startup_summary
 from aligner.config import RunConfig, SamplingRunConfig
-from aligner.data.dataset import PromptSampler
-from aligner.data.prompts import PromptDataset, collate_prompts, columns_of_rows
+from aligner.data.batches import PromptSampler, collate_prompts
+from aligner.data.prompts import PromptDataset, columns_of_rows
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.models.policy.lm_policy import Policy
@@ -136,7 +136,7 @@ class Rollouts:
             self._pending = None
 
     def _data(self, indices: list[int], first_sample_id: int) -> BatchedDataDict:
-        prompts = collate_prompts([self.prompts[index] for index in indices], self.pad_id)
+        prompts = collate_prompts([self.prompts.items[index] for index in indices], self.pad_id)
         return prompts_batch(prompts, first_sample_id, self._per_prompt)
 
 

@@ -23,7 +23,7 @@ from aligner.checkpoint.background import stop_all_tasks
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import capture_rng, restore_rng
 from aligner.config.parse import without_new_defaults
-from aligner.data.dataset import PromptSampler
+from aligner.data.batches import PromptSampler
 from aligner.data.tokenizers.tokenizer import TEMPLATE_TIME
 from aligner.device import accelerator
 from aligner.errors import (

@@ -9,7 +9,7 @@ import torch
 from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import SamplingParams, parse_config
-from aligner.data.prompts import PromptBatch
+from aligner.data.batches import PromptBatch
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.model_utils import hidden_states_to_logprobs
 from aligner.distributed.workers import LocalCluster
