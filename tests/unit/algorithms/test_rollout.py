@@ -13,7 +13,8 @@ from aligner.algorithms.rollout.inputs import shared_note
 from aligner.algorithms.rollout.rollout import RolloutSource, shape_rewards
 from aligner.algorithms.rs.trainer import RSTrainer, best_of_each
 from aligner.config import ImproperEndConfig, RewardShapingConfig
-from aligner.data.prompts import Prompt, PromptDataset
+from aligner.data.batches import Prompt
+from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.gpt.megatron.actor import training_columns
 from aligner.observe.diagnostics import count_updates, update_metrics
