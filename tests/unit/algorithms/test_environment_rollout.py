@@ -22,7 +22,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments import Start, Turn
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.pool import CallAnswer, EnvironmentPool, Failure
-from aligner.environments.worker import Host
+from aligner.environments.worker import Host, failure_kind
 from aligner.errors import EnvironmentCallError
 
 TOKENIZER = byte_level_tokenizer()
@@ -63,7 +63,7 @@ class HerePool:
         try:
             value = self.hosts[call.slot].call(call.name, call.argument)
         except Exception as error:
-            return Failure("env_error", str(error))
+            return Failure("env_error", str(error), kind=failure_kind(call.name, error))
         return CallAnswer(value)
 
 
@@ -332,8 +332,8 @@ def test_rewards_of_steps_are_rewards_of_tokens():
 
 
 def test_a_transcript_says_who_said_what_and_first_messages_leave_room():
-    with pytest.raises(EnvironmentCallError, match=r"retries=0.*max_tokens=20: the first"):
-        collected(envs.Echo, [{}], max_tokens=20, retries=0)
+    with pytest.raises(EnvironmentCallError, match=r"max_tokens=20: the first.*not repeated"):
+        collected(envs.Echo, [{}], max_tokens=20)
     talk = Conversation(ChatRenderer(TOKENIZER), Start([{"role": "user", "content": "?"}]))
     talk.answered([ord("4"), 258], [-1.0, -1.0], True)
     talk.follow(Turn([{"role": "user", "content": "no"}], -0.5), goes_on=True)
