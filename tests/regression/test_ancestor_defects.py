@@ -17,7 +17,7 @@ from newest_state import newest
 from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, RunConfig, parse_config
-from aligner.data.prompts import PromptBatch
+from aligner.data.batches import PromptBatch
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster

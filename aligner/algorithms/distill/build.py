@@ -21,8 +21,9 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.archive import named_by
 from aligner.config import DistillRunConfig, PeftConfig, StudentConfig
+from aligner.data.batches import collate_prompts
 from aligner.data.dataset import Dataset, Split
-from aligner.data.prompts import PromptDataset, collate_prompts
+from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset, collate_examples
 from aligner.data.tokenizers.tokenizer import Tokenizer, differing_token
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of

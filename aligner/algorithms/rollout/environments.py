@@ -22,7 +22,7 @@ from aligner.algorithms.rollout.driver import ConversationFailedError, Driver, E
 from aligner.algorithms.rollout.rollout import ConversationsAhead, RolloutSource
 from aligner.architecture import GPTArchitecture
 from aligner.config import SamplingOptions, SamplingRunConfig
-from aligner.data.prompts import pad_right
+from aligner.data.batches import pad_right
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.calls import form_of

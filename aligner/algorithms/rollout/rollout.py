@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from aligner.config import ImproperEndConfig, RewardShapingConfig, SamplingOptions
-from aligner.data.prompts import PromptBatch
+from aligner.data.batches import PromptBatch
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.losses.advantages import has_reward_variance, token_rewards
+from aligner.losses.advantages import token_rewards
+from aligner.losses.groups import has_reward_variance
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.observe.diagnostics import rollout_metrics, statistics
 from aligner.observe.samples import Sample

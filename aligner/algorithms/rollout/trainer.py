@@ -38,8 +38,8 @@ from aligner.algorithms.run.loop import Learner, StepResult
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import role_memory, startup_summary
 from aligner.config import RunConfig, SamplingRunConfig
-from aligner.data.dataset import PromptSampler
-from aligner.data.prompts import PromptDataset, collate_prompts, columns_of_rows
+from aligner.data.batches import PromptSampler, collate_prompts
+from aligner.data.prompts import PromptDataset, columns_of_rows
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.models.policy.lm_policy import Policy
@@ -67,6 +67,9 @@ class Rollouts:
     _pending: PendingGeneration | None = field(default=None, init=False)
     _batch: BatchedDataDict | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self._per_prompt = self.config.model.rollout.num_rollouts_per_prompt
+
     def take(
         self, first_sample_id: int, *, more: bool, prompts: int | None = None
     ) -> BatchedDataDict:
@@ -83,7 +86,7 @@ class Rollouts:
         if indices is None:
             indices = self.sampler.next_batch(prompts)
         data = self._data(indices, first_sample_id)
-        seed, per_prompt = self.config.seed, self.config.model.rollout.num_rollouts_per_prompt
+        seed, per_prompt = self.config.seed, self._per_prompt
         if batch is None:
             batch = self.source.collect(self.generation, data, seed=seed, per_prompt=per_prompt)
         elif "output_ids" in batch:  # the output of an engine
@@ -133,9 +136,8 @@ class Rollouts:
             self._pending = None
 
     def _data(self, indices: list[int], first_sample_id: int) -> BatchedDataDict:
-        prompts = collate_prompts([self.prompts[index] for index in indices], self.pad_id)
-        per_prompt = self.config.model.rollout.num_rollouts_per_prompt
-        return prompts_batch(prompts, first_sample_id, per_prompt)
+        prompts = collate_prompts([self.prompts.items[index] for index in indices], self.pad_id)
+        return prompts_batch(prompts, first_sample_id, self._per_prompt)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -15,8 +15,8 @@ from aligner.algorithms.rollout.rollout import (
 )
 from aligner.algorithms.run.loop import StepResult
 from aligner.config import SamplingOptions, SamplingRunConfig
-from aligner.data.dataset import sequential_batches
-from aligner.data.prompts import PromptDataset, collate_prompts
+from aligner.data.batches import collate_prompts, sequential_batches
+from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.importing import load_function
 from aligner.models.interfaces import GenerationInterface

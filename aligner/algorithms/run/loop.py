@@ -23,7 +23,7 @@ from aligner.checkpoint.background import stop_all_tasks
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import capture_rng, restore_rng
 from aligner.config.parse import without_new_defaults
-from aligner.data.dataset import PromptSampler
+from aligner.data.batches import PromptSampler
 from aligner.data.tokenizers.tokenizer import TEMPLATE_TIME
 from aligner.device import accelerator
 from aligner.errors import (
@@ -163,6 +163,7 @@ class RunLoop:
         total, resumed_step = self.schedule.total_steps, self.resumed_step or 0
         with (
             self._running(),
+            training_step(resumed_step) as current_step,
             stop_signal(is_rank_zero()) as stopped,
             ConsoleProgress(
                 total, done_steps=resumed_step, console=self.console, enabled=is_rank_zero()
@@ -176,8 +177,8 @@ class RunLoop:
                     self.ended_by = "max_epochs is reached"
                     self._say(f"{self.ended_by} after step {step - 1} of at most {total}")
                     break
-                with training_step(step):
-                    result = self.learner.step(step, timers)
+                current_step.set(step)
+                result = self.learner.step(step, timers)
                 self.step = step
                 self.callbacks.notify("on_step_end", step, result.metrics)
                 # All ranks agree on whether the run ends here.

@@ -13,7 +13,8 @@ from aligner.algorithms.rollout.rollout import score
 from aligner.algorithms.rollout.trainer import Rollouts
 from aligner.checkpoint.run_state.tree import normalise, read_tree, write_tree
 from aligner.config.environment import EnvironmentConfig
-from aligner.data.prompts import Prompt, PromptDataset
+from aligner.data.batches import Prompt
+from aligner.data.prompts import PromptDataset
 from aligner.environments import Start, Turn
 from aligner.errors import EnvironmentCallError
 

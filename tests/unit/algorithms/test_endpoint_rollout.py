@@ -23,7 +23,7 @@ from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.config import LengthParams, SamplingParams
 from aligner.config.environment import EnvironmentConfig
-from aligner.data.prompts import Prompt, collate_prompts
+from aligner.data.batches import Prompt, collate_prompts
 from aligner.environments.pool import Call
 from aligner.errors import ConfigError, EnvironmentCallError
 from aligner.http.queue import JobQueue

@@ -18,7 +18,7 @@ from aligner.algorithms.rollout.environments import EnvironmentReward, Environme
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config.environment import EnvironmentConfig
-from aligner.data.prompts import Prompt, collate_prompts
+from aligner.data.batches import Prompt, collate_prompts
 from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError, EnvironmentCallError, NonFiniteError, WorkerError
 from aligner.models.gpt.decode.generator import Generator

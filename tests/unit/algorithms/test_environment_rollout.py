@@ -16,7 +16,7 @@ from aligner.algorithms.rollout.environments import EnvironmentReward, Environme
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.config import LengthParams, SamplingParams
 from aligner.config.environment import EnvironmentConfig
-from aligner.data.prompts import Prompt, collate_prompts
+from aligner.data.batches import Prompt, collate_prompts
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments import Start, Turn

@@ -13,8 +13,8 @@ from aligner.algorithms.rollout.trainer import Rollouts
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.run_state.worker_state import save_worker_state
 from aligner.config import parse_config
-from aligner.data.dataset import PromptSampler
-from aligner.data.prompts import Prompt, PromptDataset, collate_prompts
+from aligner.data.batches import Prompt, PromptSampler, collate_prompts
+from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
 from aligner.losses.policy import PPOPolicyLoss

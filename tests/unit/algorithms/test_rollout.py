@@ -8,7 +8,8 @@ import torch
 from aligner.algorithms.rollout.inputs import shared_note
 from aligner.algorithms.rollout.rollout import response_mask, shape_rewards
 from aligner.config import ImproperEndConfig, RewardShapingConfig
-from aligner.data.prompts import Prompt, PromptDataset
+from aligner.data.batches import Prompt
+from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.observe.diagnostics import count_updates, update_metrics
 from aligner.rewards.interface import ScoredResponses
