@@ -96,7 +96,7 @@ class Reward:
     def check_columns(self, available: frozenset[str]) -> None:
         """Raise `DataError` if the data lacks a column that the function needs."""
         columns = available | {"is_end", "response_lengths"}
-        on_rank_zero(lambda: self._rank_zero_function().signature.check_columns(columns))
+        on_rank_zero(lambda: self._rank_zero_function().check_columns(columns))
 
     def notes(self) -> list[str]:
         """Return a note for the start-up report if the function has another library's form."""

@@ -214,7 +214,8 @@ class EnvironmentRollouts(ConversationRollouts):
         except Exception as error:  # any exception of a tokenizer or a template
             assert self._pool is not None
             text = f"{self._pool.name}: {describe_exception(error)}"
-            failure = Failure("env_error", text, error)
+            is_begun = conversation is not None and conversation.turns
+            failure = Failure("env_error", text, error, "fault" if is_begun else "final")
         if is_alive:
             try:
                 yield self._call(episode, "close")

@@ -16,7 +16,7 @@ from aligner.data.batches import Prompt, collate_prompts
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.pool import CallAnswer, Failure
-from aligner.environments.worker import Host
+from aligner.environments.worker import Host, failure_kind
 
 TOKENIZER = byte_level_tokenizer()
 MOST = 4  # tokens of a response
@@ -56,7 +56,7 @@ class HerePool:
         try:
             value = self.hosts[call.slot].call(call.name, call.argument)
         except Exception as error:
-            return Failure("env_error", str(error))
+            return Failure("env_error", str(error), kind=failure_kind(call.name, error))
         return CallAnswer(value)
 
 

@@ -202,17 +202,18 @@ class CountsClosed(HerePool):
 
 
 @pytest.mark.parametrize("make", [SpeaksAsATool, BeginsTooLong, EarnsTooMuch])
-def test_one_conversation_that_cannot_be_used_costs_a_retry(make, tmp_path, monkeypatch):
+def test_a_conversation_that_cannot_be_used_is_not_repeated(make, tmp_path, monkeypatch):
     monkeypatch.setattr(test_environment_rollout, "TOKENIZER", chatml(NO_TOOLS))
     asked = [{"marker": str(tmp_path / "x")} for _ in range(2)]
     pool = CountsClosed(make)
-    batch = collected(make, asked, retries=1, pool=pool)
-    assert sorted(batch["failures"]) == [[], ["env_error"]]
-    assert batch["turn_rewards"].sum(1).tolist() == [6.0, 6.0]
-    assert pool.names.count("close") == 3  # that of the one that could not be used, too
-    (tmp_path / "x").unlink()
-    with pytest.raises(EnvironmentCallError, match="retries=0"):
-        collected(make, asked, retries=0)
+    with pytest.raises(EnvironmentCallError, match=r"environment 'here': .* is not repeated"):
+        collected(make, asked, pool=pool, failed="zero" if make is BeginsTooLong else "retry")
+    assert pool.names.count("close") == 1
+    if make is not BeginsTooLong:
+        (tmp_path / "x").unlink()
+        batch = collected(make, asked, failed="zero")
+        assert sorted(batch["end_reasons"]) == ["done", "failed"]
+        assert sorted(batch["turn_rewards"].sum(1).tolist()) == [0.0, 6.0]
 
 
 @pytest.mark.integration
