@@ -90,14 +90,6 @@ def test_what_is_charged_by_hand():
     assert batch["advantages"][:, PROMPT].tolist() == pytest.approx([expected, -expected])
 
 
-def test_reinforce_plus_plus_is_white():
-    batch = rollout([1, 0, 0, 0], [1, 1, 1, 1])
-    assign(credit("reinforce_plus_plus"), batch)
-    token = batch["advantages"][:, PROMPT]
-    assert token.mean().item() == pytest.approx(0, abs=1e-6)
-    assert token[0].item() == pytest.approx(0.75 / math.sqrt(0.25))
-
-
 def noisy_kl(batch, seed=0):
     """Log-probs whose KL estimate is pure noise of 0.1 a token."""
     generator = torch.Generator().manual_seed(seed)

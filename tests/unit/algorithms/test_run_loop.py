@@ -217,15 +217,6 @@ def test_max_time_validates_saves_and_ends(tmp_path):
     assert [s.step for s in RunStateStore(tmp_path / "run_state").states()] == [1]
 
 
-def test_a_finished_run_does_nothing_again(tmp_path, uninterrupted):
-    random.seed(3)
-    run(tmp_path, Counter())
-    learner = Counter()
-    ended, restored = run(tmp_path, learner)
-    assert (ended, restored.step, learner.calls) == (True, 6, [])
-    assert lines(tmp_path) == uninterrupted
-
-
 def test_a_longer_run_continues_and_says_what_changed(tmp_path):
     run(tmp_path, Counter(), total=2, config={"trainer": {"max_steps": 2}})
     ended, restored = run(tmp_path, Counter(), total=4, config={"trainer": {"max_steps": 4}})
