@@ -1,5 +1,6 @@
-"""Data sets by the columns and limits of a section of the configuration, as a run loads them."""
+"""Data sets and policies of a section of the configuration, as a run loads them."""
 
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import (
     DataConfig,
     ExampleDataConfig,
@@ -10,6 +11,9 @@ from aligner.config import (
 from aligner.data.preferences import LabelledDataset, OrderedPairDataset, PairDataset, RatedDataset
 from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset
+from aligner.distributed.workers import LocalCluster
+from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel
 
 SECTIONS = {
     PromptDataset: DataConfig,
@@ -26,3 +30,10 @@ def load_set(kind, source, tokenizer, arguments=None, limit=None, **options):
     paths = tuple(map(str, source)) if isinstance(source, list) else str(source)
     train = PromptSourceConfig(paths, arguments or {}, limit)
     return kind.load(train, tokenizer, SECTIONS[kind](train=train, **options))
+
+
+def load_policy(model, **options):
+    """The policy of the section ``model`` in this process, without a reference."""
+    with open_nemo(model.restore_from_path) as checkpoint:
+        cluster, tokenizer = LocalCluster(initialize_parallel(model.parallel)), checkpoint.tokenizer
+    return Policy(cluster, model, tokenizer, init_reference_model=False, **options)
