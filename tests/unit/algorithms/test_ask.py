@@ -270,7 +270,7 @@ def test_prompts_arrive_as_they_were_typed():
         ({"sampling": {"use_greedy": True, "samples_per_prompt": 2}}, "samples_per_prompt=2"),
         ({"sampling": {"min_length": 300}}, r"sampling\.min_length=300 exceeds"),
         ({"sampling": {"max_new_tokens": 3}}, r"Did you mean sampling\.max_length"),
-        ({"trainer": {"max_time": "1"}}, r"trainer.max_time=1 applies to .*\. Set it to null"),
+        ({"trainer": {"max_time": "00:00:01:00"}}, r"max_time=00:00:01:00 applies .* it to null"),
         ({"generation": {"async_rollouts": True}}, r"async_rollouts=true applies .* it to false"),
         ({"generation": {"in_flight": "abandon"}}, r"in_flight=abandon applies .* it to finish"),
     ],
@@ -283,7 +283,5 @@ def test_settings_that_cannot_work_are_refused(changes, words):
 def test_all_problems_of_an_evaluation_are_named():
     values = {"model": {"restore_from_path": "m.nemo"}, "reward": {"function": "m:f"}}
     values["generation"] = {"async_rollouts": True}
-    with pytest.raises(
-        ConfigError, match=r"(?s)- generation.async_rollouts=.*- data.prompts.source"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)- generation.async_rol.*- data.prompts.source"):
         parse_config(values, EvaluateConfig)
