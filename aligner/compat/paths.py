@@ -66,21 +66,22 @@ PATHS = {
     "models.nlp.gpt.megatron_gpt_reinforce_actor": "models.gpt",
     "models.nlp.gpt.megatron_gpt_reward_model": "models.gpt",
     "models.nlp.gpt.megatron_gpt_rs_actor": "models.gpt",
-    "models.policy.dtensor_policy_worker": "models.policy.workers.policy_worker",
+    "models.policy.dtensor_policy_worker": "models.policy.lm_policy",
     "models.policy.interfaces": "models.interfaces",
-    "models.policy.megatron_policy_worker": "models.policy.workers.policy_worker",
+    "models.policy.megatron_policy_worker": "models.policy.lm_policy",
     "models.policy.workers.base_policy_worker": "models.worker",
-    "models.policy.workers.dtensor_policy_worker": "models.policy.workers.policy_worker",
-    "models.policy.workers.dtensor_policy_worker_v2": "models.policy.workers.policy_worker",
-    "models.policy.workers.megatron_policy_worker": "models.policy.workers.policy_worker",
+    "models.policy.workers.dtensor_policy_worker": "models.policy.lm_policy",
+    "models.policy.workers.dtensor_policy_worker_v2": "models.policy.lm_policy",
+    "models.policy.workers.megatron_policy_worker": "models.policy.lm_policy",
+    "models.policy.workers.policy_worker": "models.policy.lm_policy",
+    "models.reward.workers.reward_worker": "models.reward.reward_model",
     "models.value.config": "compat.nemo_rl",
     "models.value.interfaces": "models.interfaces",
-    "models.value.workers.dtensor_value_worker_v2": (
-        "models.value.workers.value_worker losses.value"
-    ),
+    "models.value.workers.dtensor_value_worker_v2": ("models.value.lm_value losses.value"),
     "models.value.workers.megatron_value_worker": (
-        "models.value.workers.value_worker models.gpt.megatron.critic logprobs.output_layer"
+        "models.value.lm_value models.gpt.megatron.critic logprobs.output_layer"
     ),
+    "models.value.workers.value_worker": "models.value.lm_value",
     "utils.utils": "models.gpt",
     # Paths of earlier versions of this library.
     "algorithms.losses.interfaces": "losses.interfaces",

@@ -47,7 +47,7 @@ PATHS = {
     },
     "aligner.models.policy": {"PolicyConfig": "aligner.compat.nemo_rl"},
     "aligner.models.policy.dtensor_policy_worker": {
-        "DTensorPolicyWorker": ("aligner.models.policy.workers.policy_worker:DTensorPolicyWorkerV2")
+        "DTensorPolicyWorker": ("aligner.models.policy.lm_policy:DTensorPolicyWorkerV2")
     },
     "aligner.models.policy.interfaces": {
         "ColocatablePolicyInterface": "aligner.models.interfaces",
@@ -56,22 +56,22 @@ PATHS = {
     },
     "aligner.models.policy.lm_policy": {"Policy": "aligner.models.policy.lm_policy"},
     "aligner.models.policy.megatron_policy_worker": {
-        "MegatronPolicyWorker": "aligner.models.policy.workers.policy_worker"
+        "MegatronPolicyWorker": "aligner.models.policy.lm_policy"
     },
     "aligner.models.policy.workers.base_policy_worker": {
         "AbstractPolicyWorker": "aligner.models.worker:RoleWorker"
     },
     "aligner.models.policy.workers.dtensor_policy_worker_v2": {
-        "DTensorPolicyWorkerV2": "aligner.models.policy.workers.policy_worker"
+        "DTensorPolicyWorkerV2": "aligner.models.policy.lm_policy"
     },
     "aligner.models.value.config": {"ValueConfig": "aligner.compat.nemo_rl"},
     "aligner.models.value.interfaces": {"ValueOutputSpec": "aligner.models.interfaces"},
     "aligner.models.value.lm_value": {"Value": "aligner.models.value.lm_value"},
     "aligner.models.value.workers.dtensor_value_worker_v2": {
-        "DTensorValueWorkerV2": "aligner.models.value.workers.value_worker"
+        "DTensorValueWorkerV2": "aligner.models.value.lm_value"
     },
     "aligner.models.value.workers.megatron_value_worker": {
-        "MegatronValueWorker": "aligner.models.value.workers.value_worker"
+        "MegatronValueWorker": "aligner.models.value.lm_value"
     },
     "aligner.utils.utils": {"load_from_nemo": "aligner.models.gpt.megatron.loading"},
     "aligner.data.packing": {
@@ -100,10 +100,10 @@ PATHS = {
     "aligner.algorithms.losses.policy": {"PPOPolicyLoss": "aligner.losses.policy"},
     "aligner.algorithms.losses.value": {"MseValueLossFn": "aligner.losses.value"},
     "aligner.models.policy.workers.dtensor_policy_worker": {
-        "DTensorPolicyWorker": ("aligner.models.policy.workers.policy_worker:DTensorPolicyWorkerV2")
+        "DTensorPolicyWorker": ("aligner.models.policy.lm_policy:DTensorPolicyWorkerV2")
     },
     "aligner.models.policy.workers.megatron_policy_worker": {
-        "MegatronPolicyWorker": "aligner.models.policy.workers.policy_worker"
+        "MegatronPolicyWorker": "aligner.models.policy.lm_policy"
     },
     "aligner.models.value": {"ValueConfig": "aligner.compat.nemo_rl"},
 }

@@ -20,7 +20,7 @@ from aligner.errors import CheckpointError, ConfigError, DataError, RewardError
 from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.role.reward import SequenceForm, Standardization
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
-from aligner.models.reward.workers.reward_worker import MegatronRewardWorker
+from aligner.models.reward.reward_model import MegatronRewardWorker
 from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.interface import check_weights, rated_responses
 from aligner.rewards.sequences import SequenceEncoder
