@@ -32,8 +32,8 @@ from aligner.errors import ConfigError, LayoutError, TokenizerError
 from aligner.losses.interfaces import AnyLossFunction
 from aligner.models.gpt.forward.schedule import MicroBatches
 from aligner.models.gpt.role.model import RoleModel
-from aligner.models.gpt.role.offload import ModelOffload
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import ModelOffload
 from aligner.parallel.collectives import gather_objects, on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
 

@@ -12,7 +12,8 @@ from aligner.distributed.workers import on_all_workers, phase, run_on_all, score
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel, RewardScorer
 from aligner.models.value.lm_value import Value, ValueWorker
-from aligner.rewards.interface import Reward, RewardInterface, ScoredResponses, rated_responses
+from aligner.rewards.function.runner import Reward, ScoredResponses
+from aligner.rewards.interface import RewardInterface, rated_responses
 from aligner.rewards.sequences import SequenceEncoder, scored_texts
 
 

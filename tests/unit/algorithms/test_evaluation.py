@@ -30,7 +30,7 @@ from aligner.observe.estimates import (
 from aligner.observe.metric_names import check_names
 from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.answers import final_answer
-from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.function.runner import ScoredResponses
 
 # Estimates ------------------------------------------------------------------------------------
 

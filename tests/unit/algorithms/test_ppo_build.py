@@ -10,7 +10,7 @@ from user_code import configured
 from aligner.algorithms.ppo.build import make_policy_loss, run_notes
 from aligner.algorithms.rs.trainer import RSTrainer
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.function.runner import ScoredResponses
 
 
 @pytest.mark.parametrize(

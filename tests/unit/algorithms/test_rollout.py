@@ -12,7 +12,7 @@ from aligner.data.batches import Prompt
 from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.observe.diagnostics import count_updates, update_metrics
-from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.function.runner import ScoredResponses
 from aligner.rewards.model import VerifiedReward
 
 

@@ -16,8 +16,8 @@ from aligner.config import LengthParams, OptimConfig
 from aligner.device import accelerator
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
-from aligner.models.gpt.role.offload import ModelOffload, SwappedWeights
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import ModelOffload, SwappedWeights
 
 ROWS, LENGTH = 4, 12
 

@@ -34,8 +34,8 @@ from aligner.models.gpt import (
 )
 from aligner.models.gpt.forward.token_layout import TokenLayout
 from aligner.models.gpt.megatron.build import build_gpt
-from aligner.models.gpt.role.optimizer_step import learning_rate
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import learning_rate
 from aligner.models.gpt.role.value import ValueHead
 
 pytestmark = pytest.mark.integration

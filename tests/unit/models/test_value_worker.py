@@ -19,8 +19,8 @@ from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.layers import layer_spec
 from aligner.models.gpt.megatron import build, critic
-from aligner.models.gpt.role.optimizer_step import learning_rate
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
+from aligner.models.gpt.role.training_state import learning_rate
 from aligner.models.value.workers import megatron_value_worker
 from aligner.models.value.workers.megatron_value_worker import (
     MegatronValueWorker,

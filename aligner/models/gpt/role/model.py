@@ -27,8 +27,8 @@ from aligner.models.gpt.forward.schedule import (
     split_microbatches,
 )
 from aligner.models.gpt.forward.token_layout import LayoutRules
-from aligner.models.gpt.role.optimizer_step import StepOptimizer, StepOutcome
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import StepOptimizer, StepOutcome
 from aligner.observe.nonfinite import write_nonfinite
 from aligner.parallel.collectives import combine_metrics, on_rank_zero, reduce_metrics
 from aligner.parallel.groups import ParallelState
