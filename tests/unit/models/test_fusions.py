@@ -18,7 +18,7 @@ from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.logprobs.output_layer import bypassed_output_layer
 from aligner.models.gpt.layers import layer_spec
-from aligner.models.gpt.layers.elementwise import Fusions, _apply_rotary, rotate
+from aligner.models.gpt.layers.fusions import Fusions, _apply_rotary, rotate
 from aligner.models.gpt.megatron import build
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.settings import RoleSettings
@@ -69,8 +69,7 @@ def test_a_fused_model_is_the_same_model(architecture, biases, monkeypatch):
     monkeypatch.setattr(layer_spec, "can_group", lambda _: True)
     calls = []
     monkeypatch.setattr(
-        "aligner.models.gpt.layers.elementwise.rotate",
-        lambda *args: calls.append(1) or rotate(*args),
+        "aligner.models.gpt.layers.fusions.rotate", lambda *args: calls.append(1) or rotate(*args)
     )
     same, gpt = answers(architecture)
     assert len(calls) == 4 * architecture.num_layers  # query and key, there and back
