@@ -214,27 +214,14 @@ def misdrawn(drawing):
 
 SECTIONS = sorted({name for root, _ in ROOTS.values() for name in field_types(root)})
 KEY = re.compile(rf"[+~]*((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(=.*)?")
-FILES = (
-    ".py",
-    ".safetensors",
-    ".nemo",
-    ".md",
-    ".yaml",
-    ".pt",
-    ".json",
-    ".jsonl",
-    ".gguf",
-    ".bin",
-    ".html",
-    ".ckpt",
-)
+FILES = re.compile(r"\.(py|safetensors|nemo|md|yaml|pt|jsonl?|gguf|bin|html|ckpt)$")
 
 
 def keys_of_pages():
     for page, line, text in spans():
         for word in shlex.split(text) if re.search(r"\w=", text) else [text]:
             match = KEY.fullmatch(word)
-            if match and not match[1].endswith(FILES):
+            if match and not FILES.search(match[1]):
                 yield f"{page}:{line}", match[1], (match[2] or "").removeprefix("=")
 
 

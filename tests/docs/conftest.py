@@ -83,20 +83,8 @@ def write_rows(path, rows):
 
 
 def write_data(folder):
-    names = (
-        "train",
-        "held_out",
-        "validation",
-        "pairs",
-        "labelled",
-        "rated",
-        "chats",
-        "prompts",
-        "test",
-        "easy",
-        "hard",
-    )
-    for name in names:
+    names = "train held_out validation pairs labelled rated chats prompts test easy hard"
+    for name in names.split():
         write_rows(folder / f"{name}.jsonl", map(row, range(ROWS)))
     worked = [
         {"question": f"What is {n}+1?", "answer": f"It is.\n#### {n + 1}"} for n in range(ROWS)
