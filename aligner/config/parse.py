@@ -27,8 +27,8 @@ from annotated_types import Interval
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
+from aligner.compat.nemo_aligner import is_inert, remedy
 from aligner.errors import ConfigError
-from aligner.foreign_keys import is_inert, remedy
 
 T = TypeVar("T")
 

