@@ -40,6 +40,8 @@ def test_hand_worked():
     assert metrics["ppo_ratio_max"] == pytest.approx(2.0)
     k3 = sum(r - 1 - math.log(r) for r in (2, 2, 0.5, 0.5)) / 4
     assert metrics["approx_kl"] == pytest.approx(k3)
+    loss, _, metrics = evaluate(PPOPolicyLoss(), *hand_batch([1.0, 1.0], [0.0, 0.0]), row(1.0, 2.0))
+    assert (loss, metrics["entropy"]) == (0.0, 1.5)  # a metric without a bonus
 
 
 @pytest.mark.parametrize(
@@ -110,11 +112,6 @@ def test_everything_at_once_against_a_loop():
     lists = {name: value.tolist() for name, value in batch.items()}
     expected = _loop(logprobs.tolist(), entropy.tolist(), lists)
     assert evaluate(FULL, logprobs, batch, entropy)[0] == pytest.approx(expected)
-
-
-def test_entropy_is_a_metric_without_a_bonus():
-    loss, _, metrics = evaluate(PPOPolicyLoss(), *hand_batch([1.0, 1.0], [0.0, 0.0]), row(1.0, 2.0))
-    assert (loss, metrics["entropy"]) == (0.0, 1.5)
 
 
 def _two_rows():

@@ -37,9 +37,7 @@ def test_rounding_clips_nothing():
     ones = torch.ones(1, 5000)
     batch = {"values": before, "returns": returns, "token_mask": ones, "sample_mask": ones[:, 0]}
     assert evaluate(PPOValueLoss(0.2), predicted, batch)[2]["clip_fraction"] == 0
-
-
-def test_without_clipping_the_rollout_values_are_not_needed():
+    # Without clipping the rollout's values are not needed.
     batch = {"returns": row(3.0), "token_mask": row(1.0), "sample_mask": torch.ones(1)}
     assert evaluate(PPOValueLoss(None), row(1.0), batch)[0] == 2.0
 
