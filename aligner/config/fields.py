@@ -66,6 +66,7 @@ def not_empty(expected: str) -> AfterValidator:
 
 
 FilePath = Annotated[StrictStr, not_empty("a path, or leave the key out")]
+Directory = Annotated[StrictStr, not_empty("a directory")]
 ModelPath = Annotated[
     StrictStr, not_empty("the path of a .nemo file or of a Hugging Face directory"), ON_HUB
 ]
