@@ -378,7 +378,7 @@ TABLES = {
         lambda: {name: over for over, name in tool("docs/tools/metrics.py")["SHORT"].items()}
     ),
     ("script", "here", "TRL"): pairs(
-        lambda: tool("tests/journeys/test_journeys.py")["lines_of_scripts"]()
+        lambda: tool("tests/journeys/test_journeys_in_python.py")["lines_of_scripts"]()
     ),
     ("text", "2026-11-24"): readings,
 }
