@@ -93,7 +93,7 @@ def rollouts(streamed=False, moved=False, **case):
             listener = (lambda *token: heard.append(token)) if streamed else None
             with device.record() as record:
                 rollout(role, {"input_ids": batch["input_ids"][:rows]}, listener)
-            found.append([device.capturing.count, record.launches, record.host_reads])
+            found.append([device.captures, record.launches, record.host_reads])
     return {"rollouts": found, "heard": len(heard)}
 
 

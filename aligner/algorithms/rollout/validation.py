@@ -8,6 +8,7 @@ import torch
 from aligner.algorithms.rollout.rollout import (
     VALIDATION_SEED_OFFSET,
     RolloutSource,
+    SingleResponses,
     prefixed,
     prompts_batch,
     samples_of,
@@ -35,7 +36,7 @@ class PromptSampling:
     rows: int
     samples_per_prompt: int = 1
     sampling_options: SamplingOptions | None = None
-    source: RolloutSource = field(default_factory=RolloutSource)
+    source: RolloutSource = field(default_factory=SingleResponses)
 
 
 def sample_responses(
