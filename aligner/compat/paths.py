@@ -109,8 +109,11 @@ PATHS = {
     "data.ratings": "data.preferences",
     "distributed.accelerator": "device.accelerator",
     "distributed.parallel": "parallel.groups",
+    "models.gpt.role.value": "logprobs.output_layer models.gpt.role.model",
     "losses.kl": "losses.policy algorithms.ppo.credit",
+    "observe.metric_names": "observe.metrics",
     "observe.packages": "packages",
+    "observe.samples": "observe.metrics observe.progress",
 }
 _OTHER_NAMES = {
     "AbstractPolicyWorker": "RoleWorker",

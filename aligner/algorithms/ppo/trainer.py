@@ -36,8 +36,7 @@ from aligner.losses.corrections import second_moment_masks
 from aligner.losses.value import PPOValueLoss
 from aligner.models.handle import TRAINED_COLUMNS
 from aligner.observe.diagnostics import count_updates, gap_warnings, idle_roles, update_metrics
-from aligner.observe.metric_names import describe
-from aligner.observe.metrics import PhaseTimers
+from aligner.observe.metrics import PhaseTimers, describe
 from aligner.types import LossFunction
 
 CRITIC_COLUMNS = (*TRAINED_COLUMNS, "values", "returns")

@@ -16,13 +16,13 @@ from aligner.distributed.interfaces import Cluster
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.workers import scored_rows
 from aligner.errors import ConfigError
+from aligner.models.gpt.role.model import ValueModel
 from aligner.models.gpt.role.settings import (
     RunSettings,
     critic_settings,
     reward_settings,
     settings_to_continue,
 )
-from aligner.models.gpt.role.value import ValueModel
 from aligner.models.handle import RoleHandle
 from aligner.models.interfaces import ValueInterface
 from aligner.models.reward.reward_model import RewardScorer

@@ -23,6 +23,7 @@ from aligner.errors import (
     NonFiniteError,
     training_step,
 )
+from aligner.logprobs.output_layer import ValueHead
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (
@@ -36,7 +37,6 @@ from aligner.models.gpt.forward.token_layout import TokenLayout
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.gpt.role.training_state import learning_rate
-from aligner.models.gpt.role.value import ValueHead
 
 pytestmark = pytest.mark.integration
 
