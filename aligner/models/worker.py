@@ -103,10 +103,10 @@ def note_unused(caller: str, arguments: Mapping[str, Any]) -> None:
 
 
 class RoleWorker(Generic[RoleT]):
-    """Base class of the workers of all roles: training, phases, and run state.
+    """Base class of the workers of all roles: trains, changes phases, and saves the run state.
 
-    Handles call the methods with a data-parallel rank's share of a global batch. Results are the
-    same on every process of a model-parallel group.
+    Each method receives one data-parallel rank's share of a global batch from a worker handle.
+    Results are the same on every process of a model-parallel group.
     """
 
     model_path: ClassVar[str]  # of the backend's model of the role, ``module:class``

@@ -200,10 +200,11 @@ class Value(RoleHandle, ValueInterface):
     ) -> None:
         """Start the workers on ``cluster``.
 
-        They load ``config.restore_from_path``, or the policy's weights with a new head, or the
-        weights and head of ``weights_path``. ``config``: the critic's section, which requires
-        ``model``, or a mapping of `ValueConfig`. ``model``: the policy's section, with
-        micro-batching and the default layout. For the other arguments and the errors see `Policy`.
+        They load ``weights_path`` if given, else ``config.restore_from_path``, else the policy's
+        weights with a new head. ``config``: the critic's section of a configuration (``model`` must
+        then be given), or a mapping with the keys of `ValueConfig`. ``model``: the policy's
+        section, with the settings of micro-batches, and the layout unless ``config`` sets a layout.
+        For the other arguments and the errors see `Policy`.
         """
         self.cfg = config
         config, section, run, published = read_critic(config, model, run)

@@ -91,9 +91,13 @@ def test_train_gives_the_published_keys_once():
         assert (kwargs["gbs"], kwargs["mbs"], kwargs["eval_mode"]) == (4, 2, False)
 
 
-def test_what_is_asked_of_every_worker():
-    for make in handles(cluster := Recorder()):
+def test_what_is_asked_of_every_worker(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for make in handles(cluster := Recorder(), weights_path="m.nemo", optimizer_path="o"):
         handle = make()
+        started = cluster.started[2]
+        assert started["weights_path"] == str(tmp_path / "m.nemo")  # as the caller sees it
+        assert started["optimizer_path"] == str(tmp_path / "o")
         for method in (
             "prepare_for_training",
             "finish_training",
@@ -130,16 +134,6 @@ def test_arguments_of_a_declared_verb():
     with pytest.raises(TypeError, match="missing a required argument: 'std'"):
         reward.standardize(0.5)
     assert cluster.calls[-1][0] == "standardize"  # and no worker was called
-
-
-def test_relative_paths_are_those_of_the_caller(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    cluster = Recorder()
-    for make in handles(cluster, weights_path="m.nemo", optimizer_path="o"):
-        make()
-        kwargs = cluster.started[2]
-        assert kwargs["weights_path"] == str(tmp_path / "m.nemo")
-        assert kwargs["optimizer_path"] == str(tmp_path / "o")
 
 
 def test_an_unknown_backend_is_refused_by_its_name():
