@@ -5,17 +5,15 @@ import gc
 import os
 
 import torch
-from dry_roles import architecture_of, facts
+from dry_roles import architecture_of, build, facts, rollout, share_of_batch
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from aligner.config import LayerOptions, LengthParams, OptimConfig
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.config import LayerOptions
 from aligner.device import accelerator
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
-from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.gpt.layers.layer_spec import GroupedExperts
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.offload import SwappedWeights
@@ -24,42 +22,16 @@ from aligner.parallel.groups import initialize_parallel
 from aligner_plan.dry.device import DryDevice
 from benchmarks.shapes import SHAPES
 
-ROWS, LENGTH = 8, 48
 BIASED = dataclasses.replace(TINY_ARCHITECTURE, bias_linear=True)
 EXPERTS = dataclasses.replace(
     TINY_ARCHITECTURE, num_moe_experts=32, moe_ffn_hidden_size=64, family="mixtral"
 )
 
 
-def batch():
-    """Rows of one length, on the device."""
-    floats = ("advantages", "prev_logprobs", "generation_logprobs")
-    columns = {
-        "input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64),
-        "input_lengths": torch.full((ROWS,), LENGTH),
-        "token_mask": torch.ones(ROWS, LENGTH),
-        "sample_mask": torch.ones(ROWS),
-        **{name: torch.zeros(ROWS, LENGTH) for name in floats},
-    }
-    return {name: column.to("cuda") for name, column in columns.items()}
-
-
 def updated(architecture, **settings):
     """An actor in bfloat16 after its first update, and the batch of it."""
-    role = MegatronGPTActorModel(
-        {"vocab_size": architecture.vocab_size},
-        settings=RoleSettings(
-            precision="bf16",
-            optim=OptimConfig(lr=1e-5),
-            micro_batch_size=ROWS,
-            global_batch_size=ROWS,
-            **settings,
-        ),
-        architecture=architecture,
-        tokenizer=byte_level_tokenizer(),
-        initialize=False,
-    )
-    data = batch()
+    case = {"role": "actor", "precision": "bf16"}
+    role, (data, _) = build(case, architecture, **settings), share_of_batch(case, 0, 1)
     role.loss_fn = PPOPolicyLoss()
     role.prepare_for_training()
     role.training_update(data)
@@ -116,9 +88,7 @@ def exchange():
 def placement(offload):
     """Bytes that training keeps, those while others work, and those after it goes on."""
     with DryDevice() as device:
-        role, data = updated(
-            TINY_ARCHITECTURE, offload_gradients=offload, length_params=LengthParams(max_length=4)
-        )
+        role, data = updated(TINY_ARCHITECTURE, offload_gradients=offload)
         role.finish_training()
         found = {
             "parameters": sum(each.numel() for each in role.gpt.parameters()),
@@ -126,12 +96,7 @@ def placement(offload):
         }
         role.prepare_for_inference()
         found["rollout"] = device.memory.alive_bytes
-        role.generator.sample(
-            data["input_ids"][:, :8].contiguous(),
-            torch.full((ROWS,), 8).to("cuda"),
-            torch.arange(ROWS).to("cuda"),
-            seed=1,
-        )
+        rollout(role, data)
         role.get_logprobs(data)
         role.prepare_for_training()
         found["back"] = device.memory.alive_bytes

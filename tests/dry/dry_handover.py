@@ -40,34 +40,32 @@ class Weights(RefitWorker):
 
 
 class Engine:
-    """In vLLM's place."""
+    """In vLLM's place. Its methods run in the process and on the stream of an engine."""
 
     def __init__(self, device, process, loads):
         self._device, self._process, self._loads = device, process, loads
         self._kept, self._stream = {}, None
 
-    @contextlib.contextmanager
-    def _at_work(self):
-        with self._device.entered(self._process):
-            self._stream = self._stream or torch.cuda.Stream()
-            with torch.cuda.stream(self._stream):
-                yield
+    def __getattr__(self, name):
+        def call(weights=()):
+            with self._device.entered(self._process):
+                self._stream = self._stream or torch.cuda.Stream()
+                with torch.cuda.stream(self._stream):
+                    getattr(self, f"_{name}")(weights)
 
-    def begin_refit(self):
-        with self._at_work():
-            for name in NAMES:
-                self._kept[name] = torch.zeros(SIZE, device="cuda")
+        return call
 
-    def load_weights(self, weights):
-        with self._at_work():
-            for name, tensor in weights:
-                self._kept[name].copy_(tensor)
-                self._loads.append(name)
+    def _begin_refit(self, _):
+        self._kept.update((name, torch.zeros(SIZE, device="cuda")) for name in NAMES)
 
-    def finish_refit(self):
-        with self._at_work():
-            for name in NAMES:
-                self._kept[name].mul_(2)
+    def _load_weights(self, weights):
+        for name, tensor in weights:
+            self._kept[name].copy_(tensor)
+            self._loads.append(name)
+
+    def _finish_refit(self, _):
+        for name in NAMES:
+            self._kept[name].mul_(2)
 
 
 class Called:
@@ -77,11 +75,9 @@ class Called:
         self._order, self._process, self._there = device.order, process, there
 
     def __getattr__(self, name):
-        method = getattr(self._there, name)
-
         def call(*arguments, **options):
             with self._order.in_process(self._process):
-                return method(*arguments, **options)
+                return getattr(self._there, name)(*arguments, **options)
 
         return call
 
@@ -134,25 +130,19 @@ def engine_worker(device, process, loads):
 
 
 def exports(readers):
-    """What a policy worker offers to ``readers``, and the bytes that it holds for them."""
+    """What a policy worker offers to ``readers``, and the bytes that it holds for them.
+
+    And those that stay when the offer is withdrawn, which nobody has opened.
+    """
     with DryDevice() as device:
         policy = Weights()
         policy.prepare_refit_info()
         before = device.memory.alive_bytes
-        handles = policy.get_weights_ipc_handles(["a", "b"], readers)
-        return [list(handles), device.memory.alive_bytes - before]
-
-
-def unopened():
-    """Bytes that stay when an offer is withdrawn that nobody has opened."""
-    with DryDevice() as device:
-        policy = Weights()
-        policy.prepare_refit_info()
-        before = device.memory.alive_bytes
-        policy.get_weights_ipc_handles(["a"])
+        handles = list(policy.get_weights_ipc_handles(["a", "b"], readers))
+        held = device.memory.alive_bytes - before
         policy.offload_after_refit()
         gc.collect()
-        return device.memory.alive_bytes - before
+        return [handles, held, device.memory.alive_bytes - before]
 
 
 def refit(without=None):

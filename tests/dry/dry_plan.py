@@ -44,6 +44,10 @@ LLAMA_70B = replace(
 SMALL = replace(DEVICES["h100-80g"], memory_bytes=24 << 20)
 
 
+SAMPLING = {"num_rollout_samples": 32, "rollout_micro_batch_size": 16}
+SAMPLING |= {"length_params": {"max_length": 32}}
+
+
 def configuration(script, **changes):
     """A run of ``script``; ``changes`` by dotted keys, dots written as two underscores."""
     values = {
@@ -52,19 +56,16 @@ def configuration(script, **changes):
         "data": {"train": {"source": "t.jsonl"}},
     }
     if script in ("train_gpt_ppo", "train_gpt_reinforce", "train_gpt_rs"):
-        section = "rs" if script == "train_gpt_rs" else "ppo"
         values["reward"] = {"function": "a.b:reward"}
         values["data"]["max_prompt_length"] = 32
-        sampling = {"num_rollout_samples": 32, "rollout_micro_batch_size": 16}
-        values["model"][section] = {**sampling, "length_params": {"max_length": 32}}
+        values["model"]["rs" if script == "train_gpt_rs" else "ppo"] = {**SAMPLING}
+    if script == "train_gpt_ppo":
         values["critic"] = {"micro_batch_size": 2, "global_batch_size": 8}
     if script == "train_gpt_reinforce":
         values["critic"] = None
         values["model"]["ppo"]["num_rollouts_per_prompt"] = 4
         advantage = {"advantage": {"estimator": "grpo"}, "normalize_advantages": False}
         values["trainer"]["ppo"] = advantage
-    if script == "train_gpt_rs":
-        values.pop("critic")
     if script == "train_gpt_distill":
         values["teacher"] = {"restore_from_path": "t.nemo"}
     for key, value in changes.items():

@@ -38,7 +38,7 @@ from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, MegatronGPTRewardModel
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
-from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
+from aligner.models.gpt.megatron.critic import SharedBackboneRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.worker import passes_over
 from aligner.parallel.groups import initialize_parallel
@@ -209,9 +209,10 @@ def share_of_batch(case, data_rank, data_size):
     return passes_over(share, None)
 
 
-def build(case):
+def build(case, architecture=None, **settings):
     """The role a case asks for; a shared reward's is the critic that lends its body."""
-    settings, architecture = settings_of(case), architecture_of(case)
+    settings = dataclasses.replace(settings_of(case), **settings)
+    architecture = architecture or architecture_of(case)
     cls, _ = ROLES[case["role"]]
     if case.get("backend") == "dtensor":
         parallel = initialize_parallel(settings.parallel)

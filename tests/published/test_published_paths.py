@@ -73,7 +73,7 @@ PATHS = {
     "aligner.models.value.workers.megatron_value_worker": {
         "MegatronValueWorker": "aligner.models.value.workers.value_worker"
     },
-    "aligner.utils.utils": {"load_from_nemo": "aligner.models.gpt.megatron.loading"},
+    "aligner.utils.utils": {"load_from_nemo": "aligner.models.gpt.megatron.model"},
     "aligner.data.packing": {
         "PackingAlgorithm": "aligner.distributed.packing",
         "SequencePacker": "aligner.distributed.packing",
