@@ -162,7 +162,7 @@ class IncrementalModel:
         was_training = self._gpt.training
         self._gpt.eval()
         for module in self._attention:
-            module.cache = self.cache
+            module.cached = self.cache.attend
         try:
             with (
                 _decoding_settings(self._gpt),
@@ -179,7 +179,7 @@ class IncrementalModel:
         finally:
             self._project = self._layers = self._final_norm = None
             for module in self._attention:
-                module.cache = None
+                module.cached = None
             self._gpt.train(was_training)
 
     @property
