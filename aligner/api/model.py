@@ -207,13 +207,15 @@ class CriticModel(_Loaded):
             self._value.finish_inference()
 
 
-def load_model(path: str | os.PathLike[str]) -> Model:
+def load_model(path: str | os.PathLike[str], *, download: bool = False) -> Model:
     """Load a ``.nemo`` file, a Hugging Face directory, or the newest state of a run's directory.
 
-    Raises `CheckpointError` if ``path`` contains no language model.
+    ``path`` may also be the name of a model of Hugging Face's hub. The model must be in the local
+    cache, unless ``download`` is true. Raises `CheckpointError` if ``path`` contains no language
+    model.
     """
     with ExitStack() as closing, _unchanged(), quiet():
-        loaded = _open(path, closing)
+        loaded = _open(path, closing, download)
         policy, _ = loaded.start(1, print)
         assert isinstance(policy, Policy), "without an engine the policy generates"
         return Model(loaded, policy, closing.pop_all())
@@ -248,9 +250,12 @@ def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
         return CriticModel(loaded, value, closing.pop_all())
 
 
-def _open(path: str | os.PathLike[str], closing: ExitStack) -> InferenceModel:
+def _open(
+    path: str | os.PathLike[str], closing: ExitStack, download: bool = False
+) -> InferenceModel:
     """Open the model at ``path``. The process groups end with ``closing``."""
-    values = {"model": {"restore_from_path": os.fspath(path)}, "sampling": {"max_length": 1}}
+    model = {"restore_from_path": os.fspath(path)}
+    values = {"model": model, "sampling": {"max_length": 1}, "download": download}
     closing.enter_context(_groups())
     return open_model(build(AskConfig, values, ""), closing)
 
