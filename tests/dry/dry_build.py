@@ -39,7 +39,6 @@ def updated(architecture, **settings):
 
 
 def actor(biased, fusions):
-    """Launches of an update and of scoring, and bytes at the update's peak."""
     architecture = BIASED if biased else TINY_ARCHITECTURE
     with DryDevice() as device:
         role, data = updated(architecture, layers=LayerOptions(fusions=fusions))
@@ -52,7 +51,6 @@ def actor(biased, fusions):
 
 
 def family(name):
-    """Facts of an update of a model that computes as a family does."""
     with DryDevice() as device:
         role, data = updated(architecture_of({"family": name}))
         with device.record() as update:
@@ -61,7 +59,6 @@ def family(name):
 
 
 def locked_bytes():
-    """Host memory that moments of 7B parameters take, and what is left of it once their role is."""
     with DryDevice() as device:
         role, _ = updated(SHAPES["qwen2.5-7b"], offload_adam_states=True)
         count = sum(each.numel() for each in role.gpt.parameters())
@@ -76,7 +73,6 @@ def locked_bytes():
 
 
 def exchange():
-    """Waits of the host while weights are exchanged with those that it keeps, and launches."""
     with DryDevice() as device:
         parameters = {str(n): torch.empty(64, 64, device="cuda") for n in range(20)}
         swapped = SwappedWeights(parameters)
@@ -105,7 +101,6 @@ def placement(offload):
 
 
 def experts():
-    """A layer's experts on given rows, forward and backward, by the class that the spec takes."""
     found = {}
     with DryDevice() as device:
         initialize_parallel(RoleSettings().parallel, seed=1)
@@ -138,7 +133,6 @@ def refusal():
 
 
 def gradient_sums():
-    """Whether gradients are summed by the products, without and with Apex's extension."""
     found = []
     with DryDevice():
         for there in (False, True):
@@ -149,7 +143,6 @@ def gradient_sums():
 
 
 def determinism():
-    """What is chosen on a GPU without and with ``trainer.deterministic``."""
     found = []
     for asked in (False, True):
         with DryDevice():

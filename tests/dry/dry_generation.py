@@ -94,7 +94,6 @@ def rollouts(streamed=False, moved=False, **case):
 
 
 def captured_against_the_rules():
-    """What a graph cannot hold is refused; what it can is one launch, and is run each time."""
     with DryDevice() as device:
         counter = torch.zeros((), dtype=torch.int64, device="cuda")
 
@@ -118,7 +117,6 @@ def captured_against_the_rules():
 
 
 def windowed_attention(precision):
-    """Most bytes on the device in grouped-query attention with a window, forward and backward."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with DryDevice() as device:
         shapes = (1, 8, 4096, 64), (1, 2, 4096, 64), (1, 2, 4096, 64)
@@ -131,7 +129,6 @@ def windowed_attention(precision):
 
 
 def sorted_rows():
-    """How many logits are sorted at a time for top-p, of a vocabulary of Qwen's size."""
     rows = []
 
     def threshold(logits, top_k, top_p):

@@ -30,8 +30,6 @@ NAMES, SIZE = ["a", "b", "c"], 1024
 
 
 class Weights(RefitWorker):
-    """A worker with three weights, which are made whole for whoever asks."""
-
     def hf_weight_names(self):
         return NAMES
 
@@ -83,8 +81,6 @@ class Called:
 
 
 class Source:
-    """The controller's view of a policy's only worker."""
-
     def __init__(self, worker):
         self._worker = worker
 
@@ -97,8 +93,6 @@ class Source:
 
 
 class Target:
-    """A group of an only engine."""
-
     def __init__(self, worker):
         self._worker = worker
 
@@ -110,7 +104,6 @@ class Target:
 
 
 def engine_worker(device, process, loads):
-    """The real worker around an `Engine`."""
     with (
         mock.patch.object(vllm_worker, "VllmEngine", return_value=Engine(device, process, loads)),
         device.order.in_process(process),
@@ -177,14 +170,11 @@ def refit(without=None):
 
 
 class Broadcast:
-    """Receives on the stream of whoever asks."""
-
     def send(self, tensor):
         tensor.fill_(1.0)
 
 
 def received(without=None):
-    """What the dry device says of a group of weights that come by broadcast."""
     with DryDevice() as device:
         engine = Process("the engine")
         worker = engine_worker(device, engine, [])

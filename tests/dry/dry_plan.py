@@ -112,7 +112,6 @@ def estimated(script, length=64, settings=None, **changes):
 
 
 def depths(script="train_gpt_ppo", **changes):
-    """A role of six layers: as it was run, and as it follows from fewer."""
     run = planned_run(configuration(script, **changes), PlanConfig(), {"m.nemo": SIX})
     found = {}
     for name, role in run.roles.items():
@@ -173,7 +172,6 @@ def actor(recompute, first):
 
 
 def adam_step():
-    """One step of the optimizer, once the moments are there: its kernels and their memory."""
     role = planned_run(configuration("train_gpt_sft"), PlanConfig(length=64), {"m.nemo": SIX})
     (policy,) = role.roles.values()
     found = {}
@@ -194,7 +192,6 @@ def adam_step():
 
 
 def shared(names):
-    """Variants of one run by one measurer, and how many parts were new; the last one alone, too."""
     plain = {"trainer__devices": 2, "model__tensor_model_parallel_size": 2}
     plain |= {"model__sequence_parallel": True, "trainer__ppo__initial_policy_kl_penalty": 0.0}
     packing = {"enabled": True, "train_mb_tokens": 128, "logprob_mb_tokens": 512}
@@ -229,7 +226,6 @@ def whole(config, plan, device, shapes):
 
 
 def in_processes():
-    """An estimate by this process, and by two others."""
     plan, shapes = PlanConfig(length=32), {"m.nemo": SIX}
     config = configuration("train_gpt_sft")
     found = []
@@ -241,7 +237,6 @@ def in_processes():
 
 
 def bounded(script, **changes):
-    """What an estimate comes to, and its bounds by arithmetic."""
     plan, shapes = PlanConfig(length=64), {"m.nemo": MANY, "t.nemo": MANY}
     if changes.get("model__expert_model_parallel_size"):
         shapes = {"m.nemo": EXPERTS}
@@ -255,7 +250,6 @@ def bounded(script, **changes):
 
 
 def seventy():
-    """A policy and a critic of Llama-70B's shape on 64 cards, one layout."""
     changes = {
         "trainer__devices": 8,
         "trainer__num_nodes": 8,
@@ -277,7 +271,6 @@ def seventy():
 
 
 def searched():
-    """Cards on which a batch does not fit without help."""
     estimator = Estimator(PlanConfig(margin=0.0, length=256), SMALL, {"m.nemo": SIX})
     config = configuration("train_gpt_sft", trainer__devices=2)
     found = fastest(estimator, config)

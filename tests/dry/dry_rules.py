@@ -29,7 +29,6 @@ def said(name, deterministic=False):
 
 
 def locked_memory(refuses):
-    """Bytes that are locked while memory for copies is there, and afterwards."""
     with DryDevice() as device:
         device.refuses_locks = refuses
         memory = accelerator.copy_memory(4096)
@@ -95,7 +94,6 @@ def collectives(**case):
 
 
 def te_spec():
-    """Whether megatron-core's Transformer Engine spec takes what we give it."""
     plain, calls = layer_spec.get_gpt_layer_with_transformer_engine_spec, []
 
     def spec(*args, **kwargs):
@@ -124,7 +122,6 @@ def matrix(dtype=torch.bfloat16):
 
 
 def captured(function):
-    """A graph of a call, which is run once."""
     accelerator.capture(function, accelerator.graph_memory())()
 
 
@@ -138,7 +135,6 @@ def on_the_device():
 
 
 def read_on_side(before=None, after=None):
-    """Reads a tensor of the default stream on another stream."""
     side, held = torch.cuda.Stream(), [on_the_device()]
     if before:
         before(side, held)

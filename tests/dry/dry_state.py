@@ -78,7 +78,6 @@ def _load(folder, rank, case):
 
 
 def _trained(case):
-    """A worker whose role learns, and what makes it learn."""
     role = build(case)
     worker = RoleWorker(role, role.parallel)
     batch, passes = share_of_batch(case, role.parallel.dp_rank, role.parallel.dp_size)
@@ -103,8 +102,6 @@ def _slices(role):
 
 
 class _Workers:
-    """One worker, as a store asks for a role's."""
-
     num_shares = 1
 
     def __init__(self, worker):
@@ -119,7 +116,6 @@ class _Workers:
 
 
 def stored(folder):
-    """A whole run state, written beside an update, and what a new process finds in it."""
     case = {"role": "actor", "precision": "bf16"}
     with DryDevice() as device:
         worker, update = _trained(case)

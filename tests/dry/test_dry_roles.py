@@ -67,7 +67,6 @@ BF16_STATIC = 2 + 4 + 4 + 8  # weight, its float32 copy, its gradient, two momen
 
 @pytest.fixture(scope="module")
 def seen(dry):
-    """What `dry_roles.phases` found, by case."""
     plain = {"role": "actor", "precision": "bf16"}
     return lambda case: dry("dry_roles:phases", **{**plain, **CASES[case]})
 

@@ -29,8 +29,6 @@ LOADING_WAITS = 5  # of each parameter, at most: its tensors come one by one, an
 
 @pytest.fixture(scope="module")
 def kept(dry, tmp_path_factory):
-    """What every process found, by case."""
-
     @cache
     def run(case):
         folder = str(tmp_path_factory.mktemp("state"))

@@ -16,7 +16,6 @@ PRECISIONS = ["32", pytest.param("bf16", marks=pytest.mark.extended)]
 
 
 def trained(models, precision, **settings):
-    """An actor after two updates, about to learn more."""
     role = build(MegatronGPTActorModel, models / "plain.nemo", precision=precision, **settings)
     role.loss_fn = ACTOR[1]
     role.prepare_for_training()
@@ -26,7 +25,6 @@ def trained(models, precision, **settings):
 
 
 def state(role):
-    """Copies of all that the optimizer keeps, and of the weights."""
     slices = role.run_state()["slices"]
     return {
         **{

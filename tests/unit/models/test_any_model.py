@@ -56,7 +56,6 @@ NO_POLICY = ("modernbert-decoder",)
 
 
 def rest(types):
-    """Every other type, in extended runs."""
     every_type = [kind for kind in model_types() if kind not in NO_POLICY]
     return extended_except(types, sorted({*types, *every_type}))
 
@@ -138,7 +137,7 @@ def test_a_critic_of_any_type_travels_with_its_head(model_type, folder_of, tmp_p
     saved = save(critic, tmp_path / "critic")
     again = load(saved, DTensorCriticModel)
     torch.testing.assert_close(again.get_values(make_batch()), values, atol=1e-6, rtol=0)
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight|decoder\.weight|no policy"):
+    with pytest.raises(CheckpointError, match=r"does not contain lm_head\."):
         load(saved)  # a critic is no policy
 
 

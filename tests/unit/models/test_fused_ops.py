@@ -264,7 +264,6 @@ def eager():
 
 
 def answers(architecture):
-    """Hidden states of two sequences, and the gradient of every parameter."""
     torch.manual_seed(3)
     gpt = build_gpt(architecture).train()
     for name, parameter in gpt.named_parameters():

@@ -396,7 +396,6 @@ Fused.__module__ = "transformer_engine.pytorch.module.layernorm_linear"
 
 
 def make_fused_model(architecture):
-    """The model of `make_model`, which has the same weights each time."""
     gpt, _ = make_model(architecture)
     for layer in gpt.decoder.layers:
         attention, mlp = layer.self_attention, layer.mlp

@@ -97,7 +97,8 @@ def batch(rows=8):
 
 def test_train_gives_the_published_keys_once():
     for make in handles(cluster := Recorder()):
-        result = make().train(batch(), PPOValueLoss(), mbs=2)
+        handle = make()
+        result = handle.train(batch(), PPOValueLoss(), mbs=2)
         assert result == {
             **{key: TRAINED[key] for key in ("grad_norm", "lr", "skipped", "all_mb_metrics")},
             "loss": TRAINED["global_loss"],  # reduced already: not once per worker

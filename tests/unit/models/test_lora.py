@@ -45,7 +45,6 @@ def make_batch():
 
 
 def filled(lora=LORA, seed=4):
-    """Adapters whose B is not zero."""
     generator = torch.Generator().manual_seed(seed)
     shapes = adapter_shapes(TINY_ARCHITECTURE, lora)
     tensors = {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}

@@ -68,7 +68,6 @@ def test_a_run_is_the_same_with_and_without(tiny_nemo, precision, monkeypatch):
 
 
 def tensors():
-    """Of several dtypes and shapes, one of them not contiguous and one empty."""
     generator = torch.Generator().manual_seed(3)
     floats = torch.randn(7, 5, generator=generator)
     return [floats, floats.T, floats.bfloat16(), torch.arange(3), torch.empty(0), torch.ones(())]

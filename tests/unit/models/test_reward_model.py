@@ -39,7 +39,6 @@ def worker(path, **options):
 
 
 def awaken(model):
-    """Give the head something to say."""
     for parameter in model.gpt.rm_head.parameters():
         parameter.data.normal_(generator=torch.Generator().manual_seed(7))
 
@@ -288,7 +287,6 @@ SHARE = "reward.model.share_body_with_critic=true"
 
 @pytest.fixture(scope="module")
 def reward_nemo(tmp_path_factory):
-    """A reward model of two attributes with weights of its own."""
     folder = tmp_path_factory.mktemp("reward")
     write_tiny_nemo(folder / "other.nemo", seed=5, scale=0.1)
     settings = RoleSettings(attributes=("first", "second"))
@@ -352,7 +350,6 @@ def test_what_goes_wrong_while_scoring_leaves_the_critic_its_body(tiny_nemo, rew
 
 
 def ppo(folder, nemo, reward, *overrides, recipe="ppo_tiny_cpu"):
-    """What two PPO steps report, times aside, and the policy they end with."""
     recipes.run(
         *(folder, nemo, recipe, "trainer.ppo.max_steps=2", "trainer.ppo.save_interval=0"),
         *("model.global_batch_size=8", "model.micro_batch_size=4"),

@@ -33,7 +33,6 @@ def make_batch():
 
 @pytest.fixture(scope="module")
 def start(tiny_nemo):
-    """Starts a handle of either role on one process."""
     with open_nemo(tiny_nemo) as checkpoint:
         tokenizer = checkpoint.tokenizer
     model = ModelConfig(

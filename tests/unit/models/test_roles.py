@@ -112,7 +112,6 @@ def test_infer_returns_the_published_keys_and_draws_other_tokens_at_every_call(a
 
 
 def weights_of(role):
-    """This process's elements of the weights by name."""
     if isinstance(role, DTensorCriticModel):
         return {shard.name: shard.local for shard in role.shards}
     return {name: parameter.detach() for name, parameter in role.gpt.named_parameters()}
@@ -229,7 +228,6 @@ def test_the_loss_is_an_argument_and_by_default_the_roles_own(cls, loss, tiny_ne
 
 @pytest.mark.parametrize("backend", ["megatron", "dtensor"])
 def test_a_batch_of_which_nothing_counts_moves_nothing(backend, tiny_nemo):
-    """Its gradient is 0, but momentum and weight decay would move the weights."""
     critic, loss = make_critic(tiny_nemo, backend), PPOValueLoss(value_clip=None)
     assert trained(critic, loss)[0]["empty"] == 0
     before = {name: weight.clone() for name, weight in weights_of(critic).items()}
@@ -285,8 +283,6 @@ def test_save_to_and_restore_from_are_nemos(actor, tmp_path):
 
 
 class ModelWithNotes(MegatronGPTActorModel):
-    """A user's model that brings a file of its own, as NeMo's models do."""
-
     def __init__(self, cfg, *args, **kwargs):
         super().__init__(cfg, *args, **kwargs)
         self.notes = self.register_artifact("extra.notes", cfg.get("extra", {}).get("notes"))

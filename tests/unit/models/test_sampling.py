@@ -20,7 +20,6 @@ PLAIN = SamplingParams()
 
 
 def even_uniforms(count):
-    """Midpoints of ``count`` equal parts of [0, 1): frequencies come out exact."""
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
 

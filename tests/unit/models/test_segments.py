@@ -26,7 +26,7 @@ from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
-HEADS, GROUPS, WIDTH = 6, 2, 8
+HEADS, GROUPS, WIDTH, SCALE = 6, 2, 8, 0.3
 # Lengths and parents of runs.
 FORESTS = {
     "ragged": ([1, 40, 7, 8, 33, 64, 2, 41, 100], None),
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 def core():
     initialize_parallel()
     core = build_gpt(TINY_ARCHITECTURE).decoder.layers[0].self_attention.core_attention.eval()
-    core.scale = WIDTH**-0.5
+    core.scale = SCALE
     return core
 
 
@@ -64,18 +64,17 @@ def qkv(rows):
     )
 
 
-def by_formula(query, key, value, window):
+def by_formula(query, key, value, window, scale=SCALE):
     """A run's queries against keys that are aligned at their end."""
     key, value = (each.repeat_interleave(HEADS // each.shape[1], 1) for each in (key, value))
     distance = torch.arange(len(query))[:, None] + len(key) - len(query) - torch.arange(len(key))
     seen = (distance >= 0) & (distance < (window or len(key)))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * WIDTH**-0.5
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
 def written_out(query, key, value, forest, window):
-    """Every run, with all keys of its path."""
     (lengths, parents), paths = forest, []
     for run, end in enumerate(np.cumsum(lengths)):
         path = np.arange(end - lengths[run], end)
@@ -190,7 +189,7 @@ def kernel(query, key, value, query_ends, key_ends, max_q, max_k, *, scale, wind
     queries = query.split(query_ends.diff().tolist())
     keys, values = (each.split(key_ends.diff().tolist()) for each in (key, value))
     runs = zip(queries, keys, values, strict=True)
-    return torch.cat([by_formula(*run, window) for run in runs]) * (scale / WIDTH**-0.5)
+    return torch.cat([by_formula(*run, window, scale) for run in runs])
 
 
 # The signatures of the kernels that a GPU may have. Each takes what its release documents, no more.

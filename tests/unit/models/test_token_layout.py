@@ -252,7 +252,6 @@ def load(name, path, loss=None, **settings):
 
 
 def seen_of(name, path, mbs=4, rows=make_batch, **changes):
-    """Scores, what two updates report, the first one's gradient, and the weights after them."""
     role, batch = load(name, path, **changes), rows()
     role.prepare_for_inference()
     scores = role.infer_tokens(batch, mbs)

@@ -144,7 +144,6 @@ def forward_step_value(
     """Run megatron-core's forward step of a critic: hidden states, values, loss.
 
     Args:
-        state: ignored.
         global_valid_seqs: valid sequences of the global batch, a denominator of the loss.
         global_valid_toks: valid tokens of the global batch, a denominator of the loss.
         data_iterator: this rank's micro-batches, laid out or as columns: ``input_ids`` int64
@@ -153,13 +152,12 @@ def forward_step_value(
         value_head: `ValueHead`, or None before the last stage.
         loss_fn: loss of the values, from this library or a published one.
         pack_sequences: lay out columns in one row without padding.
-        defer_fp32_logits: ignored, because logits are not computed.
         cp_normalize: False multiplies the loss by the context-parallel size. By default the sum of
             gradients over those ranks counts the loss once.
-        policy_cfg: ignored.
         right_shift: see `framed_outputs`.
 
-    Returns the stage's output and the closure that computes loss and metrics on the last stage.
+    The other arguments are ignored. Returns the stage's output and the closure that computes loss
+    and metrics on the last stage.
     """
 
     def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
