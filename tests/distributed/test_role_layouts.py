@@ -154,6 +154,7 @@ def train_roles(folder, model, layout):
         ),
         freeze_moe_router="frozen" in others,
         recompute=None if recompute == "none" else recompute,
+        dropout=0.0,  # as some families have it
         optim=OptimConfig(lr=5e-3, eps=1e-2),  # a small eps turns rounding into updates
         micro_batch_size=ROWS if whole else 1,
         global_batch_size=ROWS,
