@@ -41,7 +41,7 @@ class RayVirtualCluster:
         log_dir: Path | None = None,
         env_vars: Mapping[str, Any] | None = None,
     ) -> None:
-        """Reserve the bundles. Raises `WorkerError` without free resources after one minute.
+        """Reserve the bundles. Raises `WorkerError` if the resources are not free in a minute.
 
         Args:
             bundle_ct_per_node_list: number of bundles per node.
@@ -70,7 +70,7 @@ class RayVirtualCluster:
         # Workers of several groups may share a bundle and its GPU, in equal parts.
         self._max_groups = max_colocated_worker_groups
         self.shares_bundles = self._max_groups > 1
-        share = {
+        share = {  # Ray counts resources in units of 1e-4
             kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
         }
         self.worker_resources = {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)}

@@ -58,7 +58,7 @@ class RefitWorker(ABC):
     # Shared memory or a shared device ---------------------------------------------------------
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], int]:
-        """Return name and bytes of every weight, and this worker's maximum size of an offer."""
+        """Return each weight's name and bytes, and the most bytes that an offer may have."""
         sizes = [(name, self._bytes_of(name)) for name in self.prepare_refit_info()]
         return sizes, accelerator.free_memory_bytes() // 2
 

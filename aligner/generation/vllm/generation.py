@@ -168,10 +168,6 @@ class VllmGeneration(BackgroundGeneration):
         """Abandon the batch in flight."""
         run_on_all(self.worker_group, VllmWorker.abandon_generation)
 
-    def memory_bytes(self) -> list[int]:
-        """Return the resident memory of every engine's process."""
-        return run_on_all(self.worker_group, VllmWorker.memory_bytes)
-
     def shutdown(self) -> bool:
         """Shut the engines down."""
         return self.worker_group.shutdown(cleanup_method="shutdown")

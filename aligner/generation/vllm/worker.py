@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -182,10 +181,6 @@ class VllmWorker(RefitReceiver):
         """Release the device's memory including weights until the next refit."""
         self._synchronized(self._engine.sleep)
 
-    def memory_bytes(self) -> int:
-        """Return the resident memory of this process."""
-        return psutil.Process().memory_info().rss
-
     def shutdown(self) -> bool:
         """Shut down the engine and its thread."""
         self.abandon_generation()
@@ -232,8 +227,9 @@ def responses_batch(
 ) -> BatchedDataDict:
     """Return prompts and responses as a `GenerationOutputSpec`, right-padded to the longest.
 
-    ``record_kept``: K of ``kept_ids`` int32 [B, S, K], padded with -1. The row of a larger set
-    contains only -1. With 0 the column is omitted.
+    ``record_kept``: maximum number K of ids that top-k and top-p kept for a token, in ``kept_ids``
+    int32 [B, S, K], padded with -1. If more ids were kept, all K are -1. With 0 the column is
+    omitted.
     """
     starts = [len(prompt) for prompt in prompts]
     lengths = [len(response.tokens) for response in responses]
@@ -245,6 +241,7 @@ def responses_batch(
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids[row, : ends[row]] = torch.tensor([*prompt, *response.tokens])
         logprobs[row, starts[row] : ends[row]] = torch.tensor(response.logprobs)
+        # Padding follows the response, and a greedy response has no sets.
         for token_ids, kept in zip(kept_ids[row, starts[row] :], response.kept_ids, strict=False):
             if len(kept) <= record_kept:
                 token_ids[: len(kept)] = torch.tensor(kept, dtype=torch.int32)
