@@ -23,8 +23,7 @@ RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class RefitWorker(ABC):
     """Base of workers that send weights with Hugging Face's names, in groups of tensors.
 
-    A backend gathers tensors (`hf_weights`), and this class sends them. All methods must be called
-    on every worker, because gathering a tensor is collective.
+    A backend gathers tensors (`hf_weights`), a collective operation: call all methods on all ranks.
     """
 
     parallel: ParallelState
@@ -98,10 +97,7 @@ class RefitWorker(ABC):
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
     ) -> None:
-        """Let rank 0 join the group of ``world_size`` members at ``ip:port``.
-
-        The rendezvous was opened by `open_meeting_place`, or is opened here.
-        """
+        """Let rank 0 join the group at ``ip:port``, and open this rendezvous if it is not open."""
         if self.parallel.rank != 0:
             return
         store = self._stores.get(port) or open_rendezvous(ip, port, world_size, timeout_s)

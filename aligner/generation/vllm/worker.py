@@ -3,10 +3,8 @@
     main thread: calls of the trainer ─► single engine thread: `VllmEngine`
 
 The process answers other calls during a rollout: `start_generation` returns at once,
-`collect_generation` waits, `abandon_generation` stops the batch.
-
-Consumes: prompts, weights. Waits for: the policy's worker in `init_collective` and
-`receive_weights`, at most ``timeout_s``.
+`collect_generation` waits, `abandon_generation` stops the batch. `init_collective` and
+`receive_weights` wait for the policy's worker, at most ``timeout_s``.
 """
 
 import os
@@ -102,10 +100,7 @@ class VllmWorker(RefitReceiver):
         """
         if self._pending is not None:
             raise WorkerError("a batch is in flight. Collect or abandon it before the next")
-        # vLLM takes prompts without padding.
-        lengths = data["input_lengths"].tolist()
-        rows = zip(data["input_ids"].tolist(), lengths, strict=True)
-        self._prompts = [row[:length] for row, length in rows]
+        self._prompts = _sequences(data)
         self._abandoned.clear()
         self._pending = self._thread.submit(
             self._engine.sample,
@@ -140,10 +135,7 @@ class VllmWorker(RefitReceiver):
 
         Used to compare an engine with the policy's ``get_logprobs`` after a refit.
         """
-        lengths = data["input_lengths"].tolist()
-        rows = zip(data["input_ids"].tolist(), lengths, strict=True)
-        sequences = [row[:length] for row, length in rows]
-        scores = self._thread.submit(self._engine.score, sequences).result()
+        scores = self._thread.submit(self._engine.score, _sequences(data)).result()
         logprobs = torch.zeros(data["input_ids"].shape)
         for row, score in enumerate(scores):
             logprobs[row, 1 : 1 + len(score)] = torch.tensor(score)
@@ -166,11 +158,8 @@ class VllmWorker(RefitReceiver):
         self._synchronized(self._engine.finish_refit)
 
     def _synchronized(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Run a refit step in the engine's thread, which has a separate stream on a GPU.
-
-        The step must see memory that other streams wrote, and the policy may free that memory
-        after the step.
-        """
+        """Run a refit step in the engine's thread, which has a separate stream on a GPU."""
+        # The step sees what other streams wrote, and the policy may free the memory afterwards.
         accelerator.synchronize()
         self._thread.submit(step, *arguments).result()
         accelerator.synchronize()
@@ -187,6 +176,12 @@ class VllmWorker(RefitReceiver):
         self._thread.submit(self._engine.shutdown).result()
         self._thread.shutdown()
         return True
+
+
+def _sequences(data: Mapping[str, Any]) -> list[list[int]]:
+    """Return the rows of ``input_ids`` without padding."""
+    rows = zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
+    return [row[:length] for row, length in rows]
 
 
 def _meet(

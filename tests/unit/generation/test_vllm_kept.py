@@ -17,8 +17,7 @@ from engine_arguments import engine_arguments
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.errors import ConfigError, WorkerError
 from aligner.generation.vllm import engine as vllm_engine
-from aligner.generation.vllm.kept import add_sets
-from aligner.generation.vllm.sampling import sampling_arguments
+from aligner.generation.vllm.sampling import add_sets, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import responses_batch
 
