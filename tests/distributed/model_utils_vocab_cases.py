@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from hidden_logprobs import logprobs_of
 from model_utils_case import DTYPES, check_fused, filtered, gradient, picked
 
 from aligner.distributed import model_utils as mu
@@ -199,9 +200,15 @@ def fused(case):
     rank = case.layout.tp_rank
     mine = hidden.detach().chunk(case.layout.tp)[rank].to(case.dtype).clone().requires_grad_()
     rows = weight.detach().chunk(case.layout.tp)[rank].to(case.dtype).clone().requires_grad_()
-    output = mu.ChunkedDistributedHiddenStatesToLogprobs.apply(
-        mine, tokens, rows, case.start, case.end, case.chunk, case.layout.tp_group
-    )
+    saved: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
+    ):
+        output = mu.ChunkedDistributedHiddenStatesToLogprobs.apply(
+            mine, tokens, rows, case.start, case.end, case.chunk, case.layout.tp_group
+        )
+    assert (case.length * case.batch, 5) in saved
+    assert case.layout.tp == 1 or (tokens.numel(), 5) not in saved  # the gathered states
     parts = [whole.chunk(case.layout.tp)[rank] for whole in wanted_grads]
     check_fused(case, output, wanted, (mine, rows), upstream, parts, ranks=1)
 
@@ -222,9 +229,7 @@ def recorded(case):
     def learned(weight, sampling, group=None):
         """Outputs, and gradients of a weighted sum of them."""
         inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        outputs = mu.hidden_states_to_logprobs(
-            *inputs, target, vocab_size=vocab, tp_group=group, with_entropy=True, **sampling
-        )
+        outputs = logprobs_of(*inputs, target, vocab, group, with_entropy=True, **sampling)
         factors = torch.arange(1.0, tokens + 1, dtype=torch.float64)
         loss = outputs[0] @ factors - outputs[1] @ factors.flip(0)
         return *(x.detach() for x in outputs), *torch.autograd.grad(loss, inputs)

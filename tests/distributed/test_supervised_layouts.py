@@ -20,7 +20,8 @@ from aligner.algorithms.distill.build import TeacherTargets, distill_task, teach
 from aligner.algorithms.preference.build import ReferenceLogprobs, preference_task
 from aligner.algorithms.supervised.trainer import SupervisedTrainer
 from aligner.config import DistillRunConfig, DPORunConfig, parse_config
-from aligner.data.dataset import PromptSampler, Split
+from aligner.data.batches import PromptSampler
+from aligner.data.dataset import Split
 from aligner.data.preferences import LabelledDataset, PairDataset
 from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset

@@ -14,7 +14,7 @@ from aligner.errors import DryDeviceError
 from aligner.logprobs import top_k_top_p as kept_set
 from aligner.logprobs.output_layer import VocabShard
 from aligner.losses.policy import PPOPolicyLoss
-from aligner.models.gpt.layers.attention import attend_rows
+from aligner.models.gpt.layers.dot_product import attend_rows
 from aligner.models.gpt.role.offload import ModelOffload
 from aligner_plan.dry.device import DryDevice
 
@@ -93,7 +93,7 @@ def rollouts(streamed=False, moved=False, **case):
             listener = (lambda *token: heard.append(token)) if streamed else None
             with device.record() as record:
                 rollout(role, {"input_ids": batch["input_ids"][:rows]}, listener)
-            found.append([device.capturing.count, record.launches, record.host_reads])
+            found.append([device.captures, record.launches, record.host_reads])
     return {"rollouts": found, "heard": len(heard)}
 
 

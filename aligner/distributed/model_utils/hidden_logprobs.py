@@ -17,10 +17,10 @@ from aligner.distributed.model_utils.context_shard import (
     unpack,
 )
 from aligner.errors import LayoutError
-from aligner.logprobs.fused import shard_logprobs
+from aligner.logprobs.fused import hidden_states_to_logprobs
 from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
-from aligner.parallel.collectives import SumGradient, gather_first
+from aligner.parallel.collectives import SumGradient
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -68,45 +68,39 @@ def from_parallel_hidden_states_to_logprobs(
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         # All positions on every rank. In backward, the ranks' gradients are summed.
-        hidden = tensor_parallel_hidden_states
-        if shard.group is not None:
-            gather = gather_first if sequence_parallel else SumGradient.apply
-            hidden = gather(hidden, shard.group)
+        hidden, length = tensor_parallel_hidden_states, tensor_parallel_hidden_states.shape[0]
+        if shard.group is not None and not sequence_parallel:
+            hidden = SumGradient.apply(hidden, shard.group)
+        elif shard.group is not None:
+            length *= dist.get_world_size(shard.group)
+        batch = hidden.shape[1]
         # The token that each local position predicts.
         target = target.to(hidden.device)
         if cu_seqlens_padded is not None:
             local = packed_targets(target[0], cu_seqlens_padded, cp_group).unsqueeze(0)
         else:
-            local = scatter_context(target.roll(-1, dims=-1), hidden.shape[0], cp_group)
-        logprobs = _logprobs(hidden, weight, local, shard, sampling_params, chunk_size)
+            local = scatter_context(target.roll(-1, dims=-1), length, cp_group)
+        assert local.shape == (batch, length), (local.shape, hidden.shape)
+        logprobs, _ = hidden_states_to_logprobs(
+            hidden.flatten(0, 1),
+            weight,
+            local.t().reshape(-1),
+            shard,
+            sampling_params or TrainingSamplingParams(),
+            gather_group=shard.group if sequence_parallel else None,
+            chunk_size=chunk_size,
+        )
         if cu_seqlens_padded is not None and unpacked_seqlen is not None:
-            return unpack(logprobs[0], cu_seqlens_padded, unpacked_seqlen, cp_group)
-        return gather_context(logprobs, target.shape[1], cp_group)[:, :-1]
-
-
-def _logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    shard: VocabShard,
-    sampling: TrainingSamplingParams | None,
-    chunk_size: int | None,
-) -> Tensor:
-    """Compute log-probs [B, S] of ``target`` int64 [B, S] from all ranks' ``hidden`` [S, B, H]."""
-    assert target.shape == hidden.shape[1::-1], (target.shape, hidden.shape)
-    logprobs, _ = shard_logprobs(
-        hidden.flatten(0, 1),
-        weight,
-        target.t().reshape(-1),
-        shard,
-        sampling or TrainingSamplingParams(),
-        chunk_size=chunk_size,
-    )
-    return logprobs.view(hidden.shape[:2]).t()
+            return unpack(logprobs, cu_seqlens_padded, unpacked_seqlen, cp_group)
+        rows = logprobs.view(length, batch).t()
+        return gather_context(rows, target.shape[1], cp_group)[:, :-1]
 
 
 class ChunkedDistributedHiddenStatesToLogprobs:
-    """Log-probs of targets from hidden states, without [B, S, V] in memory. Call ``apply``."""
+    """Log-probs of targets from hidden states, without [B, S, V] in memory. Call ``apply``.
+
+    Backward uses the local hidden states, which are gathered again.
+    """
 
     @staticmethod
     def forward(
@@ -129,7 +123,15 @@ class ChunkedDistributedHiddenStatesToLogprobs:
         del ctx
         shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-            hidden = gather_first(tensor_parallel_hidden_states, tp_group)
-            return _logprobs(hidden, output_weight_layer, target, shard, None, chunk_size)
+            logprobs, _ = hidden_states_to_logprobs(
+                tensor_parallel_hidden_states.flatten(0, 1),
+                output_weight_layer,
+                target.t().reshape(-1),
+                shard,
+                TrainingSamplingParams(),
+                gather_group=shard.group,
+                chunk_size=chunk_size,
+            )
+        return logprobs.view(target.shape[::-1]).t()
 
     apply = partial(forward, None)
