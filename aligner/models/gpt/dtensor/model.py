@@ -299,8 +299,8 @@ def _runnable(
     if packed is True and form.way == "rows":
         faults = "; ".join(f"{WORDS[way]}: {fault}" for way, fault in form.faults.items())
         raise ConfigError(
-            f"model.sequence_packing.enabled=true: {architecture.family} models run with "
-            f"{WORDS['rows']} ({faults}). Set it to auto or false"
+            f"model.sequence_packing.enabled=true is not supported for {architecture.family} "
+            f"models, which run with {WORDS['rows']} ({faults}). Set it to auto or false"
         )
     if packed == "auto":
         packed = not architecture.has_table and form.way != "rows"

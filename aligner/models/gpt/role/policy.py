@@ -252,7 +252,7 @@ class SamplingPolicy(RoleModel):
         return self._generator is not None or not self.samples_from_a_copy
 
     def prepare_for_generation(self) -> None:
-        """Enter evaluation mode, and copy the weights if a copy samples. All ranks must call it."""
+        """Enter evaluation mode. If a copy of the model samples, copy the weights on all ranks."""
         self.prepare_for_inference()
         if self.samples_from_a_copy:
             self._generator = self._make_generator()
