@@ -9,7 +9,7 @@ import recipes
 from aligner.algorithms.run.identity import flat
 from aligner.config import load_config
 from aligner.examples import check_metrics
-from aligner.observe.metric_names import check_names
+from aligner.observe.metrics import check_names
 
 NAME = "ppo_qwen2.5_1.5b_gsm8k_1n8g"
 
