@@ -23,9 +23,9 @@ from aligner.observe.estimates import (
     mean_over_prompts,
     pass_at_k,
 )
-from aligner.observe.metric_names import check_names
+from aligner.observe.metrics import check_names
 from aligner.rewards.answers import final_answer
-from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.function.runner import ScoredResponses
 
 # Estimates ------------------------------------------------------------------------------------
 
