@@ -232,7 +232,7 @@ def module_file(module: str) -> Path:
     spec = None
     for name in module.split("."):
         spec = PathFinder.find_spec(name, folders) if folders and name.isidentifier() else None
-        folders = spec and spec.submodule_search_locations
+        folders = None if spec is None else spec.submodule_search_locations
     return Path((spec and spec.origin) or "")
 
 
