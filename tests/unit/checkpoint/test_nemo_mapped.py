@@ -17,7 +17,15 @@ from pathlib import Path
 import nemo_writers as writers
 import pytest
 import torch
-from test_nemo_kinds import GPT, GPT_KEYS, LLAMA, LLAMA_KEYS, distinct_weights, read_back
+from test_nemo_kinds import (
+    GPT,
+    GPT_KEYS,
+    LLAMA,
+    LLAMA_KEYS,
+    assert_same,
+    distinct_weights,
+    read_back,
+)
 
 from aligner.checkpoint.canonical import split
 from aligner.checkpoint.nemo import inflated
@@ -80,10 +88,10 @@ def test_a_rank_reads_its_part_of_the_file_and_holds_nothing(tmp_path):
     del found
 
 
-@pytest.mark.parametrize("now", [1, 2, 4])
 @pytest.mark.parametrize("before", [1, 2, 4])
 @pytest.mark.parametrize(("architecture", "keys"), [(LLAMA, LLAMA_KEYS), (GPT, GPT_KEYS)])
-def test_parts_are_those_of_the_whole(tmp_path, architecture, keys, before, now):
+def test_parts_are_those_of_the_whole(tmp_path, architecture, keys, before):
+    """The padding depends on TP. The GPT is tied, so its last stage has a copy."""
     architecture = dataclasses.replace(architecture, num_query_groups=4)
     weights = distinct_weights(architecture)
     path = tmp_path / "m.nemo"
@@ -91,7 +99,7 @@ def test_parts_are_those_of_the_whole(tmp_path, architecture, keys, before, now)
     writers.write_archive(path, members | writers.rank_files(weights, architecture, before, 2))
     with open_nemo(path) as nemo:
         found = nemo.weights
-    for rank in range(now):
+    for rank, now in [(0, 1), (0, 2), (1, 2), (1, 4), (3, 4)]:
         for name, whole in weights.items():
             wanted = split(name, whole, architecture, rank, now)
             assert torch.equal(found.share(name, rank, now), wanted), (name, rank)
@@ -164,10 +172,7 @@ def test_other_files_of_torch(tmp_path, rewrite):
     weights = distinct_weights(LLAMA)
     members = writers.single_file(writers.padded(weights, 8), extra=False)
     members = {name: rewrite(data) for name, data in members.items()}
-    _, found = read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
-    assert set(found) == set(weights)
-    for name, tensor in weights.items():
-        assert torch.equal(found[name], tensor), name
+    assert_same(read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)[1], weights)
 
 
 def test_a_storage_that_is_cut_short_is_named(tmp_path):

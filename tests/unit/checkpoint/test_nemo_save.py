@@ -8,13 +8,13 @@ import warnings
 
 import pytest
 import torch
-from test_nemo_kinds import GPT, LLAMA, NEMOTRON, distinct_weights
+from test_nemo_kinds import GPT, LLAMA, NEMOTRON, assert_same, distinct_weights
 
 from aligner.architecture import GPTArchitecture, RopeScaling
 from aligner.checkpoint.nemo.config import architecture_from_config, config_from_architecture
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.errors import CheckpointError, StorageError
+from aligner.errors import StorageError
 from aligner.examples.tasks.tiny_model import write_tiny_nemo
 from aligner.models.gpt.megatron.build import transformer_config
 from aligner.parallel.groups import initialize_parallel
@@ -23,8 +23,10 @@ MOE = dataclasses.replace(LLAMA, num_moe_experts=3, moe_ffn_hidden_size=12)
 ARCHITECTURES = {"llama": LLAMA, "gpt": GPT, "nemotron": NEMOTRON, "moe": MOE}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*dict.fromkeys(ARCHITECTURES, torch.float32).items(), ("moe", torch.bfloat16)],
+)
 def test_round_trip_is_exact(tmp_path, name, dtype):
     architecture = ARCHITECTURES[name]
     weights = distinct_weights(architecture, dtype)
@@ -34,10 +36,7 @@ def test_round_trip_is_exact(tmp_path, name, dtype):
         assert nemo.architecture == architecture
         assert nemo.config["seed"] == 7
         assert nemo.tokenizer_files == files
-        assert set(nemo.weights) == set(weights)
-        for key, tensor in weights.items():
-            assert torch.equal(nemo.weights[key], tensor), key
-            assert nemo.weights[key].dtype == dtype
+        assert_same(nemo.weights, weights)
 
 
 def test_the_same_model_gives_the_same_bytes(tmp_path):
@@ -155,11 +154,3 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(StorageError, match="Make the directory writable"):
         save_nemo(path / "below_a_file.nemo", distinct_weights(LLAMA), LLAMA, {})
-
-
-def test_incomplete_weights_are_refused_before_anything_is_written(tmp_path):
-    weights = distinct_weights(LLAMA)
-    del weights["decoder.layers.3.mlp.linear_fc1.weight"]
-    with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.linear_fc1"):
-        save_nemo(tmp_path / "m.nemo", weights, LLAMA, {})
-    assert list(tmp_path.iterdir()) == []

@@ -1,10 +1,7 @@
 """A chat template of one's own, by key: what it changes, and what is refused before a model."""
 
-import json
-
 import pytest
-from test_chat_data import prepending
-from test_environment_config import loaded
+from test_chat_data import chatml, prepending
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files, with_chat_template
@@ -52,10 +49,6 @@ def test_a_tokenizer_without_a_template_gets_one(tmp_path):
         ("{% for m in messages %}", "refuses the messages.*correct the template"),
         ("{{ raise_exception('never') }}", "never; correct the template"),
         ("{{ messages[1].content }}", "omits the message of the user"),
-        (
-            OWN.split("{%- if")[0].replace("m.content", "m.content[:3]"),
-            "omits the message of the user",
-        ),
         ("{{ messages[0].content }}", "omits the message of the assistant"),
         (b"\xff\xfe\x00", "cannot be read as text"),
         (None, "cannot be read as text.*No such file"),
@@ -69,28 +62,13 @@ def test_what_is_no_template_is_refused(template, said, tmp_path):
         with_chat_template(byte_level_tokenizer(), path, key=KEY)
 
 
-@pytest.mark.parametrize("change", ["upper", "capitalize", "replace('n', 'm')"])
 @pytest.mark.parametrize(
-    "where", ["m.role == 'assistant'", "m.role == 'assistant' and not loop.last"]
+    ("change", "where"),
+    [("upper", ""), ("capitalize", "and not loop.last"), ("replace('n', 'm')", "")],
 )
 def test_a_template_that_changes_the_assistants_messages_is_refused_at_the_start(change, where):
-    changed = OWN.replace("m.content", f"(m.content | {change} if {where} else m.content)")
-    files = byte_level_tokenizer().files()
-    config = json.loads(files["tokenizer_config.json"]) | {
-        "chat_template": "<|im_start|>" + changed
-    }
-    tokenizer = tokenizer_from_files(files | {"tokenizer_config.json": json.dumps(config).encode()})
+    changed = f"(m.content | {change} if m.role == 'assistant' {where} else m.content)"
+    tokenizer = chatml("<|im_start|>" + OWN.replace("m.content", changed))
     with pytest.raises(ConfigError, match=rf"An answer⁂': .*Set {KEY}=FILE.jinja"):
         ChatRenderer(tokenizer)
     assert tokenizer.encode("<|im_start|>")[0] not in tokenizer.end_ids
-
-
-def test_the_key_is_for_conversations():
-    assert loaded(f"{KEY}=own.jinja").environment.chat_template == "own.jinja"
-    with pytest.raises(ConfigError, match=r"needs an environment: set reward=environment"):
-        loaded(
-            f"{KEY}=own.jinja",
-            "environment.factory=null",
-            "reward=function",
-            "reward.function=a.b:f",
-        )

@@ -123,10 +123,6 @@ SUM = ("2+3=", "5")
             "prompt_column=question, response_column=answer",
         ),
         ({"prompt": "2+3=", "completion": "5"}, SUM, "response_column=completion"),
-        (
-            {"instruction": "2+3=", "output": "5", "id": 1},
-            *(SUM, "prompt_column=instruction, response_column=output"),
-        ),
         ({"text": "2+3=5"}, ("2", "+3=5"), "text_column=text"),
     ],
 )

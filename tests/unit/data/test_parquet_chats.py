@@ -1,18 +1,15 @@
 """Chats and tools in Parquet files: the nulls that Arrow adds are no part of a row."""
 
-import json
-
 import pyarrow as pa
 import pytest
-from loaded import load_set
+from loaded import load_set, write_rows
 from pyarrow import parquet
+from test_chat_data import chatml
 
 from aligner.data.preferences import PairDataset
 from aligner.data.prompts import PromptDataset
 from aligner.data.readers import read_rows
 from aligner.data.supervised import ExampleDataset
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import DataError
 
 TEMPLATE = (
@@ -25,9 +22,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    files = byte_level_tokenizer().files()
-    config = json.loads(files["tokenizer_config.json"]) | {"chat_template": TEMPLATE}
-    return tokenizer_from_files({**files, "tokenizer_config.json": json.dumps(config).encode()})
+    return chatml(TEMPLATE)
 
 
 def tool(name, **properties):
@@ -51,9 +46,8 @@ USER = {"role": "user", "content": "do it"}
 
 def both(tmp_path, rows):
     """The same rows as JSONL and as Parquet."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    return tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    return write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "rows.parquet"
 
 
 NO = {"role": "assistant", "content": "no"}

@@ -135,16 +135,6 @@ def test_a_model_directory_without_tokenizer_config_is_read_as_transformers_read
     assert [load_tokenizer(folder).encode(text) for text in texts] == expected
 
 
-def test_the_model_may_name_the_class(vocabularies, tmp_path):
-    for name, content in vocabularies["pair"].items():
-        (tmp_path / name).write_bytes(content)
-    plain = load_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    ours = load_tokenizer(tmp_path)
-    assert ours.encode("12") == theirs.encode("12") != plain.encode("12")
-
-
 def test_what_splits_otherwise_is_refused(vocabularies, tmp_path, monkeypatch):
     files = vocabularies["pair"] | {
         "tokenizer_config.json": json.dumps({"tokenizer_class": "Qwen2Tokenizer", **END}).encode()

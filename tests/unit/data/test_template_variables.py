@@ -1,4 +1,4 @@
-"""Variables of chat templates: those that transformers gives, and those of a configuration."""
+"""Chat templates: rendered as by transformers, with its variables and those of the settings."""
 
 import json
 import pickle
@@ -15,8 +15,13 @@ from aligner.data.chat import render
 from aligner.data.readers import DataRow
 from aligner.data.supervised import make_example
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.data.tokenizers.loading import tokenizer_from_files, with_template_kwargs
+from aligner.data.tokenizers.loading import (
+    load_tokenizer,
+    tokenizer_from_files,
+    with_template_kwargs,
+)
 from aligner.data.tokenizers.tokenizer import fixed_time
+from aligner.environments.calls import form_of
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start
 from aligner.errors import ConfigError, DataError
@@ -54,25 +59,61 @@ def files(template=TEMPLATE, **config):
     ],
     ids=["few", "more", "none", "by name", "a list", "additional", "at the top"],
 )
-@pytest.mark.parametrize(
-    "kwargs",
-    [{}, {"enable_thinking": False}, {"documents": [{"title": "T"}], "bos_token": "B"}],
-    ids=["plain", "thinking", "documents"],
-)
-def test_variables_are_those_of_transformers(tmp_path, config, kwargs):
+def test_variables_are_those_of_transformers(tmp_path, config):
     for name, content in files(**config).items():
         (tmp_path / name).write_bytes(content)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    options = {"tokenize": False, "add_generation_prompt": True, **kwargs}
-    expected = theirs.apply_chat_template(CHAT, **options)
     ours = tokenizer_from_files(files(**config))
     again = tokenizer_from_files(ours.files())
-    for tokenizer in (ours, again):
-        found = pickle.loads(pickle.dumps(tokenizer.with_template_kwargs(kwargs)))
-        assert found.apply_chat_template(CHAT) == expected
-    assert datetime.now().strftime("%d %b %Y") in expected
+    for kwargs in (
+        {},
+        {"enable_thinking": False},
+        {"documents": [{"title": "T"}], "bos_token": "B"},
+    ):
+        options = {"tokenize": False, "add_generation_prompt": True, **kwargs}
+        expected = theirs.apply_chat_template(CHAT, **options)
+        for tokenizer in (ours, again):
+            found = pickle.loads(pickle.dumps(tokenizer.with_template_kwargs(kwargs)))
+            assert found.apply_chat_template(CHAT) == expected
+        assert datetime.now().strftime("%d %b %Y") in expected
     with fixed_time("2001-02-03T04:05:06"):
         assert "03 Feb 2001" in ours.apply_chat_template(CHAT)
+
+
+PLAIN = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+TOOLS = (
+    "{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ m.role + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + (c.function | tojson) }}{% endfor %}"
+    "{% endfor %}"
+)
+TOOL = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+NAMED = [{"name": "tool_use", "template": TOOLS}, {"name": "default", "template": PLAIN}]
+
+
+@pytest.mark.parametrize(
+    ("template", "more"),
+    [
+        (NAMED, {}),
+        (None, {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": TOOLS}),
+        ("wrong", {"chat_template.jinja": PLAIN}),
+        (None, {"chat_template.jinja": "\ufeff" + PLAIN}),
+    ],
+    ids=["list", "folder", "file first", "byte-order mark"],
+)
+def test_several_templates_are_rendered_as_by_transformers(tmp_path, template, more):
+    contents = {name: text.encode() for name, text in more.items()}
+    for name, content in (files(template) | contents).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    if "tool_use" in json.dumps([template, list(more)]):
+        assert form_of(ours) == "hermes"  # functions are left to the template
+    for tools in (None, TOOL):
+        options = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+        expected = theirs.apply_chat_template(CHAT, **options).removeprefix("\ufeff")
+        for tokenizer in (ours, tokenizer_from_files(ours.files())):
+            assert tokenizer.apply_chat_template(CHAT, tools=tools) == expected
 
 
 def test_what_is_no_variable_is_refused():

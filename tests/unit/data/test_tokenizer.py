@@ -7,15 +7,15 @@ import pickle
 
 import pytest
 import sentencepiece
-from tokenizers import ByteLevelBPETokenizer, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import ByteLevelBPETokenizer
 
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.loading import load_tokenizer, tokenizer_from_files
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.errors import AlignerError, CheckpointNotFoundError, DataError, TokenizerError
+from aligner.errors import CheckpointNotFoundError, DataError, TokenizerError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 
 CORPUS = [f"{a}+{b}={a + b}\nHello there, wörld number {a}." for a in range(20) for b in range(5)]
@@ -72,7 +72,7 @@ def test_text_survives(tokenizer):
         assert 0 <= min(ids) <= max(ids) < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize("response", [" there, wörld 🎈日本語\n12", "", "5\n", " 5", "é"])
+@pytest.mark.parametrize("response", [" there, wörld 🎈日本語\n12", "", "5\n"])
 def test_response_is_what_the_prompt_lacks(tokenizer, response):
     prompt_ids = tokenizer.encode("Hello")
     response_ids = tokenizer.encode("Hello" + response)[len(prompt_ids) :]
@@ -95,28 +95,12 @@ def test_responses_stream_character_by_character(tokenizer):
     cut = IncrementalDecoder(tokenizer, prompt_ids)
     assert cut.push(balloon[0]) == ""
     assert set(cut.flush()) == {"�"}
-    text = " wörld 🎈" * 40
-    prompt_ids = tokenizer.encode("Hello")
-    response_ids = tokenizer.encode("Hello" + text)[len(prompt_ids) :]
-    decoder = IncrementalDecoder(tokenizer, prompt_ids)
-    assert "".join(decoder.push(token) for token in response_ids) + decoder.flush() == text
     balloon = tokenizer.encode("🎈")
     tail = tokenizer.encode("🎈ab")[len(balloon) :]
     decoder = IncrementalDecoder(tokenizer, balloon[:-1])
     streamed = decoder.push(balloon[-1]) + "".join(decoder.push(t) for t in tail) + decoder.flush()
     assert streamed == decode_response(tokenizer, balloon[:-1], [balloon[-1], *tail])
     assert streamed.endswith("ab")
-
-
-def test_special_ids(byte_level_dir, sentencepiece_file):
-    byte_level = load_tokenizer(byte_level_dir)
-    assert (byte_level.bos_id, byte_level.eos_id, byte_level.pad_id) == (0, 1, 1)
-    assert byte_level.vocab_size == 300
-    assert byte_level.encode("<eos>") == [1]
-    assert byte_level.decode([1]) == "<eos>"
-    pieces = load_tokenizer(sentencepiece_file)
-    assert (pieces.bos_id, pieces.eos_id, pieces.pad_id) == (1, 2, 2)
-    assert pieces.vocab_size == 400
 
 
 def test_rebuilt_from_its_files_and_from_a_pickle(tokenizer):
@@ -127,19 +111,6 @@ def test_rebuilt_from_its_files_and_from_a_pickle(tokenizer):
         assert copy.files() == tokenizer.files()
         for name in ("eos_id", "bos_id", "pad_id", "vocab_size"):
             assert getattr(copy, name) == getattr(tokenizer, name), name
-
-
-def test_same_ids_as_transformers(byte_level_dir):
-    from transformers import PreTrainedTokenizerFast
-
-    theirs = PreTrainedTokenizerFast.from_pretrained(str(byte_level_dir))
-    ours = load_tokenizer(byte_level_dir)
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "2+3=5"}]
-    assert ours.encode("wörld 12") == theirs.encode("wörld 12", add_special_tokens=False)
-    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
-    )
-    pickle.loads(pickle.dumps(ours))  # the renderer stays behind
 
 
 def test_chat_templates(byte_level_dir):
@@ -157,6 +128,18 @@ def test_chat_templates(byte_level_dir):
     files["chat_template.jinja"] = b"{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="roles must alternate"):
         tokenizer_from_files(files).apply_chat_template(ask)
+
+
+def test_the_byte_level_tokenizer():
+    tokenizer = byte_level_tokenizer()
+    assert tokenizer.encode("aé<|im_end|>") == [*"aé".encode(), 258]
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == (259, 258, 257)
+    assert tokenizer.pad_id == tokenizer.eos_id
+    text = bytes(range(128)).decode() + "é 日本語"
+    again = tokenizer_from_files(tokenizer.files())
+    assert again.files() == tokenizer.files()
+    assert again.encode(text) == tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_gpt2_pair(tmp_path):
@@ -184,19 +167,6 @@ def test_tokens_only_the_config_knows(byte_level_dir):
     files["tokenizer_config.json"] = json.dumps(changed).encode()
     with pytest.raises(TokenizerError, match="must have id 400"):
         tokenizer_from_files(files)
-
-
-def test_llama_style_json_keeps_spaces():
-    backend = RustTokenizer(models.BPE(vocab={"▁a": 0, "b": 1, "▁": 2, "</s>": 3}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    files = {
-        "tokenizer.json": backend.to_str().encode(),
-        "tokenizer_config.json": b'{"eos_token": "</s>"}',
-    }
-    tokenizer = tokenizer_from_files(files)
-    assert tokenizer.decode([0, 1]) == "ab"
-    assert decode_response(tokenizer, [1], [0, 1, 3]) == " ab"
 
 
 @pytest.mark.parametrize("legacy", [None, True, False])
@@ -279,7 +249,6 @@ def test_refusals(tmp_path, byte_level_dir, sentencepiece_file):
         tokenizer_from_files({**json_only, "tokenizer_config.json": b"{"})
     with pytest.raises(TokenizerError, match="SentencePiece model without a chat template"):
         load_tokenizer(sentencepiece_file).apply_chat_template([])
-    assert issubclass(TokenizerError, AlignerError)
 
 
 def test_ids_of_rows_beyond_the_tokenizer_have_no_text(tokenizer):
