@@ -2,39 +2,27 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 IGNORED: dict[str, None] = {}  # keys without effect in this run, for the start-up report
 
 
-class KeyTable(Protocol):
-    """Keys of one library."""
-
-    def remedy(self, key: str, /) -> str | None:
-        """Return the alternative to a dotted key, or None for a key that is not in the table."""
-        ...
-
-    def is_inert(self, key: str, value: Any, /) -> bool:
-        """Return whether ``key: value`` describes the fixed behaviour of this library."""
-        ...
+_tables: list[Any] = []
 
 
-_tables: list[KeyTable] = []
-
-
-def register(keys: KeyTable) -> None:
-    """Add the table of a library, which may be a module with the two functions."""
+def register(keys: Any) -> None:
+    """Add the table of a library, a module with the functions `remedy` and `is_inert`."""
     if keys not in _tables:
         _tables.append(keys)
 
 
 def remedy(key: str) -> str | None:
-    """Return the alternative to a key in the first table that contains it, or None."""
+    """Return what replaces a dotted key, by the first table that contains the key, or None."""
     return next((text for keys in _tables if (text := keys.remedy(key)) is not None), None)
 
 
 def is_inert(key: str, value: Any) -> bool:
-    """Return whether a table accepts ``key: value`` as without effect."""
+    """Return whether a table knows that ``key: value`` has no effect here and may be ignored."""
     return any(keys.is_inert(key, value) for keys in _tables)
 
 

@@ -79,10 +79,9 @@ class Dataset(Generic[T]):
         """Convert every row to an item. Items that are too long are dropped, never cut.
 
         Args:
-            source: files or a generator function, see `aligner.data.readers.read_rows`. At most
-                ``limit`` rows are read.
-            make: function ``(row, index, data=section)`` from a row, its index in the source and
-                the section with the names of its columns to an item.
+            source: files or a generator function, see `aligner.data.readers.read_rows`.
+            make: function ``(row, index, data=section)`` that returns the item of a row. The
+                section has the names of the columns.
             data: section of the configuration.
             keys: keys of the columns that a row needs (see `aligner.data.columns`).
             longest: maximum number of tokens of an item, or None without a limit.
@@ -210,8 +209,8 @@ def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool = True) -> np
 class Shares:
     """Shares of several sources in an epoch, which has as many items as all sources together.
 
-    A source of ``n`` items in an epoch continues its own passes: its items of the epoch e are the
-    items ``e * n`` to ``(e + 1) * n - 1`` of the endless series of its shuffled passes.
+    A source with ``n`` items per epoch has an endless series of shuffled passes. Epoch e uses the
+    items ``e * n`` to ``(e + 1) * n - 1`` of the series.
     """
 
     def __init__(
@@ -307,9 +306,9 @@ class PromptSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last batch of ``state``. The batch size may differ.
 
-        The position is counted in prompts. With ``may_change`` and other data or another seed, the
-        new order continues from the same position, or from the next epoch if it is shorter. Raises
-        `DataError` if data, seed or shuffling differ, and ``may_change`` is false.
+        With ``may_change`` and other data or another seed, the new order continues from the same
+        prompt, or from the next epoch if the new order is shorter. Without ``may_change``, raises
+        `DataError` if data, seed or shuffling differ.
         """
         for name in ("size", "seed", "shuffle"):
             if state[name] != getattr(self, name) and not self.may_change:

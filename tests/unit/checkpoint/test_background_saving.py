@@ -17,7 +17,7 @@ import torch
 from newest_state import newest
 from ranks import FORKSERVER
 from test_run_loop import Counter, lines, run
-from test_run_state_failures import run_ranks
+from test_run_state import run_ranks
 
 from aligner.algorithms.run import stopping
 from aligner.checkpoint import durable

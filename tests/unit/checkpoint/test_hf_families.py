@@ -117,7 +117,6 @@ def test_generated_tokens_are_those_of_transformers(model_folder, role):
 
 @pytest.mark.integration
 def test_round_trip_through_nemo_is_exact(model_folder, tmp_path):
-    """Tensors bit for bit, tokenizer byte for byte, a configuration that reads alike."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model, folder = model_folder
@@ -168,6 +167,11 @@ def read_keys(config):
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e3, "original_max_position_embeddings": 16}
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [4.0] * 4}
+SHORT = {"short_factor": [1.0], "long_factor": [1.0]}
+WINDOWS = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    "rope_parameters": {"sliding_attention": YARN},
+}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
 
 
@@ -195,10 +199,7 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
         ({"hidden_size": None}, "incomplete"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "truncate=false"),
-        (
-            {"model_type": "phi3", "rope_scaling": {"short_factor": [1.0], "long_factor": [1.0]}},
-            r"rope_scaling\.short_factor=\(1\.0,\), which must be 4 numbers",
-        ),
+        ({"model_type": "phi3", "rope_scaling": SHORT}, r"short_factor=\(1\.0,\), .* 4 numbers"),
         ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual=True"),
         ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm=True"),
         ({"model_type": "seed_oss", "attention_out_bias": True}, "attention_out_bias=True"),
@@ -210,15 +211,8 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
         ({"model_type": "starcoder2", "hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"model_type": "olmo2", "attention_bias": True}, "attention_bias=True"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "bidirectional_attention"),
-        (
-            {"model_type": "gemma3_text", "attn_logit_softcapping": 5.0},
-            r"attn_logit_softcapping=5\.0",
-        ),
-        (
-            {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"]}
-            | {"rope_parameters": {"sliding_attention": YARN}},
-            "rope type 'yarn' of sliding_attention layers",
-        ),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, r"softcapping=5\.0"),
+        ({"model_type": "olmo3", **WINDOWS}, "rope type 'yarn' of sliding_attention layers"),
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias=False"),
     ],
 )
@@ -239,7 +233,6 @@ def test_unsupported_configurations_are_named(changes, message):
     ids=["yarn", "two scales", "no ramp", "longrope", "longrope with a factor"],
 )
 def test_rotation_is_that_of_transformers_there_and_back(scaling):
-    """Frequencies and their factor, of the read and of the written configuration."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -274,10 +267,7 @@ def test_what_no_family_can_express_is_refused():
         ({"bias_qkv": True}, "qwen2"),
         ({"qk_layernorm": True}, "qwen3"),
         ({"num_moe_experts": 4}, "mixtral"),
-        (
-            {"normalization": "layernorm1p", "activation": "squared_relu", "rotary_percent": 0.5},
-            "nemotron",
-        ),
+        ({"normalization": "layernorm1p", "activation": "squared_relu"}, "nemotron"),
         ({"num_moe_experts": 4, "qk_layernorm": True}, "qwen3_moe"),
     ],
 )
@@ -363,7 +353,6 @@ def test_convert_tells_the_direction_by_the_suffix(tmp_path, tiny_nemo):
 
 @pytest.mark.integration
 def test_a_directory_is_loaded_as_its_nemo_is(tmp_path, tiny_nemo):
-    """By megatron-core's roles too; what reads `.nemo` files alone names the converter."""
     convert(tiny_nemo, tmp_path / "hf")
     tokens = torch.arange(3, 15).view(1, -1)
     roles = [

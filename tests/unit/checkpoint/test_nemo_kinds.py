@@ -1,6 +1,8 @@
 """Kinds of `.nemo` that the given files do not show, written by the format's description."""
 
 import dataclasses
+import os
+from pathlib import Path
 
 import nemo_writers as writers
 import pytest
@@ -161,7 +163,6 @@ HEAD = {"rm_head.weight": torch.ones(1, 16) / 3, "rm_head.bias": torch.ones(1) /
 
 
 def test_reward_model(tmp_path):
-    """A reward head comes along, beside an output layer that nobody uses."""
     weights = distinct_weights(LLAMA) | HEAD
     single = writers.single_file(writers.padded(weights, 8))
     for name, members in (("s", single), ("ranks", writers.rank_files(weights, LLAMA, 2, 2))):
@@ -202,3 +203,42 @@ def test_log_probs_equal_a_float64_reference(tmp_path, base, keys, activation):
     gap = (logits.double().log_softmax(-1) - wanted.log_softmax(-1)).abs().max()
     assert gap < 5e-5  # float32 rounding; the wrong GELU shows at 3e-4
     assert_same(GatheredWeights(gpt, expected).on_rank_zero(), weights)
+
+
+# Files that NeMo itself wrote
+
+SHARED = Path(os.environ.get("ALIGNER_SHARED", Path(__file__).parents[4] / "shared"))
+FILES = ["01_llama_torchdist", "03_gpt_singlefile", "04_llama_tp2", "05_llama_te_torchdist"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", FILES)
+def test_log_probs_equal_the_writers(name):
+    folder = SHARED / "data" / "nemo"
+    if not (folder / f"{name}.nemo").exists():
+        pytest.skip(f"needs {name}.nemo and .ref.pt in data/nemo of $ALIGNER_SHARED ({SHARED})")
+    reference = torch.load(folder / f"{name}.ref.pt", weights_only=True)
+    initialize_parallel()
+    with open_nemo(folder / f"{name}.nemo") as nemo:
+        gpt = build_gpt(nemo.architecture).eval()
+        load_weights(gpt, nemo.weights, nemo.architecture)
+        vocabulary = nemo.architecture.vocab_size
+        assert nemo.tokenizer.vocab_size == vocabulary
+    assert reference["logits"].shape[-1] == vocabulary
+    tokens = reference["tokens"]
+    with torch.no_grad():
+        logits = gpt(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+    found = logits[..., :vocabulary].log_softmax(-1)
+    gap = (found - reference["logits"].log_softmax(-1)).abs().max()
+    assert gap < 2e-4
+
+
+@pytest.mark.integration
+def test_the_same_model_in_three_layouts_is_the_same_weights():
+    paths = [SHARED / "data" / "nemo" / f"{name}.nemo" for name in FILES if "llama" in name]
+    if not all(path.exists() for path in paths):
+        pytest.skip(f"needs the Llama files in data/nemo of $ALIGNER_SHARED ({SHARED})")
+    with open_nemo(paths[0]) as one, open_nemo(paths[1]) as two, open_nemo(paths[2]) as three:
+        for name in one.weights:
+            assert torch.equal(one.weights[name], two.weights[name]), name
+            assert torch.equal(one.weights[name], three.weights[name]), name

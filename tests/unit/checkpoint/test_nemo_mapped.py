@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nemo_writers as writers
@@ -115,9 +114,6 @@ def test_what_is_written_stays_out_of_the_file(tmp_path):
     assert path.read_bytes() == content
 
 
-# Files that cannot be mapped ------------------------------------------------------------------
-
-
 def rewritten(data, change, compression=zipfile.ZIP_STORED):
     """A file of `torch.save` whose records went through ``change(name, bytes)``."""
     buffer = io.BytesIO()
@@ -186,9 +182,6 @@ def test_a_storage_that_is_cut_short_is_named(tmp_path):
         read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
 
 
-# gzip -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def packed(tmp_path):
     path = tmp_path / "packed.nemo"
@@ -198,40 +191,17 @@ def packed(tmp_path):
     return path
 
 
-@pytest.fixture
-def inflations(monkeypatch):
-    """One entry for every time that a gzip file is inflated; slowly, so that others meet it."""
-    seen = []
-    inflate = inflated._inflate
+def test_two_readers_inflate_once_and_neither_waits_for_the_other(packed, temporary, monkeypatch):
+    """The second reader looks at the file just before the first one has finished it."""
+    is_complete, closed, looks, names = inflated._Shared._is_complete, threading.Event(), [], []
+    inflate, inflations = inflated._inflate, []
 
     def counted(path, target):
-        seen.append(target)
+        inflations.append(target)
         time.sleep(0.2)
         inflate(path, target)
 
     monkeypatch.setattr(inflated, "_inflate", counted)
-    return seen
-
-
-def test_readers_at_one_time_inflate_once(packed, temporary, inflations):
-    names, together = [], threading.Barrier(4)
-
-    def read():
-        with ArchiveReader(packed) as archive:
-            names.append(archive.names)
-            together.wait(30)
-
-    with ThreadPoolExecutor(4) as threads:
-        for _ in range(4):
-            threads.submit(read)
-    assert len(names) == 4
-    assert len(inflations) == 1
-    assert list(temporary.iterdir()) == []
-
-
-def test_nobody_waits_until_a_reader_has_closed(packed, temporary, inflations, monkeypatch):
-    """The second reader looks at the file just before the first one has finished it."""
-    is_complete, closed, looks, names = inflated._Shared._is_complete, threading.Event(), [], []
 
     def looked_too_early(shared):
         if threading.current_thread() is second:
@@ -259,6 +229,7 @@ def test_nobody_waits_until_a_reader_has_closed(packed, temporary, inflations, m
         reader.join(30)
     assert not waited
     assert len(names) == len(inflations) == 1
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.integration

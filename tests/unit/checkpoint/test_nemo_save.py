@@ -8,9 +8,10 @@ import warnings
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from test_nemo_kinds import GPT, LLAMA, NEMOTRON, assert_same, distinct_weights
 
-from aligner.architecture import GPTArchitecture, RopeScaling
+from aligner.architecture import RopeScaling
 from aligner.checkpoint.nemo.config import architecture_from_config, config_from_architecture
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -96,6 +97,19 @@ def test_megatron_core_reads_what_we_write(tmp_path, name):
         assert torch.equal(tensor[: expected.shape[0]], expected), key
 
 
+@pytest.mark.integration
+def test_nemo_reads_the_configuration_and_unpacks_the_rest(tiny_nemo, tmp_path):
+    from nemo.core import ModelPT
+    from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+
+    theirs = SaveRestoreConnector()
+    found = theirs.restore_from(ModelPT, str(tiny_nemo), return_config=True)
+    theirs._unpack_nemo_file(str(tiny_nemo), str(tmp_path))
+    with open_nemo(tiny_nemo) as packed, open_nemo(tmp_path) as unpacked:
+        assert OmegaConf.to_container(found) == packed.config
+        assert_same(unpacked.weights, packed.weights)
+
+
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -114,26 +128,12 @@ def test_configuration_round_trip(architecture):
 
 
 def test_nemo_defaults_and_switches():
-    """Keys that are null or absent mean what NeMo takes them for."""
     config = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "encoder_seq_length": 4}
     architecture = architecture_from_config(config, 10)
-    assert architecture == GPTArchitecture(
-        num_layers=1,
-        hidden_size=8,
-        ffn_hidden_size=32,
-        num_attention_heads=2,
-        num_query_groups=2,
-        kv_channels=4,
-        vocab_size=10,
-        max_position_embeddings=4,
-        activation="gelu",
-        normalization="layernorm",
-        position_embedding="learned_absolute",
-        tie_embeddings=True,
-        bias_linear=True,
-        attention_dropout=0.1,
-        hidden_dropout=0.1,
-    )
+    sizes = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 32, "max_position_embeddings": 4}
+    sizes |= {"num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 4, "vocab_size": 10}
+    sizes |= {"make_vocab_size_divisible_by": 128, "attention_dropout": 0.1, "hidden_dropout": 0.1}
+    assert architecture == dataclasses.replace(GPT, **sizes)
     scaled = architecture_from_config(config | {"scale_positional_embedding": True}, 10)
     assert scaled.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
     windowed = architecture_from_config(config | {"window_size": [3, 0]}, 10)

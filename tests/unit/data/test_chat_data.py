@@ -172,7 +172,7 @@ WITH_TOOLS = (
 CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": '{"x": 7}'}}
 USE = [
     QUESTION,
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": None},
     {"role": "tool", "content": "14", "tool_call_id": "1", "name": "add"},
     {"role": "assistant", "content": "14!", "reasoning_content": "easy", "tool_calls": []},
 ]

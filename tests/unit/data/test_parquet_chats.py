@@ -72,16 +72,24 @@ def test_rows_are_those_of_jsonl(tmp_path, tokenizer, kind, columns, options):
 
 
 def test_columns_of_environments_and_others(tmp_path):
-    rows = [{"messages": [USER, row["call"]], "tools": row["tools"]} for row in ROWS]
-    lines, table = (list(read_rows(file)) for file in both(tmp_path, rows))
-    assert [row.columns for row in table] == [row.columns for row in lines]
-    rows = [{"extra": {"hint": None, "index": 1}}, {"extra": {"hint": "h", "index": 2}}]
-    _, table = both(tmp_path, rows)
-    assert [row.columns for row in read_rows(table)] == rows
+    """Messages in lists, in structs and by themselves. A null outside of chats stays."""
+    named = {**USER, "name": "Ada"}
+    nested = [
+        {
+            "task": {"chat": [user, row["call"]], "tools": row["tools"], "hint": hint},
+            "first": user,
+            "chats": [[user], [user, row["call"]]],
+        }
+        for row, user, hint in zip(ROWS, (USER, named, USER), ("a", None, "b"), strict=True)
+    ]
+    chats = [{"messages": [USER, row["call"]], "tools": row["tools"]} for row in ROWS]
+    plain = [{"extra": {"hint": None, "index": 1}}, {"extra": {"hint": "h", "index": 2}}]
+    for rows in (nested, chats, plain):
+        for file in both(tmp_path, rows):
+            assert [row.columns for row in read_rows(file)] == rows
 
 
 def test_byte_order_marks(tmp_path):
-    """A UTF-8 file with a byte-order mark holds the same rows as without."""
     mark = b"\xef\xbb\xbf"
     for name, content in (
         ("a.txt", b"2+3=\r\n4+4=\r\n"),
@@ -90,21 +98,6 @@ def test_byte_order_marks(tmp_path):
     ):
         (tmp_path / name).write_bytes(mark + content)
         assert [row.columns["prompt"] for row in read_rows(tmp_path / name)] == ["2+3=", "4+4="]
-
-
-def test_chats_within_structs_and_messages_by_themselves(tmp_path):
-    """What an environment's own columns hold; a null outside of chats stays."""
-    named = {**USER, "name": "Ada"}
-    rows = [
-        {
-            "task": {"chat": [user, row["call"]], "tools": row["tools"], "hint": hint},
-            "first": user,
-            "chats": [[user], [user, row["call"]]],
-        }
-        for row, user, hint in zip(ROWS, (USER, named, USER), ("a", None, "b"), strict=True)
-    ]
-    lines, table = ([row.columns for row in read_rows(file)] for file in both(tmp_path, rows))
-    assert table == lines == rows
 
 
 def test_maps_are_objects(tmp_path):

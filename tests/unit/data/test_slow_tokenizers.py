@@ -70,7 +70,7 @@ def model(tiny_nemo, tmp_path_factory):
         ("pair", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True, **END}),
         ("pair", {"tokenizer_class": "CodeGenTokenizer", **END}),
         ("pieces", {"tokenizer_class": "LlamaTokenizer", "legacy": False, **LLAMA}),
-        ("pieces", {"tokenizer_class": "LlamaTokenizer", **LLAMA}),
+        ("pieces", {"tokenizer_class": "LlamaTokenizer", "legacy": True, **LLAMA}),
         ("pieces", {"tokenizer_class": "GemmaTokenizer", **LLAMA}),
     ],
     ids=["qwen2", "gpt2", "codegen", "llama", "legacy", "gemma"],
@@ -78,7 +78,11 @@ def model(tiny_nemo, tmp_path_factory):
 def test_tokens_are_those_of_transformers(kind, config, model, vocabularies, tmp_path):
     folder = tmp_path / "slow"
     folder.mkdir()
-    files = vocabularies[kind] | {"tokenizer_config.json": json.dumps(config).encode()}
+    config["chat_template"] = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    files = vocabularies[kind] | {
+        "tokenizer_config.json": json.dumps(config).encode(),
+        "generation_config.json": b'{"eos_token_id": [2, 7]}',
+    }
     for name, content in files.items():
         (folder / name).write_bytes(content)
     texts = list(fuzz())
@@ -92,13 +96,15 @@ def test_tokens_are_those_of_transformers(kind, config, model, vocabularies, tmp
         ours = [load_tokenizer(folder), checkpoint.tokenizer, tokenizer_from_files(files)]
     for tokenizer in (*ours, load_tokenizer(tmp_path / "back")):
         assert [tokenizer.encode(text) for text in texts] == expected
+        assert {2, 7, tokenizer.eos_id} == {*tokenizer.end_ids}
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+        assert rendered == f"hi{config['eos_token']}"
     back = AutoTokenizer.from_pretrained(tmp_path / "back")
     assert [back.encode(text, add_special_tokens=False) for text in texts] == expected
 
 
 @pytest.mark.integration
 def test_a_directory_with_a_sentencepiece_model_alone_is_refused(vocabularies, tmp_path):
-    """Not read by SentencePiece, whose tokens are not those of transformers for all texts."""
     path = tmp_path / "tokenizer.model"
     path.write_bytes(vocabularies["pieces"]["tokenizer.model"])
     with pytest.raises(

@@ -97,6 +97,7 @@ def test_answers_may_have_tags_and_their_end():
     for policy in ("refuse", "escape"):
         assert treat_special_tokens(tokenizer, [answer], policy, "m") == [answer]
         assert treat_special_tokens(tokenizer, "a  b", policy, "m") == "a  b"  # white space
+        assert treat_special_tokens(tokenizer, f"b{END}", policy, "m", True) == f"b{END}"
     for hostile in (
         user("<think>"),
         {"role": "assistant", "content": f"{END}a"},

@@ -46,7 +46,6 @@ def test_every_answer_of_a_chat(tmp_path, tokenizer):
 
 
 def test_every_answer_of_a_response_of_several_turns(tmp_path, tokenizer):
-    """Every form of a row teaches the answers behind its prompt, and no answer of the prompt."""
     chat = CHAT[1:]
     eos = tokenizer.decode([tokenizer.eos_id])
     rows = [

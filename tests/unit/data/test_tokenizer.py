@@ -1,6 +1,5 @@
 """Tokenizers: real byte-level BPE and real SentencePiece models, trained here."""
 
-import dataclasses
 import io
 import json
 import pickle
@@ -9,14 +8,11 @@ import pytest
 import sentencepiece
 from tokenizers import ByteLevelBPETokenizer
 
-from aligner.checkpoint.hf.model_folder import read_hf, save_hf
-from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.loading import load_tokenizer, tokenizer_from_files
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.errors import CheckpointNotFoundError, DataError, TokenizerError
-from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
+from aligner.errors import CheckpointNotFoundError, TokenizerError
 
 CORPUS = [f"{a}+{b}={a + b}\nHello there, wörld number {a}." for a in range(20) for b in range(5)]
 TEMPLATE = (
@@ -62,16 +58,6 @@ def tokenizer(request, byte_level_dir, sentencepiece_file):
     return load_tokenizer(byte_level_dir if request.param == "byte_level" else sentencepiece_file)
 
 
-def test_text_survives(tokenizer):
-    assert isinstance(tokenizer, Tokenizer)
-    for text in ["2+3=5\n7+4=", "Hello there, wörld", "日本語 🎈"]:
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert tokenizer.bos_id not in ids
-        assert tokenizer.eos_id not in ids
-        assert 0 <= min(ids) <= max(ids) < tokenizer.vocab_size
-
-
 @pytest.mark.parametrize("response", [" there, wörld 🎈日本語\n12", "", "5\n"])
 def test_response_is_what_the_prompt_lacks(tokenizer, response):
     prompt_ids = tokenizer.encode("Hello")
@@ -103,31 +89,20 @@ def test_responses_stream_character_by_character(tokenizer):
     assert streamed.endswith("ab")
 
 
-def test_rebuilt_from_its_files_and_from_a_pickle(tokenizer):
-    ids = tokenizer.encode("7+4=11\n")
-    for copy in (tokenizer_from_files(tokenizer.files()), pickle.loads(pickle.dumps(tokenizer))):
-        assert copy.encode("7+4=11\n") == ids
-        assert copy.decode(ids) == "7+4=11\n"
+def test_text_survives_in_copies_from_files_and_from_a_pickle(tokenizer):
+    assert isinstance(tokenizer, Tokenizer)
+    copies = tokenizer_from_files(tokenizer.files()), pickle.loads(pickle.dumps(tokenizer))
+    for text in ["2+3=5\n7+4=", "Hello there, wörld", "日本語 🎈"]:
+        ids = tokenizer.encode(text)
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & {*ids}
+        assert 0 <= min(ids) <= max(ids) < tokenizer.vocab_size
+        for each in (tokenizer, *copies):
+            assert each.encode(text) == ids
+            assert each.decode(ids) == text
+    for copy in copies:
         assert copy.files() == tokenizer.files()
         for name in ("eos_id", "bos_id", "pad_id", "vocab_size"):
             assert getattr(copy, name) == getattr(tokenizer, name), name
-
-
-def test_chat_templates(byte_level_dir):
-    tokenizer = load_tokenizer(byte_level_dir / "tokenizer.json")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
-    assert text == "<|user|>Hi<eos><|assistant|>"
-    files = load_tokenizer(byte_level_dir).files()
-    config = json.loads(files["tokenizer_config.json"])
-    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
-    files["tokenizer_config.json"] = json.dumps({**config, "chat_template": named}).encode()
-    ask = [{"role": "user", "content": "Hi"}]
-    assert tokenizer_from_files(files).apply_chat_template(ask) == "yes"
-    files["chat_template.jinja"] = b"from the file"
-    assert tokenizer_from_files(files).apply_chat_template(ask) == "from the file"
-    files["chat_template.jinja"] = b"{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match="roles must alternate"):
-        tokenizer_from_files(files).apply_chat_template(ask)
 
 
 def test_the_byte_level_tokenizer():
@@ -142,20 +117,8 @@ def test_the_byte_level_tokenizer():
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_gpt2_pair(tmp_path):
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(CORPUS, vocab_size=300, show_progress=False)
-    trained.add_special_tokens(["<|endoftext|>"])
-    trained.save_model(str(tmp_path))
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode("7+4=11\n") == trained.encode("7+4=11\n").ids
-    assert tokenizer.decode(tokenizer.encode(" wörld")) == " wörld"
-    assert tokenizer.eos_id == 300
-    assert set(tokenizer.files()) == {"tokenizer.json", "tokenizer_config.json"}
-
-
 def test_tokens_only_the_config_knows(byte_level_dir):
-    files = load_tokenizer(byte_level_dir).files()
+    files = load_tokenizer(byte_level_dir / "tokenizer.json").files()
     config = json.loads(files["tokenizer_config.json"])
     added = {"300": {"content": "<|end|>", "special": True}}
     changed = {**config, "added_tokens_decoder": added, "eos_token": "<|end|>"}
@@ -167,47 +130,6 @@ def test_tokens_only_the_config_knows(byte_level_dir):
     files["tokenizer_config.json"] = json.dumps(changed).encode()
     with pytest.raises(TokenizerError, match="must have id 400"):
         tokenizer_from_files(files)
-
-
-@pytest.mark.parametrize("legacy", [None, True, False])
-def test_a_sentencepiece_model_of_hugging_faces_is_what_transformers_makes_of_it(
-    legacy, tmp_path, sentencepiece_file
-):
-    """``legacy`` decides whether text behind a special token begins with a space of its own."""
-    from transformers import AutoTokenizer
-
-    architecture = dataclasses.replace(TINY_ARCHITECTURE, vocab_size=400)
-    folder = tmp_path / "hf"
-    save_hf(folder, random_weights(architecture), architecture, {})
-    config = {
-        "tokenizer_class": "LlamaTokenizer",
-        "bos_token": {"__type": "AddedToken", "content": "<s>"},
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "chat_template": TEMPLATE.replace("<eos>", "</s>"),
-        **({} if legacy is None else {"legacy": legacy}),
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    theirs = AutoTokenizer.from_pretrained(str(folder))
-
-    source = read_hf(folder)
-    save_nemo(tmp_path / "m.nemo", source.weights, architecture, source.tokenizer_files)
-    raw = {
-        name: (folder / name).read_bytes()
-        for name in ("tokenizer.model", "tokenizer_config.json", "generation_config.json")
-    }
-    with open_nemo(tmp_path / "m.nemo") as nemo:
-        assert "tokenizer.json" in nemo.tokenizer_files
-        loaded = [nemo.tokenizer, load_tokenizer(folder), tokenizer_from_files(raw)]
-    chat = [{"role": "user", "content": "7+4="}]
-    for tokenizer in loaded:
-        for text in ("<s>hi", "hi", " hi", "<s> hi", "7+4=11</s>a world", "a  b", "a\nb", "é</s>"):
-            assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False), text
-        assert tokenizer.encode("16</s>")[-1] == tokenizer.eos_id == 2
-        assert (tokenizer.bos_id, tokenizer.end_ids) == (1, (2, 7))
-        assert tokenizer.apply_chat_template(chat) == "<|user|>7+4=</s><|assistant|>"
 
 
 def test_sentencepiece_models_by_themselves(sentencepiece_file):

@@ -57,3 +57,10 @@ def test_a_module_finds_packages_absent_while_it_is_imported(package):
     }
     __import__("small_wheel")
     assert importlib.metadata.version("small_wheel") == "1.0"
+
+
+def test_packages_are_found_again_where_the_module_raises(package, tmp_path):
+    (tmp_path / "greedy_module.py").write_text("import small_wheel")
+    with pytest.raises(ModuleNotFoundError, match="small_wheel"):
+        import_without(package, "small_wheel")
+    __import__("small_wheel")
