@@ -40,7 +40,11 @@ _STACKED = re.compile(r"^decoder\.layers\.(?!\d)(.*)$")
 _STACKED_EXPERTS = ".experts.experts."
 _THREADS = 1  # more threads would compete with the copying thread
 _TENSORS_AHEAD = 8  # about a layer
-_SOURCES = {"torch_dist": TorchDistSource, "zarr": ZarrSource}  # by ``sharded_backend``
+# By ``sharded_backend``.
+_SOURCES: dict[str, type[TorchDistSource | ZarrSource]] = {
+    "torch_dist": TorchDistSource,
+    "zarr": ZarrSource,
+}
 _LEGACY_UP = re.compile(r"(.*\.mlp\.)dense_h_to_4h_2\.(weight|bias)$")
 
 
