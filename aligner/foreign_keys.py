@@ -1,29 +1,10 @@
-"""Lookup of configuration keys of other libraries in the tables that `aligner.compat` registers."""
+"""Text of configuration keys and values, in tables and in overrides."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
 IGNORED: dict[str, None] = {}  # keys without effect in this run, for the start-up report
-
-
-_tables: list[Any] = []
-
-
-def register(keys: Any) -> None:
-    """Add the table of a library, a module with the functions `remedy` and `is_inert`."""
-    if keys not in _tables:
-        _tables.append(keys)
-
-
-def remedy(key: str) -> str | None:
-    """Return what replaces a dotted key, by the first table that contains the key, or None."""
-    return next((text for keys in _tables if (text := keys.remedy(key)) is not None), None)
-
-
-def is_inert(key: str, value: Any) -> bool:
-    """Return whether a table knows that ``key: value`` has no effect here and may be ignored."""
-    return any(keys.is_inert(key, value) for keys in _tables)
 
 
 def table(rows: list[tuple[str, Any, str]]) -> str:

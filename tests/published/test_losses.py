@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from aligner.algorithms.losses.interfaces import LossInputType, PublishedLoss, as_loss
+from aligner.algorithms.losses.interfaces import LossInputType, PublishedLoss
 from aligner.algorithms.losses.value import MseValueLossFn, PPOValueLoss
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import (
@@ -54,12 +54,9 @@ def nll_of_logits(next_token_logits, data, global_valid_seqs, global_valid_toks)
     return loss, {"loss": loss.item(), "num_valid_samples": len(tokens)}
 
 
-class TheirInputType(enum.Enum):
-    """Another library's enumeration."""
-
-    LOGIT = "logit"
-    LOGPROB = "logprob"
-    DISTILLATION = "distillation"
+TheirInputType = enum.Enum(
+    "TheirInputType", {name: name.lower() for name in ("LOGIT", "LOGPROB", "DISTILLATION")}
+)
 
 
 class NLLOfLogprobs:
@@ -87,12 +84,7 @@ def start(tiny_nemo):
     sizes = {"micro_batch_size": 2, "global_batch_size": ROWS, "optim": OptimConfig(lr=1e-2)}
 
     def start(role, backend="megatron", **options):
-        model = ModelConfig(
-            str(tiny_nemo),
-            **sizes,
-            ppo=PolicyPPOConfig(sampling_params=SamplingParams(temperature=0.7)),
-            **options,
-        )
+        model = ModelConfig(str(tiny_nemo), **sizes, ppo=HOT, **options)
         if role is Policy:
             handle = Policy(cluster, model, tokenizer, init_reference_model=False, backend=backend)
         else:
@@ -107,6 +99,8 @@ def start(tiny_nemo):
     return start
 
 
+# The temperature of sampling also divides the logits of training.
+HOT = PolicyPPOConfig(sampling_params=SamplingParams(temperature=0.7))
 PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=16)}
 
 
@@ -177,15 +171,13 @@ def test_what_cannot_be_a_loss_is_refused():
             raise AssertionError
 
     with pytest.raises(ConfigError, match=r"loss_fn\.input_type=.*LOGIT, LOGPROB"):
-        as_loss(Distillation())
+        PublishedLoss(Distillation())
     with pytest.raises(ConfigError, match="loss_fn='mse'"):
-        as_loss("mse")
-    ours = PPOValueLoss()
-    assert as_loss(ours) is ours
+        PublishedLoss("mse")
 
     def refused(function, message):
         with pytest.raises(DataError, match=message):
-            as_loss(function)(
+            PublishedLoss(function)(
                 TokenOutputs(torch.zeros(ROWS, WIDTH)),
                 batch(),
                 Denominators(torch.tensor(1.0), torch.tensor(1.0)),
@@ -199,8 +191,8 @@ def test_what_cannot_be_a_loss_is_refused():
 
 
 def test_the_input_is_told_by_type_or_by_name():
-    assert as_loss(nll_of_logits).input_type is LossInputType.LOGIT
-    assert as_loss(NLLOfLogprobs()).input_type is LossInputType.LOGPROB
+    assert PublishedLoss(nll_of_logits).input_type is LossInputType.LOGIT
+    assert PublishedLoss(NLLOfLogprobs()).input_type is LossInputType.LOGPROB
     by_name = PublishedLoss(
         lambda next_token_logprobs, data, global_valid_seqs, global_valid_toks: (data, {})
     )

@@ -32,6 +32,20 @@ def evaluate(loss_function, outputs, batch, entropy=None):
     return loss.item(), leaf.grad, {name: value.item() for name, value in metrics.items()}
 
 
+def masked_in(outputs, batch):
+    """True where ``outputs`` do not count by the masks of the batch, in the shape of outputs."""
+    masked = (batch["token_mask"] * batch["sample_mask"][:, None]) == 0
+    return masked.reshape(*masked.shape, *[1] * (outputs.ndim - 2)).expand(outputs.shape)
+
+
+def check_loss(loss_function, outputs, batch, sizes, entropy=None, masked=None, ignored=()):
+    """The checks below, with micro-batches of ``sizes``."""
+    masked = masked_in(outputs, batch) if masked is None else masked
+    check_micro_batches(loss_function, outputs, batch, sizes, entropy)
+    check_garbage(loss_function, outputs, batch, masked, ignored, entropy)
+    check_nothing_counts(loss_function, outputs, batch, entropy)
+
+
 def check_micro_batches(loss_function, outputs, batch, sizes, entropy=None):
     """Loss, gradient and metrics do not depend on how rows are cut into micro-batches."""
     _, gradient, metrics = evaluate(loss_function, outputs, batch, entropy)

@@ -36,17 +36,12 @@ def build_sharded(
     head_outputs: int,
     way: Way,
 ) -> tuple[TransformersModel, list[ParameterShard]]:
-    """Build this process's share of a model.
+    """Build this process's share of a model. Stored weights and gradients are float32.
 
-    Args:
-        architecture: shape of the model.
-        weights: full float tensors [...] by Hugging Face's names, or None to leave weights
-            uninitialised.
-        parallel: parallel layout, with the data- and tensor-parallel groups.
-        settings: dtype of the passes, recomputation, new adapters (next to which all weights except
-            a head are frozen) and their seed. Stored weights, gradients and a head are float32.
-        head_outputs: outputs of a head in place of the output layer. 0: an output layer.
-        way: how sequences are passed to the body.
+    ``weights``: full float tensors [...] by Hugging Face's names, or None to leave weights
+    uninitialised. ``settings``: dtype of the passes, recomputation, new adapters (next to which all
+    weights except a head are frozen) and their seed. ``head_outputs``: outputs of a head in place
+    of the output layer. 0: an output layer. ``way``: how sequences are passed to the body.
     """
     dtype = settings.dtype
     model = _empty_model(architecture, settings, head_outputs, way)

@@ -42,9 +42,10 @@ class TransformersModel(nn.Module):
         Args:
             parts: modules by Hugging Face's names in a language model.
             body: name of the decoder, which maps token ids to hidden states.
-            output: name of the output layer. None: the embedding's weight, or no output layer.
+            output: name of the output layer. None: with ``score`` no output layer, otherwise the
+                embedding's weight.
             score: scalar head.
-            layer_classes: names of the classes of layers, from the model.
+            layer_classes: class names of the decoder's layers (``_no_split_modules``).
             way: how sequences are passed to the body.
         """
         super().__init__()

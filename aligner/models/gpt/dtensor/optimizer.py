@@ -1,7 +1,4 @@
-"""Optimizer of a sharded model, in which each process updates its local elements.
-
-A step equals that of megatron-core roles.
-"""
+"""Optimizer of a sharded model. A step equals that of megatron-core roles."""
 
 import math
 from collections.abc import Iterator, Sequence

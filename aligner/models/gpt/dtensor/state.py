@@ -1,7 +1,4 @@
-"""A sharded model's weights and Adam moments, saved on one layout and restored on any other.
-
-Every process saves its local elements with their tensor-parallel part and their rows of the part.
-"""
+"""A sharded model's weights and Adam moments, saved on one layout and restored on any other."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

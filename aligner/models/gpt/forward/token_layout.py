@@ -93,10 +93,10 @@ class TokenLayout:
         return self._to_device(rows), self._to_device(frame_indices)
 
     def predicted_tokens(self, selected: BoolArray | None = None) -> tuple[Tensor, Tensor]:
-        """Return the row that predicts each token and the token's frame index, int64 ``[N]`` each.
+        """Return the row index that predicts each token, and the token's frame index.
 
-        Every frame index occurs once. ``selected``: ``[b, S]``, true for the tokens to return.
-        Default: all.
+        Both are int64 ``[N]``. ``selected``: ``[b, S]``, true for the tokens to return. Default:
+        all tokens except the first of each sequence.
         """
         rows, frame_indices = self._all_tokens()
         has_next = ~self.ends[frame_indices]
@@ -139,8 +139,8 @@ def build_layout(
     """Lay out a micro-batch.
 
     ``input_ids``: int64 ``[b, S]``, right-padded. ``lengths``: int64 ``[b]``, at most ``S``.
-    ``tree``: runs of tokens that are computed once each. ``sequences``: sequences of rows that
-    contain several. By default every row is one sequence and shares nothing.
+    ``tree``: runs of tokens that are computed once each. Default: sequences share nothing.
+    ``sequences``: offset and length of each sequence. Default: every row is one sequence.
     """
     rows, width = input_ids.shape
     if tree is not None or sequences is not None or rules.packed or not len(lengths):

@@ -3,10 +3,6 @@
 With Transformer Engine and a GPU, the layer is megatron-core's Transformer Engine spec with our
 core attention, unless ``model.layer_spec`` selects another. The local spec has megatron-core's
 linears, `Norm` and `CoreAttention`.
-
-Experts use one grouped matrix product in each direction. Their weights remain the parameters of
-`SequentialMLP`, as in checkpoints, and are stacked again for each product, so that one layer's copy
-exists at a time.
 """
 
 import functools
@@ -82,7 +78,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class GroupedExperts(SequentialMLP):
-    """`SequentialMLP` that computes all experts in two grouped products."""
+    """`SequentialMLP` that computes all experts in two grouped products.
+
+    The weights remain separate parameters, as in checkpoints, and are stacked for each product.
+    """
 
     def forward(
         self,

@@ -1,16 +1,13 @@
 """A role's weights and Adam moments, saved on one parallel layout and restored on any other.
 
-Each process saves, of every parameter, the slice that its optimizer updates: float32 weights and
-moments, under the parameter's canonical name and with its part of the tensor-parallel split.
-Weights frozen next to adapters are not in the state but in the model's file.
-
-Restoring reads one parameter at a time, only the elements that this process updates, from the
-memory-mapped files of all saving processes. If the tensor-parallel split has changed,
-`aligner.checkpoint.canonical` locates the elements, of moments too. Weights that other
-data-parallel ranks update are gathered from those ranks, as after a step.
+Each process saves the slice of every parameter that its optimizer updates: float32 weights and
+moments, with the parameter's canonical name and its part of the tensor-parallel split. Weights
+frozen next to adapters are only in the model's file. A process restores the elements that it
+updates from the memory-mapped files of all saving processes. It gathers others as after a step.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
@@ -127,7 +124,7 @@ class _SavedRole:
         self, name: str, kind: str, part: tuple[int, int], shape: Shape, elements: range
     ) -> Tensor:
         """Return the flattened ``elements`` of a part of a tensor in the present layout."""
-        # The same split: the saved elements themselves.
+        # The same split.
         piece = self._pieces(name)[0]
         (rank, size), (_, count) = part, piece["part"]
         surplus = piece["shape"][0] * count - self._architecture.vocab_size
@@ -212,11 +209,9 @@ class RoleWeights(RoleModel):
     adapters: RoleAdapters | None
 
     @property
+    @abstractmethod
     def gpt(self) -> GPTModel:
         """Model of megatron-core without the data-parallel wrapper."""
-        return self.model.module if self.optimizer is not None else self.model
-
-    unwrapped = gpt
 
     @cached_property
     def gathered_weights(self) -> GatheredWeights:
@@ -228,11 +223,6 @@ class RoleWeights(RoleModel):
             pp_group=self.parallel.pp_group,
             ep_group=self.parallel.ep_group,
         )
-
-    def collect_weights(self) -> None:
-        """See `RoleOptimizer.collect_weights`."""
-        if self.optimizer is not None:
-            self.optimizer.collect_weights()
 
     def run_state(self) -> dict[str, Any]:
         """Return the state that this process saves. Tensors are flat views of its memory.

@@ -48,7 +48,7 @@ class ModelOffload:
         self.park(copied=weights if params else [], freed=buffers if grads else [])
 
     def park(self, *, copied: Iterable[Tensor], freed: Iterable[Tensor]) -> None:
-        """Free device memory. Host copies restore ``copied`` [...], zeros ``freed`` [...]."""
+        """Free memory of tensors [...]. `to_device` restores ``copied`` and zeros ``freed``."""
         # Copy before any storage is freed, because tensors can share a storage.
         storages = _storages(copied)
         copies = self._memory.copies([storage_bytes(*storage) for storage in storages])
