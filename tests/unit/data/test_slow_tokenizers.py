@@ -70,7 +70,7 @@ def model(tiny_nemo, tmp_path_factory):
         ("pair", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True, **END}),
         ("pair", {"tokenizer_class": "CodeGenTokenizer", **END}),
         ("pieces", {"tokenizer_class": "LlamaTokenizer", "legacy": False, **LLAMA}),
-        ("pieces", {"tokenizer_class": "LlamaTokenizer", "legacy": True, **LLAMA}),
+        ("pieces", {"tokenizer_class": "LlamaTokenizer", **LLAMA}),
         ("pieces", {"tokenizer_class": "GemmaTokenizer", **LLAMA}),
     ],
     ids=["qwen2", "gpt2", "codegen", "llama", "legacy", "gemma"],
