@@ -60,8 +60,7 @@ class PolicyLoss(Protocol):
             The loss, a scalar tensor with gradient, and scalar metrics under the same names in
             every call. Loss and metrics are summed over micro-batches and ranks. Metrics whose
             names end in ``_max`` or ``_min`` are combined by maximum or minimum. Names below
-            ``train_optim/`` in `aligner.observe.metric_names` are written there, other names below
-            ``custom/``.
+            ``train_optim/`` in `docs/metrics.md` are written there, other names below ``custom/``.
         """
         ...
 
@@ -123,7 +122,8 @@ def user_policy_loss(
                 f"Add {' or '.join(options)} to the parameters of its constructor, or leave out "
                 f"{setting}"
             )
-    loss = UserPolicyLoss(name, {**{key: built_in[key] for key in sorted(option_names)}, **kwargs})
+    arguments = {key: built_in[key] for key in sorted(option_names)} | dict(kwargs)
+    loss = UserPolicyLoss(name, arguments)
     _test_loss(loss, has_reference)
     return loss
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from aligner.checkpoint.model_source import ModelSource
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.logprobs.output_layer import OutputLayerBypass
+from aligner.logprobs.output_layer import OutputLayerBypass, ValueHead
 from aligner.losses.interfaces import PublishedLoss
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
@@ -24,13 +24,13 @@ from aligner.models.gpt.forward.schedule import (
     loss_head,
     split_microbatches,
 )
-from aligner.models.gpt.forward.token_layout import LayoutRules
+from aligner.models.gpt.forward.token_layout import LayoutRules, framed_outputs
 from aligner.models.gpt.lora import adapters_off
 from aligner.models.gpt.megatron.model import MegatronGPTModel
-from aligner.models.gpt.role.offload import SwappedWeights
+from aligner.models.gpt.role.model import ValueModel
 from aligner.models.gpt.role.reward import RewardModelType, RewardRole
 from aligner.models.gpt.role.settings import RoleSettings, SectionType
-from aligner.models.gpt.role.value import ValueHead, ValueModel, framed_outputs
+from aligner.models.gpt.role.training_state import SwappedWeights
 from aligner.models.interfaces import CriticModelInterface
 from aligner.parallel.groups import joined_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
