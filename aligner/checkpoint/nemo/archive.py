@@ -169,7 +169,7 @@ class ArchiveReader:
         absent = sorted(set(listed) - self.names)
         if absent:
             raise CheckpointError(
-                f"{str(self.path)!r} lacks {absent[0]!r}, which its {CHECKSUMS} lists. Copy it again"
+                f"{str(self.path)!r} lacks {absent[0]!r}, which {CHECKSUMS} lists. Copy it again"
             )
         return listed
 
