@@ -126,7 +126,7 @@ class MegatronValueWorker(RewardScorer, ValueWorker):
         self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
         """See `ValueWorker.share_backbone`."""
-        from aligner.models.gpt.megatron.critic import SharedBackboneRewardModel
+        from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 
         settings = reward_settings(config, run, learns=False)
         with open_model(config.restore_from_path) as checkpoint:
