@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 from documented import PAGES, ROOT
 
-from aligner.observe.metric_names import METRICS, PREFIXES
+from aligner.observe.metrics import METRICS, PREFIXES
 from aligner.rewards.function.runner import RewardFunction
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()

@@ -25,7 +25,7 @@ from aligner.checkpoint.hf.families import FAMILIES
 from aligner.config.cli import check_key, check_overrides
 from aligner.config.parse import build
 from aligner.errors import AlignerError
-from aligner.observe.metric_names import describe
+from aligner.observe.metrics import describe
 from benchmarks.parity import COLUMNS
 
 # The configuration that a page is about.

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from test_conf import CONF
 
 from aligner.config import load_config
-from aligner.observe.metric_names import check_names
+from aligner.observe.metrics import check_names
 
 NAME = "ppo_qwen2.5_1.5b_gsm8k_1n8g"
 

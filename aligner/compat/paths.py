@@ -68,21 +68,24 @@ PATHS = {
         f"models.nlp.gpt.megatron_gpt_{role}": "models.gpt"
         for role in ("critic", "ppo_actor", "reinforce_actor", "reward_model", "rs_actor")
     },
-    "models.policy.dtensor_policy_worker": "models.policy.workers.policy_worker",
+    "models.policy.dtensor_policy_worker": "models.policy.lm_policy",
     "models.policy.interfaces": "models.interfaces",
-    "models.policy.megatron_policy_worker": "models.policy.workers.policy_worker",
+    "models.policy.megatron_policy_worker": "models.policy.lm_policy",
     "models.policy.workers.base_policy_worker": "models.worker",
-    "models.policy.workers.dtensor_policy_worker": "models.policy.workers.policy_worker",
-    "models.policy.workers.dtensor_policy_worker_v2": "models.policy.workers.policy_worker",
-    "models.policy.workers.megatron_policy_worker": "models.policy.workers.policy_worker",
+    **{
+        f"models.policy.workers.{name}": "models.policy.lm_policy"
+        for name in (
+            *("dtensor_policy_worker", "dtensor_policy_worker_v2", "megatron_policy_worker"),
+            "policy_worker",
+        )
+    },
     "models.value.config": "compat.nemo_rl",
     "models.value.interfaces": "models.interfaces",
-    "models.value.workers.dtensor_value_worker_v2": (
-        "models.value.workers.value_worker losses.value"
-    ),
+    "models.value.workers.dtensor_value_worker_v2": "models.value.lm_value losses.value",
     "models.value.workers.megatron_value_worker": (
-        "models.value.workers.value_worker models.gpt.megatron.critic logprobs.output_layer"
+        "models.value.lm_value models.gpt.megatron.critic logprobs.output_layer"
     ),
+    "models.value.workers.value_worker": "models.value.lm_value",
     "utils.utils": "models.gpt",
     # Paths of earlier versions of this library.
     **{f"algorithms.losses.{name}": f"losses.{name}" for name in ("interfaces", "policy", "value")},
@@ -106,7 +109,11 @@ PATHS = {
     "data.ratings": "data.preferences",
     "distributed.accelerator": "device.accelerator",
     "distributed.parallel": "parallel.groups",
+    "models.gpt.role.value": "logprobs.output_layer models.gpt.role.model",
+    "losses.kl": "losses.policy algorithms.ppo.credit",
+    "observe.metric_names": "observe.metrics",
     "observe.packages": "packages",
+    "observe.samples": "observe.metrics observe.progress",
 }
 _OTHER_NAMES = {
     "AbstractPolicyWorker": "RoleWorker",

@@ -60,8 +60,7 @@ class PolicyLoss(Protocol):
             The loss, a scalar tensor with gradient, and scalar metrics under the same names in
             every call. Loss and metrics are summed over micro-batches and ranks. Metrics whose
             names end in ``_max`` or ``_min`` are combined by maximum or minimum. Names below
-            ``train_optim/`` in `aligner.observe.metric_names` are written there, other names below
-            ``custom/``.
+            ``train_optim/`` in `docs/metrics.md` are written there, other names below ``custom/``.
         """
         ...
 

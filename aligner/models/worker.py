@@ -32,8 +32,8 @@ from aligner.errors import ConfigError, LayoutError, TokenizerError
 from aligner.losses.interfaces import AnyLossFunction
 from aligner.models.gpt.forward.schedule import MicroBatches
 from aligner.models.gpt.role.model import RoleModel
-from aligner.models.gpt.role.offload import ModelOffload
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import ModelOffload
 from aligner.parallel.collectives import gather_objects, on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
 
@@ -103,10 +103,10 @@ def note_unused(caller: str, arguments: Mapping[str, Any]) -> None:
 
 
 class RoleWorker(Generic[RoleT]):
-    """Base class of the workers of all roles: training, phases, and run state.
+    """Base class of the workers of all roles: trains, changes phases, and saves the run state.
 
-    Handles call the methods with a data-parallel rank's share of a global batch. Results are the
-    same on every process of a model-parallel group.
+    Each method receives one data-parallel rank's share of a global batch from a worker handle.
+    Results are the same on every process of a model-parallel group.
     """
 
     model_path: ClassVar[str]  # of the backend's model of the role, ``module:class``

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing import reductions
 
 from aligner.errors import DryDeviceError
-from aligner.models.gpt.layers import elementwise
+from aligner.models.gpt.layers import fusions
 from aligner_plan.dry.graphs import Graph
 from aligner_plan.dry.known import KnownValues, tensors_in
 from aligner_plan.dry.replacements import Replacement, constant
@@ -69,8 +69,8 @@ def gpu_replacements(gpu: Any) -> Iterator[Replacement]:
         return (_gpu_attention if query.is_cuda else real_attention)(query, *args, **kwargs)
 
     yield F, "scaled_dot_product_attention", attention
-    yield elementwise, "missing_for_kernels", constant(None)
-    for module in (elementwise, fused_bias_dropout, fused_bias_swiglu):
+    yield fusions, "missing_for_kernels", constant(None)
+    for module in (fusions, fused_bias_dropout, fused_bias_swiglu):
         for name, function in list(vars(module).items()):
             if hasattr(function, "_torchdynamo_orig_callable"):
                 yield module, name, gpu.one_kernel(function._torchdynamo_orig_callable)

@@ -16,8 +16,8 @@ from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt.layers.layer_spec import GroupedExperts
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
-from aligner.models.gpt.role.offload import SwappedWeights
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import SwappedWeights
 from aligner.parallel.groups import initialize_parallel
 from aligner_plan.dry.device import DryDevice
 from benchmarks.shapes import SHAPES

@@ -191,7 +191,7 @@ def test_published_arguments_reach_the_cluster(tokenizer, tmp_path, monkeypatch)
     asked = Clusters()
     Policy(asked, policy_config(), tokenizer, "mine", [2, 1], False, "w.nemo", "opt", False)
     worker, name, given = asked.started
-    assert worker.endswith("policy_worker.MegatronPolicyWorker")
+    assert worker.endswith("lm_policy.MegatronPolicyWorker")
     assert (name, given["workers_per_node"]) == ("mine", [2, 1])
     assert given["env_vars"] == {"ALIGNER_PUBLISHED": "1"}
     assert given["parallel"].tensor == 1

@@ -28,8 +28,7 @@ from aligner.models.gpt import MegatronGPTRSModel, load_from_nemo
 from aligner.models.gpt.decode.sampling import counter_uniforms
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
 from aligner.models.value.lm_value import Value
-from aligner.observe.metrics import MetricsWriter, read_metrics
-from aligner.observe.samples import read_samples
+from aligner.observe.metrics import MetricsWriter, read_metrics, read_samples
 from aligner.parallel.groups import initialize_parallel
 
 EOS = 2

@@ -16,7 +16,7 @@ from aligner.losses.advantages import token_rewards
 from aligner.losses.groups import has_reward_variance
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.observe.diagnostics import rollout_metrics, statistics
-from aligner.observe.samples import Sample
+from aligner.observe.metrics import Sample
 from aligner.rewards.interface import RewardInterface
 
 # Added to the run's seed for validation, so that validation never shares random numbers with

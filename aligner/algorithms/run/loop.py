@@ -34,9 +34,8 @@ from aligner.errors import (
     training_step,
 )
 from aligner.models.handle import RoleHandle
-from aligner.observe.metrics import MetricsWriter, PhaseTimers
-from aligner.observe.progress import ConsoleProgress
-from aligner.observe.samples import Sample, sample_table
+from aligner.observe.metrics import MetricsWriter, PhaseTimers, Sample
+from aligner.observe.progress import ConsoleProgress, sample_table
 from aligner.parallel.collectives import from_rank_zero, gather_objects, is_rank_zero, on_rank_zero
 
 

@@ -27,10 +27,10 @@ from aligner.observe.estimates import (
     mean_over_prompts,
     pass_at_k,
 )
-from aligner.observe.metric_names import check_names
+from aligner.observe.metrics import check_names
 from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.answers import final_answer
-from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.function.runner import ScoredResponses
 
 # Estimates ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.gpt.megatron.actor import training_columns
 from aligner.observe.diagnostics import count_updates, update_metrics
-from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.function.runner import ScoredResponses
 from aligner.rewards.model import VerifiedReward
 
 

@@ -17,8 +17,7 @@ from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import read_tree
 from aligner.checkpoint.run_state.worker_state import ShareWriter
 from aligner.errors import CheckpointError, NonFiniteError, StorageError
-from aligner.observe.metrics import MetricsWriter, read_metrics
-from aligner.observe.samples import Sample, read_samples
+from aligner.observe.metrics import MetricsWriter, Sample, read_metrics, read_samples
 
 
 class Counter:

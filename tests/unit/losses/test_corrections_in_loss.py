@@ -13,8 +13,7 @@ from aligner.config import CorrectionConfig
 from aligner.losses.corrections import second_moment_masks
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.observe.diagnostics import update_metrics
-from aligner.observe.metric_names import describe
-from aligner.observe.metrics import PhaseTimers
+from aligner.observe.metrics import PhaseTimers, describe
 
 # In the loss --------------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from aligner.algorithms.ppo.credit import KLController
 from aligner.errors import ConfigError
-from aligner.losses.kl import KLController, kl_estimate
+from aligner.losses.policy import kl_estimate
 
 
 @pytest.mark.parametrize(

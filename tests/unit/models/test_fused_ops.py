@@ -26,14 +26,8 @@ from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
 from aligner.models.gpt.layers import elementwise, layer_spec, short_attention
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.layers.dot_product import attend_rows
-from aligner.models.gpt.layers.elementwise import (
-    Fusions,
-    SwiGLU,
-    _apply_rotary,
-    rms_norm,
-    rotate,
-    swiglu,
-)
+from aligner.models.gpt.layers.elementwise import SwiGLU, rms_norm, swiglu
+from aligner.models.gpt.layers.fusions import Fusions, _apply_rotary, rotate
 from aligner.models.gpt.megatron import build
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.settings import RoleSettings
@@ -293,8 +287,7 @@ def test_a_fused_model_is_the_same_model(architecture, biases, monkeypatch):
     monkeypatch.setattr(layer_spec, "can_group", lambda _: True)
     calls = []
     monkeypatch.setattr(
-        "aligner.models.gpt.layers.elementwise.rotate",
-        lambda *args: calls.append(1) or rotate(*args),
+        "aligner.models.gpt.layers.fusions.rotate", lambda *args: calls.append(1) or rotate(*args)
     )
     same, gpt = answers(architecture)
     assert len(calls) == 4 * architecture.num_layers  # query and key, there and back

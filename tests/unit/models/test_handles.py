@@ -16,8 +16,7 @@ from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.policy.lm_policy import Policy
-from aligner.models.policy.workers.policy_worker import PolicyWorker
+from aligner.models.policy.lm_policy import Policy, PolicyWorker
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.value.lm_value import Value
 

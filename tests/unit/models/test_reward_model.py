@@ -22,7 +22,7 @@ from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights,
 from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.role.reward import SequenceForm, Standardization
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
-from aligner.models.reward.workers.reward_worker import MegatronRewardWorker
+from aligner.models.reward.reward_model import MegatronRewardWorker
 from aligner.models.value.workers.megatron_value_worker import MegatronValueWorker
 from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.interface import check_weights, rated_responses

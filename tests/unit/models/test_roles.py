@@ -29,6 +29,7 @@ from aligner.errors import (
     training_step,
 )
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
+from aligner.logprobs.output_layer import ValueHead
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (
@@ -40,9 +41,8 @@ from aligner.models.gpt import (
 )
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 from aligner.models.gpt.megatron.build import build_gpt
-from aligner.models.gpt.role.optimizer_step import learning_rate
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.models.gpt.role.value import ValueHead
+from aligner.models.gpt.role.training_state import learning_rate
 
 pytestmark = pytest.mark.integration
 

@@ -31,8 +31,8 @@ from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTCriticModel, load_from_nemo
 from aligner.models.gpt.layers import layer_spec
 from aligner.models.gpt.megatron import build, critic
-from aligner.models.gpt.role.optimizer_step import learning_rate
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
+from aligner.models.gpt.role.training_state import learning_rate
 from aligner.models.value.workers import megatron_value_worker
 from aligner.models.value.workers.megatron_value_worker import (
     MegatronValueWorker,

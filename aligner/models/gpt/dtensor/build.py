@@ -17,13 +17,13 @@ from aligner.checkpoint.adapters import adapted_weights
 from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config, path_of
 from aligner.device import accelerator
 from aligner.errors import CheckpointError, ConfigError
+from aligner.logprobs.output_layer import ValueHead
 from aligner.models.gpt.dtensor import attention as dtensor_attention
 from aligner.models.gpt.dtensor.adapters import add_adapters
 from aligner.models.gpt.dtensor.module import TransformersModel, Way
 from aligner.models.gpt.dtensor.plan import SUMMED, plan_name, split_layer, split_vocabulary
 from aligner.models.gpt.dtensor.shards import ParameterShard
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.models.gpt.role.value import ValueHead
 from aligner.parallel.groups import ParallelState
 
 

@@ -31,9 +31,9 @@ from aligner.models.gpt.dtensor.shards import GatheredParameters, ParameterShard
 from aligner.models.gpt.dtensor.state import BACKEND, load_shard_state, shard_state
 from aligner.models.gpt.dtensor.ways import WORDS, ModelForm, examine, keyed_form
 from aligner.models.gpt.forward.schedule import Head, Microbatch, MicroBatches
-from aligner.models.gpt.role.model import RoleModel, count_denominators, reduce_result
+from aligner.models.gpt.role.model import RoleModel
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.parallel.collectives import on_rank_zero
+from aligner.parallel.collectives import count_denominators, on_rank_zero, reduce_result
 from aligner.parallel.groups import ParallelState, initialize_parallel
 
 # Names of a head in files of adapters, by those in the module.

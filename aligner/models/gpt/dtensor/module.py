@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from aligner.checkpoint.adapters import AdaptedWeight
+from aligner.logprobs.output_layer import ValueHead
 from aligner.models.gpt.dtensor.attention import running
 from aligner.models.gpt.forward.token_layout import TokenLayout
-from aligner.models.gpt.role.value import ValueHead
 
 Result = TypeVar("Result")
 # How sequences are passed to a body: by aligner's attention (packed, with shared prefixes), packed

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from aligner.device import accelerator
 from aligner.models.gpt.dtensor.shards import ParameterShard
-from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOptimizer, StepOutcome
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import OwnedSlice, StepOptimizer, StepOutcome
 from aligner.parallel.groups import ParallelState
 
 

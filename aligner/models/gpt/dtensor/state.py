@@ -10,7 +10,7 @@ from aligner.checkpoint.canonical import check_shape
 from aligner.errors import CheckpointError
 from aligner.models.gpt.dtensor.optimizer import ShardOptimizer
 from aligner.models.gpt.dtensor.shards import ParameterShard, Shape, rows_of
-from aligner.models.gpt.role.optimizer_step import OwnedSlice
+from aligner.models.gpt.role.training_state import OwnedSlice
 
 BACKEND = "dtensor"
 WEIGHT = "weight"

@@ -25,6 +25,7 @@ from aligner.distributed.sequences import PrefixTree, Sequences
 from aligner.models.gpt.layers.segments import Segments, build_segments, take_rows
 from aligner.parallel.context import IntArray, SumOverRanks, local_position
 from aligner.parallel.groups import ParallelState
+from aligner.types import TokenOutputs
 
 PADDING = -1
 BoolArray = NDArray[np.bool_]
@@ -254,3 +255,14 @@ def _ends(sequences: Sequences, size: int) -> BoolArray:
     ends = np.zeros(size, np.bool_)
     ends[sequences.offsets + sequences.lengths.clip(1) - 1] = True
     return ends
+
+
+def framed_outputs(outputs: Tensor, layout: TokenLayout, *, right_shift: bool) -> TokenOutputs:
+    """Map `ValueHead` outputs float ``[n * L, K]`` to the frame: ``[B, S]``, or ``[B, S, K]``.
+
+    With ``right_shift`` the output at token j is the value of j + 1, of the state *before* that
+    token. Otherwise the value of a state would be computed after its action is known.
+    """
+    rows, tokens = layout.predicted_tokens() if right_shift else layout.all_tokens()
+    outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
+    return TokenOutputs(layout.to_frame(layout.take(outputs, rows), tokens))

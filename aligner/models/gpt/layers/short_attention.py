@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from aligner.device import accelerator
 from aligner.models.gpt.layers.attention import CoreAttention
-from aligner.models.gpt.layers.elementwise import GPTConfig
+from aligner.models.gpt.layers.fusions import GPTConfig
 
 MAX_LENGTH = 128
 

@@ -22,7 +22,7 @@ from aligner.architecture import GPTArchitecture, RopeScaling, layer_flags
 from aligner.config import ParallelConfig
 from aligner.device import accelerator
 from aligner.errors import ConfigError
-from aligner.models.gpt.layers.elementwise import Fusions, GPTConfig
+from aligner.models.gpt.layers.fusions import Fusions, GPTConfig
 from aligner.models.gpt.layers.layer_spec import (
     block_spec,
     has_transformer_engine,

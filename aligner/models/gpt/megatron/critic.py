@@ -11,7 +11,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
-from aligner.logprobs.output_layer import OutputLayerBypass
+from aligner.logprobs.output_layer import OutputLayerBypass, ValueHead
 from aligner.losses.interfaces import PublishedLoss
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
@@ -22,10 +22,10 @@ from aligner.models.gpt.forward.schedule import (
     loss_head,
     split_microbatches,
 )
-from aligner.models.gpt.forward.token_layout import LayoutRules
+from aligner.models.gpt.forward.token_layout import LayoutRules, framed_outputs
 from aligner.models.gpt.megatron.model import MegatronGPTModel
+from aligner.models.gpt.role.model import ValueModel
 from aligner.models.gpt.role.settings import SectionType
-from aligner.models.gpt.role.value import ValueHead, ValueModel, framed_outputs
 from aligner.models.interfaces import CriticModelInterface
 from aligner.parallel.groups import joined_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs

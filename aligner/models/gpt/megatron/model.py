@@ -39,9 +39,8 @@ from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer, wrap_for_training
 from aligner.models.gpt.megatron.state import RoleWeights
-from aligner.models.gpt.role.model import count_denominators, reduce_result
 from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_from_model_config
-from aligner.parallel.collectives import broadcast_floats
+from aligner.parallel.collectives import broadcast_floats, count_denominators, reduce_result
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
 

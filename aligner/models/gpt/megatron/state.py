@@ -40,7 +40,7 @@ from aligner.errors import CheckpointError
 from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer
 from aligner.models.gpt.role.model import RoleModel
-from aligner.models.gpt.role.optimizer_step import OwnedSlice
+from aligner.models.gpt.role.training_state import OwnedSlice
 from aligner.parallel.groups import ParallelState
 
 WEIGHT = "weight"

@@ -28,7 +28,7 @@ from aligner.models.gpt.forward.token_logprobs import (
 )
 from aligner.models.gpt.lora import adapters_off
 from aligner.models.gpt.role.model import RoleModel
-from aligner.models.gpt.role.offload import SwappedWeights
+from aligner.models.gpt.role.training_state import SwappedWeights
 from aligner.models.interfaces import Inferrable
 from aligner.types import LossFunction, TokenOutputs
 
