@@ -36,15 +36,10 @@ _OUTPUT_BYTES = 500  # of the end of a command's output
 _CLOSING_S = 2.0  # time limit to read the output after the command has ended
 
 
-class AgentError(Exception):
-    """A command ended with an error."""
-
-
 def load(
-    source: str | Sequence[str], kwargs: Mapping[str, Any], columns: Collection[str], form: None
+    source: str | Sequence[str], kwargs: Mapping[str, Any], columns: Collection[str], _form: None
 ) -> tuple[None, Callable[..., Answers]]:
-    """Load the agent, in its process. ``form`` is not used."""
-    del form
+    """Load the agent, in its process."""
     return None, partial(answers_of, Agent(source, kwargs, columns).call)
 
 
@@ -60,10 +55,9 @@ class Agent:
     def __init__(
         self, source: str | Sequence[str], kwargs: Mapping[str, Any], columns: Collection[str]
     ) -> None:
-        """Load the function ``source``, or find the program of the command ``source``.
+        """Raise `ConfigError` if the function or program ``source`` does not exist or does not fit.
 
-        Raises `ConfigError` if the function or program does not exist, cannot be called with the
-        data's ``columns``, or has a ``check_kwargs`` that refuses ``kwargs``.
+        The data's ``columns`` and ``kwargs`` must be arguments that the function accepts.
         """
         self._kwargs = dict(kwargs)
         self._loop = asyncio.new_event_loop()
@@ -127,5 +121,5 @@ def _run(words: Sequence[str], task: Mapping[str, Any]) -> Turn:
         reader.join(_CLOSING_S)
     text = bytes(output).decode(errors="replace").strip()
     if code:
-        raise AgentError(f"it ended with exit code {code}. Its output ends: {text}")
+        raise ChildProcessError(f"it ended with exit code {code}. Its output ends: {text}")
     return Turn(done=True, info={"output": text} if text else {})

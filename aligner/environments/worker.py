@@ -66,9 +66,8 @@ def load_factory(
     """Return the class that ``environment.factory`` names, with its ``form`` bound if it needs one.
 
     ``form``: format of tool calls in the chat template, for a class with the attribute
-    ``reads_calls`` and the parameter ``form``. A column ``form`` or ``kwargs`` override it. Raises
-    `ConfigError` if the class cannot be imported, is not an environment, does not accept the data's
-    ``columns`` and ``kwargs``, or has a ``check_kwargs`` that refuses ``kwargs``.
+    ``reads_calls`` and the parameter ``form``. A column or ``kwargs`` of that name replace it.
+    Raises `ConfigError` if the class cannot be used with the data's ``columns`` and ``kwargs``.
     """
     factory_class = load_function(factory, key=KEY, kind="class")
     key = f"{KEY}={factory!r}"
@@ -91,17 +90,13 @@ def load_factory(
 
 
 def check_names(
-    names: Collection[str],
-    kwargs: Mapping[str, Any],
-    columns: Collection[str],
-    key: str,
-    origin: str,
+    names: Collection[str], kwargs: Mapping[str, Any], columns: Collection[str], key: str, by: str
 ) -> None:
-    """Raise `ConfigError` if ``kwargs``, ``columns`` or the ``names`` of ``origin`` overlap."""
+    """Raise `ConfigError` if ``names`` (given ``by`` a call), columns and ``kwargs`` overlap."""
     repeated = sorted({*names, *columns} & kwargs.keys()) + sorted({*names} & {*columns})
     if repeated:
         raise ConfigError(
-            f"{key}: {', '.join(repeated)} would be given twice, by {origin}, by a column of the "
+            f"{key}: {', '.join(repeated)} would be given twice, by {by}, by a column of the "
             "data or by environment.kwargs. Rename one of them"
         )
 

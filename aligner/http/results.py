@@ -15,7 +15,7 @@ _DISCONNECTED = 499  # a status for a client that no longer reads
 
 
 class Results(Generic[Result]):
-    """Results of one job. Created within the event loop. `put` is the job's ``report``."""
+    """Results of one job. Created within the event loop. Pass `put` as ``report`` of the job."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[Result | Exception] = asyncio.Queue()

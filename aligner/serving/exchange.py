@@ -103,11 +103,9 @@ class Exchange:
 
 
 class _Events(StreamingResponse):
-    """A stream with a time limit for each piece."""
+    """A stream that ends if the client does not accept a piece within `ARRIVAL_S`."""
 
     async def stream_response(self, send: Send) -> None:
-        """Send the pieces. End the answer if the client does not accept a piece in `ARRIVAL_S`."""
-
         async def bounded(message: AsgiMessage) -> None:
             async with asyncio.timeout(ARRIVAL_S):
                 await send(message)

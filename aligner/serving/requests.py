@@ -229,7 +229,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
     """Parse the JSON body of a request. Keys that are null count as absent.
 
-    Raises `DataError` if the body is not valid. The message starts with the key.
+    Raises `DataError` for an invalid body, with a message that starts with the key.
     """
     value = parse_json(body)
     if not isinstance(value, dict):
@@ -260,16 +260,13 @@ def _plain(message: dict[str, Any], key: str) -> Message:
     plain = {key: value for key, value in message.items() if value not in (None, [])}
     content = message.get("content")
     if isinstance(content, list):
-        texts = []
-        for part in content:
-            is_text = isinstance(part, Mapping) and part.get("type") == "text"
-            text = part.get("text") if is_text else None
-            if not isinstance(text, str):
-                raise DataError(
-                    f"{key}.content: every part must be of type 'text', as this model reads text"
-                )
-            texts.append(text)
-        content = "".join(texts)
+        parts = [part if isinstance(part, Mapping) else {} for part in content]
+        texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(
+                f"{key}.content: every part must be of type 'text', as this model reads text"
+            )
+        content = "".join(map(str, texts))
     # Clients send null for an answer, or for a result, without text.
     is_reply = message.get("role") in ("assistant", "tool") and not message.get("refusal")
     plain["content"] = "" if content is None and is_reply and "content" in message else content

@@ -155,11 +155,11 @@ class Session:
         return ids
 
     def admit(self, prompts: Sequence[Sequence[int]], longest: int, answers: int) -> range:
-        """Reserve the answers to a request and return their indices, grouped by prompt.
+        """Reserve ``answers`` answers to each prompt and return their indices, grouped by prompt.
 
         `record` or `withdraw` must follow for each answer. ``longest``: maximum number of tokens of
-        an answer. ``answers``: number of answers to each prompt. Raises `DataError` if the request
-        could exceed a limit. Then a session that was created with limits is over.
+        an answer. Raises `DataError` if the request could exceed a limit. Then a session that was
+        created with limits is over.
         """
         limits = self._limits or Limits(sys.maxsize, _MAX_TOKENS)
         with self._lock:
@@ -189,9 +189,9 @@ class Session:
         raise DataError(text)
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
-        """Release reserved answers of a request that failed or whose client disconnected.
+        """Release reserved answers of a failed request. They use no tokens, but count as answers.
 
-        Released answers use no tokens, but count as answers. ``requests``: indices from `admit`.
+        ``requests``: indices from `admit`.
         """
         with self._lock:
             self._expected = {n: key for n, key in self._expected.items() if n not in requests}
@@ -247,7 +247,7 @@ class Session:
             self._is_closed = True
 
     def as_json(self) -> dict[str, Any]:
-        """Return the session as a JSON-serialisable dict, for an HTTP response."""
+        """Return the session for an HTTP response."""
         with self._lock:
             return {
                 "id": self.id,

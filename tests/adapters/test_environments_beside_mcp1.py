@@ -58,23 +58,6 @@ def test_tools_of_verifiers(folder):
         assert game.say("it is 42").score == 1.0
 
 
-def test_an_environment_that_raises_says_so(folder):
-    (folder / "mine.py").write_text(
-        "import verifiers as vf\n"
-        "from datasets import Dataset\n"
-        "class Bad(vf.MultiTurnEnv):\n"
-        "    async def env_response(self, messages, state, **kwargs):\n"
-        "        raise ZeroDivisionError('of the environment')\n"
-        "def load_environment():\n"
-        "    rows = Dataset.from_list([{'question': 'q', 'answer': 'a'}])\n"
-        "    return Bad(dataset=rows, rubric=vf.Rubric(funcs=[lambda completion: 1.0]))\n"
-    )
-    with Game(VERIFIERS, {"environment": "mine.py:load_environment"}) as game:
-        game.begin()
-        failure = game.call("step", {"role": "assistant", "content": "x"})
-        assert "of the environment" in failure.text
-
-
 SERVER = """
 import socket
 import uvicorn

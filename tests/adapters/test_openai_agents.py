@@ -1,4 +1,4 @@
-"""Agents of the real `openai` package and of MCP, in their own environment, train a policy.
+"""Agents of the real `openai` package, in their own environment, train a policy.
 
 The tiny model is fine-tuned to call a tool and to repeat its result, and is then the policy of a
 step of PPO over agents that know a base URL and a key.
@@ -67,8 +67,7 @@ def kept(monkeypatch):
     return batches
 
 
-@pytest.mark.parametrize("agent", ["openai_agent", "mcp_agent"])
-def test_a_step_of_ppo(agent, packages, calling_nemo, tmp_path, kept):
+def test_a_step_of_ppo(packages, calling_nemo, tmp_path, kept):
     rows = [{"prompt": "7?", "tools": TOOLS, "streamed": turn} for turn in (1, 2)]
     saw = tmp_path / "saw.jsonl"
     with (tmp_path / "rows.jsonl").open("w") as file:
@@ -76,7 +75,7 @@ def test_a_step_of_ppo(agent, packages, calling_nemo, tmp_path, kept):
             file.write(json.dumps({**row, "saw": str(saw)}) + "\n")
     given = [
         *("reward=environment", "environment.kind=endpoint", "environment.max_tokens=250"),
-        f"environment.command=[python,{HERE / agent}.py]",
+        f"environment.command=[python,{HERE}/openai_agent.py]",
         *(f"model.restore_from_path={calling_nemo}", "model.ppo.length_params.max_length=32"),
         *(f"data.train.source={tmp_path / 'rows.jsonl'}", "environment.concurrency=4"),
         *("model.ppo.num_rollout_samples=8", "model.ppo.num_rollouts_per_prompt=4"),

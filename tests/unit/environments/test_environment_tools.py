@@ -8,7 +8,7 @@ from transformers.utils import get_json_schema
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.environments.calls import ToolCall, before_calls, form_of, parse_calls, structured
-from aligner.environments.tools import ToolEnv, json_schema
+from aligner.environments.tools import json_schema
 from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError
 from aligner.examples.tasks.calculator import Calculation, calculator
@@ -90,20 +90,12 @@ def test_calls_are_read_from_both_forms():
     assert parse_calls("no call f", "plain") == parse_calls("21", "hermes") == []
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [("2*(3+4)", "14"), ("-7//2", "-4"), ("1/4", "0.25"), ("2**10 % 7", "2"), ("+3 - -3", "6")],
-)
-def test_the_calculator(expression, value):
-    assert calculator(expression) == value
-
-
-@pytest.mark.parametrize(
-    "expression", ["__import__('os')", "9**9**9", "10**60", "(-8)**0.5", "'a'*3", "1;2", "1" * 201]
-)
-def test_the_calculator_does_nothing_else(expression):
-    with pytest.raises((ValueError, SyntaxError)):
-        calculator(expression)
+def test_the_calculator_computes_and_does_nothing_else():
+    values = {"2*(3+4)": "14", "-7//2": "-4", "1/4": "0.25", "2**10 % 7": "2", "+3 - -3": "6"}
+    assert {expression: calculator(expression) for expression in values} == values
+    for wrong in ("__import__('os')", "9**9**9", "10**60", "(-8)**0.5", "'a'*3", "1;2", "1" * 201):
+        with pytest.raises((ValueError, SyntaxError)):
+            calculator(wrong)
 
 
 def say(text):
@@ -136,28 +128,6 @@ def test_the_plain_form_needs_no_template():
     assert "result of calculator: error: ZeroDivisionError" in turn.messages[0]["content"]
     unread = env.step(say("call calculator {")).info["calls"]
     assert unread.startswith("calculator(): ")
-
-
-def test_calls_run_at_the_same_time():
-    import threading
-
-    meet = threading.Barrier(2, timeout=10)
-
-    def wait() -> str:
-        """Wait for the other.
-
-        Args:
-        """
-        meet.wait()
-        return "met"
-
-    class Meeting(ToolEnv):
-        def question(self):
-            return "?"
-
-    env = Meeting([wait], "plain")
-    (message,) = env.step(say("call wait\ncall wait")).messages
-    assert message["content"] == "result of wait: met\nresult of wait: met"
 
 
 def test_the_guessing_game():
@@ -215,10 +185,8 @@ def test_calls_as_models_write_them(form, text, calls):
     [
         ("llama3", LLAMA[:-2], "JSON object with name and parameters"),
         ("llama3", '<|python_tag|>get_weather.call(city="Rome")', "with name and parameters"),
-        ("llama3", '{"name": 5, "parameters": {}}', "JSON object with name and parameters"),
         ("llama3", '{"name": "f", "parameters": [1]}', "the arguments are no JSON object"),
         ("llama3", "<|python_tag|>", "JSON object with name and parameters"),
-        ("mistral", V3, "with name and arguments, in a list"),
         ("mistral", "[TOOL_CALLS] []", "with name and arguments, in a list"),
         ("mistral", "[TOOL_CALLS]f[ARGS]{x}", "the arguments are no JSON"),
         ("hermes", '<tool_call>\n{"name": "f", "argum', "JSON object with name and arguments"),
@@ -244,19 +212,15 @@ def test_results_of_calls_are_known_by_their_ids():
     assert ids == ["a1B2c3D4e", "call00000", "call00001", "call00002"]
 
 
-@pytest.mark.parametrize(
-    ("form", "calls"),
-    [
+def test_text_before_the_calls():
+    for form, calls in (
         ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
         ("mistral", '[TOOL_CALLS] [{"name": "f"}]'),
         ("llama3", '<|python_tag|>{"name": "f"}'),
         ("plain", "call f {}"),
-    ],
-)
-def test_text_before_the_calls(form, calls):
-    assert [call.name for call in parse_calls(f"well\n{calls}", form)] == ["f"]
-    assert before_calls(f"well\n{calls}", form) == "well\n"
-    assert before_calls("no call at all", form) == "no call at all"
+    ):
+        assert before_calls(f"well\n{calls}", form) == "well\n"
+        assert before_calls("no call at all", form) == "no call at all"
     assert before_calls('{"name": "f"}', "llama3") == ""
 
 
