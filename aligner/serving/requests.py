@@ -1,8 +1,7 @@
-"""Requests of OpenAI's interface: the supported keys and their checks.
+"""Requests of OpenAI's interface (https://platform.openai.com/docs/api-reference).
 
-https://platform.openai.com/docs/api-reference describes the keys. ``return_token_ids``, ``top_k``,
-``min_tokens`` and ``repetition_penalty`` are vLLM's. An unsupported key that would change the
-answer is refused, and accepted only with the value that changes nothing.
+``return_token_ids``, ``top_k``, ``min_tokens`` and ``repetition_penalty`` are vLLM's. An
+unsupported key is accepted only with the value that does not change the answer.
 """
 
 import dataclasses
@@ -110,9 +109,9 @@ class _Sampled(_Request):
         return self.logprobs is not None and self.logprobs is not False
 
     def sampling_options(self, defaults: SamplingOptions, longest: int) -> SamplingOptions:
-        """Return the sampling options: ``defaults``, overridden by the request.
+        """Return ``defaults``, overridden by the request and its ``longest`` number of new tokens.
 
-        ``longest``: maximum number of new tokens. A temperature of 0 means greedy sampling.
+        A temperature of 0 means greedy sampling.
         """
         greedy = None if self.temperature is None else self.temperature == 0
         changes: dict[str, Any] = {
@@ -191,10 +190,7 @@ class TokenizeRequest(_Request):
 
     @property
     def text_prompt(self) -> str | None:
-        """The prompt, None if the request has ``messages``.
-
-        Raises `DataError` for a request with neither or both, or with a prompt and keys of chats.
-        """
+        """The prompt, None if the request has ``messages``. Raises `DataError` for both or none."""
         if (self.prompt is None) == (self.messages is None):
             state = "missing, and messages too" if self.prompt is None else "set, and messages too"
             raise DataError(f"prompt: {state}. Set one of them")
@@ -211,9 +207,9 @@ class DetokenizeRequest(_Request):
 
 
 class SessionRequest(_Strict):
-    """``POST /v1/sessions``. ``seed``: seed of requests that do not set one."""
+    """``POST /v1/sessions``."""
 
-    seed: int | None = None
+    seed: int | None = None  # of requests that do not set one
 
 
 class RewardRequest(BaseModel):

@@ -4,10 +4,9 @@
                                   └────► withdraw (the request failed, or its client disconnected)
 
 If a prompt starts with all tokens of a recorded sequence, its answer is appended to that sequence.
-A prompt whose text starts with the text of a sequence reuses the token ids of the sequence, even if
-the tokenizer would encode that text differently. Any other prompt (a rewritten history, a second
-answer to the same prompt) starts a new sequence. Tokens that a new sequence shares with an earlier
-sequence are marked as sampled in the earlier sequence only.
+A prompt whose text starts with the text of a sequence reuses the token ids of the sequence. Any
+other prompt (a rewritten history, a second answer to the same prompt) starts a new sequence. Tokens
+that a new sequence shares with an earlier sequence are marked as sampled in the earlier one only.
 """
 
 import math
@@ -37,8 +36,8 @@ _MAX_SESSIONS = 4096
 class RecordedSequence:
     """Token sequence of consecutive turns. ``ids``, ``logprobs``, ``turn_ids``: a value per token.
 
-    ``forked_from``: index of the earlier sequence whose first ``shared`` tokens this sequence
-    repeats. At least one of these is a sampled token. None without such a sequence.
+    ``forked_from``: index of the earlier sequence whose first ``shared`` tokens, of which at least
+    one was sampled, this sequence repeats.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -75,10 +74,12 @@ class RecordedAnswer(NamedTuple):
 
 
 class Session:
-    """Recorded answers and rewards of one API key. Thread-safe."""
+    """Recorded answers and rewards of one API key. Thread-safe.
+
+    A request that exceeds ``limits`` ends the session.
+    """
 
     def __init__(self, seed: int | None = None, limits: Limits | None = None) -> None:
-        """Create an empty session. A request that exceeds ``limits`` ends the session."""
         # The id is public. Only the key authorises requests.
         self.id, self.key = secrets.token_hex(8), f"session-{secrets.token_urlsafe(24)}"
         self.seed = seed  # of requests that do not set one
@@ -235,7 +236,7 @@ class Session:
     def set_reward(self, reward: Any) -> None:
         """Set the reward of the last recorded answer: a number, None, or a mapping with ``reward``.
 
-        A second reward of an answer replaces the first. Raises `DataError` if it is not valid.
+        Raises `AlignerError` if the reward is not valid.
         """
         turn = check_turn(Turn(reward=reward, done=True))
         with self._lock:

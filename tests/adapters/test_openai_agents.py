@@ -5,14 +5,10 @@ step of PPO over agents that know a base URL and a key.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from documented import ROOT
-from servers import started
 from test_conf import composed
 
 from aligner.algorithms.ppo.trainer import train_ppo
@@ -122,20 +118,3 @@ def check_rows(batch, conversations):
         for one, other in zip(ours, theirs, strict=True):
             assert (*one[:2], one[3]) == (*other[:2], other[3])
             assert one[2] == pytest.approx(other[2])
-
-
-def test_a_server_answers_the_client(packages, tiny_nemo, tmp_path):
-    """`aligner serve`, which has a token of its own."""
-    command = [sys.executable, "-m", "aligner.commands", "serve", f"--model={tiny_nemo}"]
-    words = [
-        "--token-file=serve.token",
-        "server.port=0",
-        "server.model_name=tiny",
-        "sampling.max_length=64",
-    ]
-    place = {"cwd": tmp_path, "env": {"PYTHONPATH": str(ROOT)}}
-    with started([*command, *words], r"tiny at (http://[\d.:]+)/v1", **place) as (url, _):
-        key = (tmp_path / "serve.token").read_text().strip()
-        subprocess.run(
-            ["python", HERE / "openai_client.py", f"{url}/v1", key], check=True, timeout=120
-        )

@@ -1,9 +1,7 @@
 """Tokens and masks of conversations against those of renderers (Prime Intellect).
 
-renderers has the chat templates of Qwen 3 and Llama 3.2 written out in Python, and extends a
-conversation by token ids. Here the same templates are Jinja, as TRL ships them, and what is between
-two answers is found in their text. It has no class for Mistral's or for Qwen 2.5's and Hermes'
-templates. `tests/unit/environments/test_environment_families.py` has its own oracle for these.
+renderers has the chat templates of Qwen 3 and Llama 3.2 in Python, TRL as Jinja.
+`tests/unit/environments/test_environment_families.py` has an oracle for other families.
 """
 
 import json

@@ -128,11 +128,8 @@ except KeyboardInterrupt:
 @pytest.mark.extended
 def test_ctrl_c_saves(tiny_nemo, tmp_path):
     folder = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-c", CTRL_C, str(tiny_nemo), str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words = [sys.executable, "-c", CTRL_C, str(tiny_nemo), str(folder)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     metrics = folder / "metrics.jsonl"
     for _ in range(600):
         if metrics.exists() and len(metrics.read_text().splitlines()) > 3:

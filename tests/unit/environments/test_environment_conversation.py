@@ -159,23 +159,19 @@ def test_a_prompt_that_continues_a_session_has_no_token_added():
     assert len(session.sequences) == 1
 
 
-@pytest.mark.parametrize("sampled", ["<|im_end|>", "<|endoftext|>", ""])
-def test_the_templates_end_stands_behind_every_answer(sampled):
-    """Another end token stays where it was sampled, and the template's own follows it, masked."""
+def test_another_end_token_stays_and_the_templates_end_follows_it_masked():
     tokenizer = byte_level_tokenizer()
     files = tokenizer.files()
     other = tokenizer.encode("~")
     ends = json.dumps({"eos_token_id": [tokenizer.turn_end_id, *other]}).encode()
     tokenizer = tokenizer_from_files({**files, "generation_config.json": ends})
-    end = {"<|im_end|>": [tokenizer.turn_end_id], "<|endoftext|>": other, "": []}[sampled]
     talk = Conversation(ChatRenderer(tokenizer), Start([user("q")]))
-    ids = [*tokenizer.encode("4"), *end]
-    talk.answered(ids, [-1.0] * len(ids), bool(end))
+    ids = [*tokenizer.encode("4"), *other]
+    talk.answered(ids, [-1.0] * len(ids), True)
     talk.follow(Turn([user("r")]), goes_on=True)
     shown = tokenizer.decode(talk.sequence)
-    kept = "~" if end == other else ""
     assert shown.count("<|im_end|>") == 3
-    assert f"4{kept}<|im_end|>\n<|im_start|>user\nr<|im_end|>" in shown
+    assert "4~<|im_end|>\n<|im_start|>user\nr<|im_end|>" in shown
     assert sum(turn > 0 for turn in talk.turn_ids) == len(ids)
     assert talk.starts == [0]
 

@@ -1,21 +1,25 @@
 """Tools: schemas as in transformers, calls as models write them, the calculator, the games."""
 
+import json
 from typing import Literal
 
 import pytest
 from test_chat_data import chatml
 from transformers.utils import get_json_schema
 
+from aligner.data.chat import parse_conversation
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.environments.calls import ToolCall, before_calls, form_of, parse_calls, structured
 from aligner.environments.tools import json_schema
 from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError
-from aligner.examples.tasks.calculator import Calculation, calculator
+from aligner.examples.tasks.calculator import Calculation, calculation_traces, calculator
 from aligner.examples.tasks.games import GuessingGame, guessing_games
 
 
-def search(query: str, top: int = 3, exact: bool | None = None, tags: list[str] = []) -> str:  # noqa: B006
+def search(
+    query: str, mass: float, table: dict, tags: list[str], top: int = 3, exact: bool | None = None
+) -> str:
     """Look something up.
 
     In a corpus.
@@ -23,6 +27,8 @@ def search(query: str, top: int = 3, exact: bool | None = None, tags: list[str] 
     Args:
         query: What to look for,
             in words.
+        mass: In kilograms.
+        table: Anything.
         top: Most results.
         exact: Only exact ones.
         tags: Of the documents.
@@ -33,21 +39,11 @@ def search(query: str, top: int = 3, exact: bool | None = None, tags: list[str] 
     return query * top
 
 
-def weigh(mass: float, table: dict) -> float:
-    """Weigh something.
-
-    Args:
-        mass: In kilograms.
-        table: Anything.
-    """
-    return mass
-
-
-@pytest.mark.parametrize("function", [calculator, search, weigh])
-def test_schemas_are_those_of_transformers(function):
-    ours, theirs = json_schema(function), get_json_schema(function)
-    theirs["function"].pop("return", None)
-    assert ours == theirs
+def test_schemas_are_those_of_transformers():
+    for function in (calculator, search):
+        ours, theirs = json_schema(function), get_json_schema(function)
+        theirs["function"].pop("return", None)
+        assert ours == theirs
 
 
 def test_schemas_name_choices_and_need_descriptions():
@@ -248,3 +244,32 @@ def test_a_class_is_given_the_form_of_the_template():
         Calculation(**row, form="xml")
     assert form_of(byte_level_tokenizer()) == "plain"
     assert form_of(chatml(None)) == "plain"
+
+
+ASKED = {"size": 200, "low": 100, "high": 120, "operators": ["*"], "shots": 0}
+
+
+@pytest.mark.parametrize("form", ["plain", "hermes"])
+def test_a_trace_is_what_the_environment_says(form):
+    rows = list(calculation_traces(form=form, tool_share=1.0, **ASKED))
+    for row in rows[:5]:
+        question, call, result, answer = parse_conversation(row["messages"])
+        prompt = question["content"].splitlines()[-1]
+        env = Calculation(seed=0, prompt=prompt, ground_truth=answer["content"], form=form)
+        assert env.init().messages == [question]
+        (said,) = env.step(call).messages
+        assert said == result
+        assert answer["content"] in result["content"]
+        assert env.step(answer).score == 1.0
+        assert row.get("tools") == (None if form == "plain" else [json_schema(calculator)])
+
+
+def test_the_tool_is_called_in_a_share_of_them():
+    rows = list(calculation_traces(tool_share=0.25, **ASKED))
+    calls = sum(len(row["messages"]) == 4 for row in rows)
+    assert all(len(row["messages"]) in (2, 4) for row in rows)
+    assert 0.15 < calls / len(rows) < 0.35
+    again = list(calculation_traces(tool_share=0.25, **{**ASKED, "size": 10}))
+    assert json.dumps(again) == json.dumps(rows[:10])
+    with pytest.raises(ConfigError, match=r"tool_share=1\.5"):
+        next(calculation_traces(tool_share=1.5))

@@ -68,11 +68,9 @@ def is_emptied(folder):
 
 
 def holder(folder):
-    environment = {**os.environ, "TMPDIR": str(folder)}
+    options = {"env": {**os.environ, "TMPDIR": str(folder)}, "start_new_session": True}
     words = [sys.executable, "-c", HOLDS]
-    process = subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **options)
     return process, process.stdout.readline().strip()
 
 
