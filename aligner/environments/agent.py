@@ -1,5 +1,9 @@
 """Process of an agent: a user's function or command, which calls the policy over HTTP.
 
+    pool ── run ──► Agent ──► function, or command ── HTTP ──► server of the policy
+      ▲               │              └─ output ─► thread: its last bytes
+      └──── Turn ─────┘
+
 The message ``run`` has ``(base URL, API key, seed, columns of the row)``. Answers are those of
 `aligner.environments.worker`, with a ``Turn``.
 """

@@ -1,4 +1,9 @@
-"""Processes of environments and agents, one for each running conversation."""
+"""Processes of environments and agents, one for each running conversation.
+
+    driver ── Call ──► EnvironmentPool ── message ──► process of the slot (worker or agent)
+       ▲                   │      ▲                            │
+       └─ answer, Failure ─┘      └─────── kind, payload ──────┘
+"""
 
 import shlex
 import time

@@ -1,4 +1,9 @@
-"""Sockets of the library's servers: uvicorn with limits of connections, arrival and delivery."""
+"""Sockets of the library's servers: uvicorn with limits of connections, arrival and delivery.
+
+    client ── bytes ──► _Connection ── request ──► application (uvicorn's event loop, a thread)
+       ▲                     │                          │
+       └── refusal (late) ◄──┘ ◄──────── answer ────────┘
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,9 @@
-"""Results of a job, passed from the model's thread to the event loop."""
+"""Results of a job, passed from the model's thread to the event loop.
+
+    model's thread ── put ──► Results ── of ──► request
+                                 ▲
+    disconnected client ─────────┘ while_connected
+"""
 
 import asyncio
 import contextlib

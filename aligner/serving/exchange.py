@@ -1,4 +1,9 @@
-"""One request and its answer: from the event loop to the engine's thread and back."""
+"""One request and its answer: from the event loop to the engine's thread and back.
+
+    request ─► Exchange ── job ──► JobQueue ──► engine's thread
+                  │ ▲                               │
+       answer ◄───┘ └────────── Results ◄───────────┘
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -173,21 +173,19 @@ def test_classes_that_are_not_of_trls_form_are_refused():
         make("Log")
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "package"),
-    [
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
+    given = {"command": ["a"], "id": "x", "base_url": "u", "environment": "e"}
+    for name, module, package in (
         ("gymnasium:GymnasiumEnv", "gymnasium", "gymnasium"),
         ("mcp:MCPEnv", "mcp", "mcp"),
         ("skyrl_gym:SkyRLGymEnv", "skyrl_gym", "skyrl-gym"),
         ("openenv:OpenEnvEnv", "openenv.core.generic_client", "openenv"),
         ("verifiers:VerifiersEnv", "verifiers", "'verifiers<0.4'"),
-    ],
-)
-def test_a_missing_package_is_named_with_its_command(name, module, package, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
-    given = {"command": ["a"], "id": "x", "base_url": "u", "environment": "e"}
-    with pytest.raises(ConfigError, match=rf"environment.factory=.*{name}.*pip install {package}$"):
-        load_factory(f"{ADAPTERS}.{name}", given, ["prompt"])
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        message = rf"environment.factory=.*{name}.*pip install {package}$"
+        with pytest.raises(ConfigError, match=message):
+            load_factory(f"{ADAPTERS}.{name}", given, ["prompt"])
 
 
 def test_each_version_of_verifiers_is_sent_to_its_own(monkeypatch):

@@ -28,14 +28,9 @@ from aligner.serving.served import Served
 
 pytestmark = pytest.mark.integration  # each test starts a server
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-CALCULATOR = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Compute.",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
-    },
-}
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
+FUNCTION = {"name": "calculator", "description": "Compute.", "parameters": PARAMETERS}
+CALCULATOR = {"type": "function", "function": FUNCTION}
 QUESTION = {"role": "user", "content": "2*21?"}
 
 
@@ -257,20 +252,15 @@ def test_calls_that_cannot_be_read_stay_text():
     broken = "call calculator {expression"
     with serving(lambda text: broken) as server:
         message, reason = chat(server, False, messages=[QUESTION], tools=[CALCULATOR])
-        assert (message["content"], reason) == (broken, "stop")
-        asked = {"messages": [QUESTION], "tools": [CALCULATOR], "tool_choice": "none"}
-        chat(server, False, **asked)
-    assert "Compute." not in server.script.batches[1][0][0]
+    assert (message["content"], reason) == (broken, "stop")
 
 
 # Ends ------------------------------------------------------------------------------------------
 
 
 def test_more_than_may_wait_is_asked_to_come_later():
-    with (
-        serving(lambda text: "x" * 20, seconds=0.02, most=2) as server,
-        ThreadPoolExecutor(4) as pool,
-    ):
+    slow = serving(lambda text: "x" * 20, seconds=0.02, most=2)
+    with slow as server, ThreadPoolExecutor(4) as pool:
         first = pool.submit(server.client.post, TEXT, json={"prompt": "1"})
         assert server.script.began.wait(5)
         second = pool.submit(server.client.post, TEXT, json={"prompt": "2", "n": 2})
