@@ -22,15 +22,7 @@ from typing import Any
 
 from aligner.child_process import Answers
 from aligner.environments.protocol import Turn, check_turn
-from aligner.environments.worker import (
-    COMMAND_KEY,
-    KEY,
-    answers_of,
-    awaited,
-    check_columns,
-    check_kwargs,
-    check_names,
-)
+from aligner.environments.worker import COMMAND_KEY, KEY, answers_of, awaited, check_arguments
 from aligner.errors import ConfigError
 from aligner.importing import load_function
 from aligner.process_tree import kill_children
@@ -67,15 +59,11 @@ class Agent:
         self._loop = asyncio.new_event_loop()
         is_command = not isinstance(source, str)
         key = f"{COMMAND_KEY if is_command else KEY}={source!r}"
-        check_names(_RUN_ARGUMENTS, kwargs, columns, key, "the run")
-        self._words, self._function = list(source), None
-        if not is_command:
-            self._function = load_function(str(source), key=KEY)
-            message = f"{key} is called with base_url, api_key, seed, the columns of the data and"
-            message += " environment.kwargs"
-            check_columns(self._function, [*_RUN_ARGUMENTS, *kwargs], columns, message)
-            check_kwargs(self._function, kwargs, key)
-        elif shutil.which(self._words[0]) is None:
+        self._words = list(source)
+        self._function = None if is_command else load_function(str(source), key=KEY)
+        function = self._function or (lambda **arguments: None)
+        check_arguments(function, _RUN_ARGUMENTS, kwargs, columns, f"{key} is called")
+        if is_command and shutil.which(self._words[0]) is None:
             raise ConfigError(
                 f"{key}: the program {self._words[0]!r} was not found. Set its path, or a program "
                 "on PATH"

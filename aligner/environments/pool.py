@@ -1,8 +1,8 @@
 """Processes of environments and agents, one for each running conversation.
 
-    driver ── Call ──► EnvironmentPool ── message ──► process of the slot (worker or agent)
-       ▲                   │      ▲                            │
-       └─ answer, Failure ─┘      └─────── kind, payload ──────┘
+driver ── Call ──► EnvironmentPool ── message ──► process of the slot (worker or agent)
+   ▲                   │      ▲                            │
+   └─ answer, Failure ─┘      └─────── kind, payload ──────┘
 """
 
 import shlex

@@ -1,8 +1,8 @@
 """Sockets of the library's servers: uvicorn with limits of connections, arrival and delivery.
 
-    client ── bytes ──► _Connection ── request ──► application (uvicorn's event loop, a thread)
-       ▲                     │                          │
-       └── refusal (late) ◄──┘ ◄──────── answer ────────┘
+client ── bytes ──► _Connection ── request ──► application (uvicorn's event loop, a thread)
+   ▲                     │                          │
+   └── refusal (late) ◄──┘ ◄──────── answer ────────┘
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Results of a job, passed from the model's thread to the event loop.
 
-    model's thread ── put ──► Results ── of ──► request
-                                 ▲
-    disconnected client ─────────┘ while_connected
+model's thread ── put ──► Results ── of ──► request
+                             ▲
+disconnected client ─────────┘ while_connected
 """
 
 import asyncio

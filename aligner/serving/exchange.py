@@ -1,17 +1,19 @@
 """One request and its answer: from the event loop to the engine's thread and back.
 
-    request ─► Exchange ── job ──► JobQueue ──► engine's thread
-                  │ ▲                               │
-       answer ◄───┘ └────────── Results ◄───────────┘
+request ─► Exchange ── job ──► JobQueue ──► engine's thread
+              │ ▲                               │
+   answer ◄───┘ └────────── Results ◄───────────┘
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.types import Message as AsgiMessage
 from starlette.types import Send
@@ -19,11 +21,11 @@ from starlette.types import Send
 from aligner.generation.rows import Progress, Row, RowJob
 from aligner.http import JSON_TYPE
 from aligner.http.listening import ARRIVAL_S
-from aligner.http.messages import dump_json
 from aligner.http.queue import JobQueue
 from aligner.http.results import Results
 from aligner.serving.answers import Answer
 
+_json = partial(to_json, inf_nan_mode="null")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
 
@@ -66,7 +68,7 @@ class Exchange:
         with self.results.while_connected(request):
             async for progress in self._progress():
                 self.answer.choices[progress.row].push(progress)
-        return Response(dump_json(self.answer.complete()), media_type=JSON_TYPE)
+        return Response(_json(self.answer.complete()), media_type=JSON_TYPE)
 
     async def _progress(self) -> AsyncIterator[Progress]:
         """Yield the progress of the rows until all have ended."""
@@ -119,4 +121,4 @@ class _Events(StreamingResponse):
 
 
 def _event(data: Any) -> str:
-    return f"data: {dump_json(data).decode()}\n\n"
+    return f"data: {_json(data).decode()}\n\n"

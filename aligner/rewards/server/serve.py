@@ -1,8 +1,8 @@
 """HTTP server of a reward model. Samples of several requests are scored in one batch.
 
-    request ─► event loop ── Job ──► JobQueue ──► main thread of rank 0 ── batch ──► all ranks
-                   ▲                                      │                             │
-                   └───────────── Results ◄───────────────┘ ◄───────── scores ──────────┘
+request ─► event loop ── Job ──► JobQueue ──► main thread of rank 0 ── batch ──► all ranks
+               ▲                                      │                             │
+               └───────────── Results ◄───────────────┘ ◄───────── scores ──────────┘
 """
 
 import asyncio
