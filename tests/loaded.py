@@ -1,5 +1,7 @@
 """Data sets by the columns and limits of a section of the configuration, as a run loads them."""
 
+import json
+
 from aligner.config import (
     DataConfig,
     ExampleDataConfig,
@@ -10,6 +12,7 @@ from aligner.config import (
 from aligner.data.preferences import LabelledDataset, OrderedPairDataset, PairDataset, RatedDataset
 from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 
 SECTIONS = {
     PromptDataset: DataConfig,
@@ -26,3 +29,20 @@ def load_set(kind, source, tokenizer, arguments=None, limit=None, **options):
     paths = tuple(map(str, source)) if isinstance(source, list) else str(source)
     train = PromptSourceConfig(paths, arguments or {}, limit)
     return kind.load(train, tokenizer, SECTIONS[kind](train=train, **options))
+
+
+def write_rows(path, rows):
+    """Write rows as JSON lines and return the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load_rows(kind, folder, rows, tokenizer=None, **options):
+    """``kind`` of ``rows``, written to ``x.jsonl``. Default: the byte-level tokenizer."""
+    path = write_rows(folder / "x.jsonl", rows)
+    return load_set(kind, path, tokenizer or byte_level_tokenizer(), **options)
+
+
+def learned_texts(tokenizer, example):
+    """Texts of the learned spans of an example."""
+    return [tokenizer.decode(example.ids[start:end]) for start, end in example.learned]

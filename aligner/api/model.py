@@ -26,12 +26,12 @@ from aligner.config.roles.model import LAYOUT_KEYS, STAGE_KEYS
 from aligner.data.batches import Prompt
 from aligner.data.prompts import PromptDataset, make_prompt
 from aligner.data.readers import DataRow
+from aligner.data.tokenizers.decoding import response_texts
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.parallel.groups import shutdown_parallel
-from aligner.rewards.interface import response_texts
 
 Text = str | Sequence[Mapping[str, Any]]  # text, or the messages of a chat
 

@@ -183,13 +183,12 @@ def prefix_groups(
 ) -> list[list[RowGroup]]:
     """Group adjacent rows with a common prefix in every global batch.
 
-    A group ends before it exceeds the tokens of a micro-batch, and before its rows, each with its
-    prefix, exceed a shard's part of the batch.
+    A group ends before it exceeds ``max_tokens`` of a micro-batch, and before its rows, each with
+    its prefix, exceed a shard's part of the batch.
 
     ``input_ids``: token ids ``[B, S]``, right-padded, or None for no common prefixes. ``lengths``:
     ``[B]``. ``batches``: rows of each global batch. ``rows_per_group``: adjacent rows that always
-    stay together. Runs and unshared sequences are padded to a ``multiple``. ``max_tokens``: of a
-    micro-batch.
+    stay together. ``multiple``: to which runs and unshared sequences are padded.
     """
     common = np.zeros_like(lengths)
     if input_ids is not None:

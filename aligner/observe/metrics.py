@@ -1,17 +1,23 @@
-"""Metrics of a run: one JSON line per step, mirrored to TensorBoard and W&B by Lightning."""
+"""Metrics and samples of a run: JSON lines per step, mirrored to TensorBoard and W&B by Lightning.
 
+Only metrics in the tables of ``metric_names.md``, or with a free prefix there, can be written.
+``python -m aligner.observe.metrics`` prints all of them as one table of full names.
+"""
+
+import difflib
 import logging
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from aligner.config.experiment import ExpManagerConfig
-from aligner.errors import MissingPackageError
+from aligner.errors import ConfigError, MissingPackageError
 from aligner.observe.jsonl import JsonLines, read_lines
-from aligner.observe.metric_names import check_names
 from aligner.observe.run_lock import RunLock
 from aligner.packages import require_extra
 
@@ -19,6 +25,53 @@ if TYPE_CHECKING:
     from lightning.fabric.loggers import Logger
 
 _log = logging.getLogger(__name__)
+
+
+class MetricInfo(NamedTuple):
+    """Meaning of a metric. ``over``: its denominator, or how values are combined."""
+
+    meaning: str
+    over: str = "one number"
+
+
+def _read_tables(path: Path) -> tuple[dict[str, MetricInfo], dict[str, MetricInfo]]:
+    """Read the metrics by full name, grouped in the order of the headings, and free prefixes."""
+    groups: dict[str, dict[str, MetricInfo]] = {}
+    prefixes: dict[str, MetricInfo] = {}
+    section: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            section = re.findall(r"\w+", line.partition(":")[0])
+        elif row := re.fullmatch(r"\| `(.+?)(\*?)` \| (.+) \| (.+) \|", line):
+            name, star, meaning, over = row.groups()
+            if star:
+                prefixes[name] = MetricInfo(meaning, over)
+                continue
+            for group in section:
+                groups.setdefault(group, {})[f"{group}/{name}"] = MetricInfo(meaning, over)
+    return {name: info for group in groups.values() for name, info in group.items()}, prefixes
+
+
+METRICS, PREFIXES = _read_tables(Path(__file__).with_name("metric_names.md"))
+
+
+def describe(name: str) -> MetricInfo | None:
+    """Return the meaning of a metric, or None if it is unknown."""
+    if name in METRICS:
+        return METRICS[name]
+    return next((info for prefix, info in PREFIXES.items() if name.startswith(prefix)), None)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `ConfigError` if a metric has no explanation."""
+    for name in names:
+        if describe(name) is None:
+            near = difflib.get_close_matches(name, METRICS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigError(
+                f"metric {name!r} has no explanation{hint} Add it to "
+                f"aligner/observe/metric_names.md or use a prefix of {', '.join(PREFIXES)}"
+            )
 
 
 class PhaseTimers:
@@ -61,12 +114,30 @@ class PhaseTimers:
         return metrics
 
 
-class MetricsWriter:
-    """The only writer of ``metrics.jsonl`` in ``folder`` (`RunLock`).
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with its response or conversation. Lengths are in tokens."""
 
-    A line contains ``step`` and the metrics of the step by full name (`metric_names`), sorted. Two
-    runs that computed the same metrics therefore wrote the same bytes, except for ``timers/*``.
-    Write the line of a step before its run state is saved, so that a restored step has its line.
+    step: int
+    split: Literal["train", "val"]
+    prompt: str
+    response: str
+    reward: float
+    prompt_length: int
+    response_length: int
+    is_end: bool  # the model ended the response, not the length limit
+    ground_truth: str | None = None
+    sample_id: int | None = None
+    turns: list[dict[str, Any]] | None = None  # of a conversation, each with its reward
+
+
+class MetricsWriter:
+    """The only writer of ``metrics.jsonl`` and ``samples.jsonl`` in ``folder`` (`RunLock`).
+
+    A line of ``metrics.jsonl`` contains ``step`` and the metrics of the step by full name
+    (``metric_names.md``), sorted. Two runs that computed the same metrics therefore wrote the same
+    bytes, except for ``timers/*``. A line of ``samples.jsonl`` is a sample. Write the lines of a
+    step before its run state is saved, so that a restored step has its lines.
 
     Only rank 0 writes. On other ranks every method returns at once. ``loggers``: creates the
     loggers at the first line, because importing them takes seconds.
@@ -76,38 +147,36 @@ class MetricsWriter:
         self, folder: Path, *, rank: int = 0, loggers: Callable[[], "Sequence[Logger]"] = tuple
     ) -> None:
         self._lock = RunLock(folder) if rank == 0 else None
-        self._lines = JsonLines(folder / "metrics.jsonl") if rank == 0 else None
+        names = ("metrics.jsonl", "samples.jsonl") if rank == 0 else ()
+        self._files = [JsonLines(folder / name) for name in names]
         self._make_loggers = loggers
         self._loggers: Sequence[Logger] | None = None
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the line of ``step``. ``metrics``: numbers, or tensors with one element."""
-        if self._lines is None:
+    def write(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Sample] = ()) -> None:
+        """Append the lines of ``step``. ``metrics``: numbers, or tensors with one element."""
+        if not self._files:
             return
         check_names(metrics)
-        last = self._lines.last_step
-        if last is not None and step <= last:
-            raise ValueError(
-                f"{self._lines.path} already contains step {last}, so step {step} cannot be "
-                "appended. Steps must increase, with one line per step"
-            )
         scalars = {name: _scalar(name, metrics[name]) for name in sorted(metrics)}
-        self._lines.append([{"step": step, **scalars}])
+        metric_lines, sample_lines = self._files
+        metric_lines.append([{"step": step, **scalars}])
+        sample_lines.append(asdict(sample) for sample in samples)
         if self._loggers is None:
             self._loggers = self._make_loggers()
         for logger in self._loggers:
             logger.log_metrics({name: float(value) for name, value in scalars.items()}, step)
 
-    def truncate_after(self, step: int) -> int | None:
-        """Go back to ``step`` (-1: to the beginning). Return the last step that has a line."""
-        return None if self._lines is None else self._lines.truncate_after(step)
+    def truncate_after(self, step: int) -> None:
+        """Remove the lines of later steps (-1: all lines)."""
+        for lines in self._files:
+            lines.truncate_after(step)
 
     def close(self) -> None:
-        """Finish the mirrors and release the file and the directory."""
+        """Finish the mirrors and release the files and the directory."""
         for logger in self._loggers or ():
             logger.finalize("success")
-        if self._lines is not None:
-            self._lines.close()
+        for lines in self._files:
+            lines.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -118,6 +187,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         {name: float(value) if isinstance(value, str) else value for name, value in line.items()}
         for line in read_lines(path)
     ]
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Read all complete lines of a ``samples.jsonl``, oldest first. Other records are left out."""
+    samples = []
+    for record in read_lines(path):
+        with suppress(KeyError, TypeError, ValueError):
+            samples.append(Sample(**{**record, "reward": float(record["reward"])}))
+    return samples
 
 
 def _scalar(name: str, value: Any) -> float | int:
@@ -170,3 +248,15 @@ def make_loggers(
             mirror.log_hyperparams(dict(config))
         loggers.append(mirror)
     return loggers
+
+
+def markdown() -> str:
+    """Return all metrics as a Markdown table for the documentation."""
+    lines = ["| metric | meaning | over |", "|---|---|---|"]
+    entries = {**METRICS, **{f"{prefix}*": info for prefix, info in PREFIXES.items()}}
+    lines += [f"| `{name}` | {info.meaning} | {info.over} |" for name, info in entries.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -10,11 +10,10 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import on_all_workers, phase, run_on_all, scored_rows
 from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel
-from aligner.models.reward.workers.reward_worker import RewardScorer
-from aligner.models.value.lm_value import Value
-from aligner.models.value.workers.value_worker import ValueWorker
-from aligner.rewards.interface import Reward, RewardInterface, ScoredResponses, rated_responses
+from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel, RewardScorer
+from aligner.models.value.lm_value import Value, ValueWorker
+from aligner.rewards.function.runner import Reward, ScoredResponses
+from aligner.rewards.interface import RewardInterface, rated_responses
 from aligner.rewards.sequences import SequenceEncoder, scored_texts
 
 

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.batches import pad_right
 from aligner.data.supervised import encode_pair
-from aligner.data.tokenizers.decoding import common_prefix, decode_response
+from aligner.data.tokenizers.decoding import (
+    common_prefix,
+    decode_response,
+    response_texts,
+    token_rows,
+)
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError, TokenizerError
 from aligner.models.gpt.role.reward import SequenceForm
-from aligner.rewards.interface import response_texts, token_rows
 
 
 class SequenceEncoder:

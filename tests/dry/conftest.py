@@ -26,8 +26,6 @@ TIMEOUT_S = 150
 
 
 class DryProcess:
-    """Cases by name and arguments, and what they found."""
-
     def __init__(self):
         path = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]
         self._process = subprocess.Popen(
@@ -58,7 +56,6 @@ class DryProcess:
         return json.loads(line) if line else {"error": "the process of the dry device ended"}
 
     def close(self):
-        """End the process and the case that may run."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, 9)
         self._process.wait()

@@ -5,61 +5,33 @@ import gc
 import os
 
 import torch
-from dry_roles import architecture_of, facts
+from dry_roles import architecture_of, build, facts, rollout, share_of_batch
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from aligner.config import LayerOptions, LengthParams, OptimConfig
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.config import LayerOptions
 from aligner.device import accelerator
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
-from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.gpt.layers.layer_spec import GroupedExperts
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
-from aligner.models.gpt.role.offload import SwappedWeights
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import SwappedWeights
 from aligner.parallel.groups import initialize_parallel
 from aligner_plan.dry.device import DryDevice
 from benchmarks.shapes import SHAPES
 
-ROWS, LENGTH = 8, 48
 BIASED = dataclasses.replace(TINY_ARCHITECTURE, bias_linear=True)
 EXPERTS = dataclasses.replace(
     TINY_ARCHITECTURE, num_moe_experts=32, moe_ffn_hidden_size=64, family="mixtral"
 )
 
 
-def batch():
-    """Rows of one length, on the device."""
-    floats = ("advantages", "prev_logprobs", "generation_logprobs")
-    columns = {
-        "input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64),
-        "input_lengths": torch.full((ROWS,), LENGTH),
-        "token_mask": torch.ones(ROWS, LENGTH),
-        "sample_mask": torch.ones(ROWS),
-        **{name: torch.zeros(ROWS, LENGTH) for name in floats},
-    }
-    return {name: column.to("cuda") for name, column in columns.items()}
-
-
 def updated(architecture, **settings):
     """An actor in bfloat16 after its first update, and the batch of it."""
-    role = MegatronGPTActorModel(
-        {"vocab_size": architecture.vocab_size},
-        settings=RoleSettings(
-            precision="bf16",
-            optim=OptimConfig(lr=1e-5),
-            micro_batch_size=ROWS,
-            global_batch_size=ROWS,
-            **settings,
-        ),
-        architecture=architecture,
-        tokenizer=byte_level_tokenizer(),
-        initialize=False,
-    )
-    data = batch()
+    case = {"role": "actor", "precision": "bf16"}
+    role, (data, _) = build(case, architecture, **settings), share_of_batch(case, 0, 1)
     role.loss_fn = PPOPolicyLoss()
     role.prepare_for_training()
     role.training_update(data)
@@ -67,7 +39,6 @@ def updated(architecture, **settings):
 
 
 def actor(biased, fusions):
-    """Launches of an update and of scoring, and bytes at the update's peak."""
     architecture = BIASED if biased else TINY_ARCHITECTURE
     with DryDevice() as device:
         role, data = updated(architecture, layers=LayerOptions(fusions=fusions))
@@ -80,7 +51,6 @@ def actor(biased, fusions):
 
 
 def family(name):
-    """Facts of an update of a model that computes as a family does."""
     with DryDevice() as device:
         role, data = updated(architecture_of({"family": name}))
         with device.record() as update:
@@ -89,7 +59,6 @@ def family(name):
 
 
 def locked_bytes():
-    """Host memory that moments of 7B parameters take, and what is left of it once their role is."""
     with DryDevice() as device:
         role, _ = updated(SHAPES["qwen2.5-7b"], offload_adam_states=True)
         count = sum(each.numel() for each in role.gpt.parameters())
@@ -104,7 +73,6 @@ def locked_bytes():
 
 
 def exchange():
-    """Waits of the host while weights are exchanged with those that it keeps, and launches."""
     with DryDevice() as device:
         parameters = {str(n): torch.empty(64, 64, device="cuda") for n in range(20)}
         swapped = SwappedWeights(parameters)
@@ -116,9 +84,7 @@ def exchange():
 def placement(offload):
     """Bytes that training keeps, those while others work, and those after it goes on."""
     with DryDevice() as device:
-        role, data = updated(
-            TINY_ARCHITECTURE, offload_gradients=offload, length_params=LengthParams(max_length=4)
-        )
+        role, data = updated(TINY_ARCHITECTURE, offload_gradients=offload)
         role.finish_training()
         found = {
             "parameters": sum(each.numel() for each in role.gpt.parameters()),
@@ -126,12 +92,7 @@ def placement(offload):
         }
         role.prepare_for_inference()
         found["rollout"] = device.memory.alive_bytes
-        role.generator.sample(
-            data["input_ids"][:, :8].contiguous(),
-            torch.full((ROWS,), 8).to("cuda"),
-            torch.arange(ROWS).to("cuda"),
-            seed=1,
-        )
+        rollout(role, data)
         role.get_logprobs(data)
         role.prepare_for_training()
         found["back"] = device.memory.alive_bytes
@@ -140,7 +101,6 @@ def placement(offload):
 
 
 def experts():
-    """A layer's experts on given rows, forward and backward, by the class that the spec takes."""
     found = {}
     with DryDevice() as device:
         initialize_parallel(RoleSettings().parallel, seed=1)
@@ -173,7 +133,6 @@ def refusal():
 
 
 def gradient_sums():
-    """Whether gradients are summed by the products, without and with Apex's extension."""
     found = []
     with DryDevice():
         for there in (False, True):
@@ -184,7 +143,6 @@ def gradient_sums():
 
 
 def determinism():
-    """What is chosen on a GPU without and with ``trainer.deterministic``."""
     found = []
     for asked in (False, True):
         with DryDevice():

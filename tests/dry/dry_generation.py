@@ -1,11 +1,10 @@
 """Rollouts on the dry device: what one more token of every sequence costs."""
 
-import dataclasses
 import gc
 
 import pytest
 import torch
-from dry_roles import ROWS, build, rollout, settings_of, share_of_batch
+from dry_roles import ROWS, build, rollout, share_of_batch
 
 import aligner.models.gpt.decode.model as incremental
 from aligner.config import LengthParams
@@ -15,7 +14,7 @@ from aligner.logprobs import top_k_top_p as kept_set
 from aligner.logprobs.output_layer import VocabShard
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt.layers.dot_product import attend_rows
-from aligner.models.gpt.role.offload import ModelOffload
+from aligner.models.gpt.role.training_state import ModelOffload
 from aligner_plan.dry.device import DryDevice
 
 FEW, MANY = 6, 14
@@ -27,7 +26,7 @@ def per_token(graphs=True, **case):
     And of whole rollouts: bytes on the device more than before.
     """
     case = {"role": "actor", "trained": False, "precision": "bf16", **case}
-    dtypes = set()
+    dtypes, records = set(), []
     plain = incremental.IncrementalModel.logits
 
     def logits(model, hidden):
@@ -37,13 +36,11 @@ def per_token(graphs=True, **case):
 
     incremental.IncrementalModel.logits = logits
     with DryDevice(case.get("world", 1)) as device:
-        role = build(case)
-        role.settings = dataclasses.replace(role.settings, cuda_graphs=graphs)
+        role = build(case, cuda_graphs=graphs)
         batch, _ = share_of_batch(case, role.parallel.dp_rank, role.parallel.dp_size)
-        records = []
         before = device.memory.alive_bytes
         for length in (FEW, MANY):
-            sampling = settings_of(case).sampling_params
+            sampling = role.settings.sampling_params
             role.configure_generation(LengthParams(max_length=length), sampling, ROWS)
             with device.record() as record:
                 rollout(role, batch)
@@ -52,12 +49,15 @@ def per_token(graphs=True, **case):
         gc.collect()
         left = device.memory.alive_bytes - before
     few, many = records
-    steps = MANY - FEW
-    flops = {str(d): (many.flops[d] - few.flops[d]) / steps for d in many.flops}
+
+    def step(count):
+        return (count(many) - count(few)) / (MANY - FEW)
+
+    flops = {str(d): step(lambda record, d=d: record.flops[d]) for d in many.flops}
     return {
-        "launches": (many.launches - few.launches) / steps,
-        "kernels": (sum(many.kernels.values()) - sum(few.kernels.values())) / steps,
-        "host_reads": (many.host_reads - few.host_reads) / steps,
+        "launches": step(lambda record: record.launches),
+        "kernels": step(lambda record: sum(record.kernels.values())),
+        "host_reads": step(lambda record: record.host_reads),
         "flops": {name: n for name, n in flops.items() if n},
         "logits": sorted(dtypes),
         "left_bytes": left,
@@ -70,16 +70,13 @@ def rollouts(streamed=False, moved=False, **case):
     Between the second and the third is an update. ``moved``: weights were away meanwhile.
     """
     case = {"role": "actor", "precision": "bf16", **case}
-    found = []
+    found, heard = [], []
+    listener = (lambda *token: heard.append(token)) if streamed else None
     with DryDevice() as device:
-        role = build(case)
+        role = build(case, length_params=LengthParams(max_length=MANY))
         batch, passes = share_of_batch(case, 0, 1)
-        role.configure_generation(
-            LengthParams(max_length=MANY), settings_of(case).sampling_params, ROWS
-        )
         role.setup_training()
         role.loss_fn = PPOPolicyLoss()
-        heard = []
         for number, rows in enumerate((ROWS, ROWS, ROWS, ROWS - 2)):
             if number == 2:
                 if moved:
@@ -90,15 +87,13 @@ def rollouts(streamed=False, moved=False, **case):
                 role.training_update(batch, mbs=passes)
                 role.finish_training()
             role.prepare_for_inference()
-            listener = (lambda *token: heard.append(token)) if streamed else None
             with device.record() as record:
                 rollout(role, {"input_ids": batch["input_ids"][:rows]}, listener)
-            found.append([device.capturing.count, record.launches, record.host_reads])
+            found.append([device.captures, record.launches, record.host_reads])
     return {"rollouts": found, "heard": len(heard)}
 
 
 def captured_against_the_rules():
-    """What a graph cannot hold is refused; what it can is one launch, and is run each time."""
     with DryDevice() as device:
         counter = torch.zeros((), dtype=torch.int64, device="cuda")
 
@@ -122,7 +117,6 @@ def captured_against_the_rules():
 
 
 def windowed_attention(precision):
-    """Most bytes on the device in grouped-query attention with a window, forward and backward."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with DryDevice() as device:
         shapes = (1, 8, 4096, 64), (1, 2, 4096, 64), (1, 2, 4096, 64)
@@ -135,7 +129,6 @@ def windowed_attention(precision):
 
 
 def sorted_rows():
-    """How many logits are sorted at a time for top-p, of a vocabulary of Qwen's size."""
     rows = []
 
     def threshold(logits, top_k, top_p):

@@ -8,12 +8,14 @@ import dataclasses
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
 if __name__ == "__main__" and sys.argv[1] == "dry":
     from aligner_plan.dry.guard import load_guard
 
     load_guard()
 
 import torch
+from batches import ppo_batch
 
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
@@ -82,7 +84,6 @@ SAME = {
 
 
 def write_models(folder):
-    """A decided model, with and without a sliding window, as `.nemo` files."""
     for name, window in {"plain": None, "window": WINDOW}.items():
         architecture = dataclasses.replace(ARCHITECTURE, window_size=window)
         weights = random_weights(architecture, seed=5, scale=0.06)
@@ -91,24 +92,8 @@ def write_models(folder):
 
 def batch():
     """Rows of several lengths on this process's device; the same numbers everywhere."""
-    generator = torch.Generator().manual_seed(7)
-    width = max(LENGTHS)
-    ids = torch.randint(1, 250, (len(LENGTHS), width), generator=generator)
-    noise = torch.randn(len(LENGTHS), width, generator=generator)
-    position = torch.arange(width)
-    lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPTS)
-    inside = (position >= prompts[:, None]) & (position < lengths[:, None])
-    columns = {
-        "input_ids": ids.masked_fill(position >= lengths[:, None], 0),
-        "input_lengths": lengths,
-        "token_mask": inside.float(),
-        "sample_mask": torch.ones(len(LENGTHS)),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": 0.1 * noise,
-        "prev_logprobs": torch.full_like(noise, -5.5),
-        "generation_logprobs": torch.full_like(noise, -5.5),
-    }
+    columns = ppo_batch(LENGTHS, PROMPTS, seed=7)
+    columns["values"] = 0.1 * columns["advantages"]
     return {name: accelerator.to_device(column) for name, column in columns.items()}
 
 
@@ -129,7 +114,6 @@ def build(cls, model, **settings):
 
 
 def scores(role, data, micro_batches):
-    """What the role says of every token, or of every sequence."""
     if isinstance(role, MegatronGPTActorModel):
         return role.get_logprobs(data, micro_batches)
     if isinstance(role, MegatronGPTRewardModel):
@@ -184,7 +168,6 @@ def drawn(folder, greedy, **settings):
 
 
 def compute(folder, precision="32"):
-    """Facts of every case, by name; tensors where they were made."""
     found = {case: facts_of(case, folder, precision=precision) for case in CASES}
     found["greedy"] = drawn(folder, True, precision=precision)
     found["drawn"] = drawn(folder, False, precision=precision)

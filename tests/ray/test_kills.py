@@ -2,20 +2,19 @@
 ends as if nothing had happened. Neither actors nor placement groups nor processes are left.
 """
 
-import os
-import signal
-
 import pytest
-from runs import ON_RAY, train
+from runs import ON_RAY, Killer, train
 
-from aligner.distributed.worker_groups import RayWorkerGroup
-from aligner.errors import WorkerDiedError, current_step
+from aligner.errors import WorkerDiedError
 
 pytestmark = [pytest.mark.ray, pytest.mark.ray_heavy, pytest.mark.timeout(1800)]
 
-# In which step the victim is killed while the policy is called so: nothing is saved yet, a state is
+# In which step the victim is killed while a role is called so: nothing is saved yet, a state is
 # there, a state is being written.
-PHASES = [(1, "generate"), (2, "train"), (3, "begin_saving")]
+MOMENTS = [
+    *((1, "lm_policy", "generate"), (2, "lm_policy", "train")),
+    (3, "lm_policy", "begin_saving"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,36 +22,11 @@ def left_alone(tmp_path_factory, tiny_nemo, own_ray):
     return train(tmp_path_factory.mktemp("left_alone") / "run", tiny_nemo, ON_RAY)
 
 
-class Killer:
-    """Kills the first worker of ``victim`` once in each phase, with the call under way."""
-
-    def __init__(self, monkeypatch, victim, phases):
-        self.victim, self.phases = victim, list(phases)
-        self.seats, self.killed, self.step = {}, [], 0
-        start_call, real_start = RayWorkerGroup._start_call, RayWorkerGroup._start_workers
-
-        def start(group, *arguments):
-            self.seats[group.name_prefix] = group._seats[0]
-            real_start(group, *arguments)
-
-        def call(group, method_name, *arguments):
-            future = start_call(group, method_name, *arguments)
-            self.step = current_step() or self.step  # a state is saved after its step
-            if group.name_prefix == "lm_policy" and (self.step, method_name) in self.phases[:1]:
-                del self.phases[0]
-                self.killed.append(self.seats[victim].pid)
-                os.kill(self.killed[-1], signal.SIGKILL)
-            return future
-
-        monkeypatch.setattr(RayWorkerGroup, "_start_call", call)
-        monkeypatch.setattr(RayWorkerGroup, "_start_workers", start)
-
-
 @pytest.mark.parametrize("victim", ["lm_policy", "lm_value"])
 def test_killed_in_every_phase(victim, tmp_path, tiny_nemo, left_alone, ray, monkeypatch, capfd):
-    killer = Killer(monkeypatch, victim, PHASES)
+    killer = Killer(monkeypatch, victim, MOMENTS)
     ended = train(tmp_path / "run", tiny_nemo, ON_RAY)
-    assert killer.phases == []
+    assert killer.moments == []
     assert len(set(killer.killed)) == 3
     assert ended == left_alone
     told = capfd.readouterr().out
@@ -64,7 +38,7 @@ def test_killed_in_every_phase(victim, tmp_path, tiny_nemo, left_alone, ray, mon
 
 
 def test_the_number_of_restarts_is_limited(tmp_path, tiny_nemo, ray, monkeypatch):
-    killer = Killer(monkeypatch, "lm_policy", [(2, "train")] * 9)
+    killer = Killer(monkeypatch, "lm_policy", [(2, "lm_policy", "train")] * 9)
     with pytest.raises(WorkerDiedError, match="lm_policy rank 0"):
         train(tmp_path / "run", tiny_nemo, ON_RAY, "cluster.max_restarts=1")
     assert len(killer.killed) == 2

@@ -5,7 +5,7 @@ rewards ─► shaped rewards, masked samples ─► minus β·KL ─► advanta
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from aligner.algorithms.ppo.user_estimator import UserEstimator
 from aligner.algorithms.rollout.rollout import shape_rewards, shape_turn_rewards
 from aligner.config import TrainerPPOConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.errors import ConfigError
 from aligner.losses.advantages import generalized_advantage_estimate, token_rewards
 from aligner.losses.groups import (
     CriticFreeEstimator,
@@ -21,9 +22,42 @@ from aligner.losses.groups import (
     soft_overlong_penalty,
     token_advantages,
 )
-from aligner.losses.kl import kl_estimate
 from aligner.losses.masked import masked_whiten
+from aligner.losses.policy import kl_estimate
 from aligner.observe.diagnostics import explained_variance, statistics
+
+
+class KLController:
+    """Controller of the KL coefficient β of the reward, which is fixed without a ``target``.
+
+    For a target KL, ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)`` (Ziegler et
+    al., 2019, "Fine-Tuning Language Models...", §2.2). KL is summed over a sample's tokens and
+    averaged over samples. ``value`` is the coefficient for the next rollout.
+    """
+
+    def __init__(self, coefficient: float, target: float | None = None, horizon: int = 1) -> None:
+        self.value, self._target, self._horizon = coefficient, target, horizon
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Update β from the mean KL per sample of a rollout and the sample count."""
+        if self._target is not None:
+            error = min(max(current_kl / self._target - 1, -0.2), 0.2)
+            self.value *= 1 + error * n_samples / self._horizon
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coefficient, unless it is fixed. The rest comes from the configuration."""
+        return {} if self._target is None else {"coefficient": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``. A fixed and an adaptive coefficient cannot be exchanged."""
+        if bool(state) != (self._target is not None):
+            kinds = ("an adaptive", "fixed") if state else ("a fixed", "adaptive")
+            raise ConfigError(
+                f"the run state was saved with {kinds[0]} KL coefficient ({dict(state)}), but the "
+                f"configured coefficient is {kinds[1]}. Change trainer.ppo.kl_controller.mode, or "
+                "start a new run"
+            )
+        self.value = float(state.get("coefficient", self.value))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.value.lm_value import Value
 from aligner.observe.startup import RoleMemory
-from aligner.rewards.interface import Reward, RewardInterface, check_weights
+from aligner.rewards.function.runner import Reward
+from aligner.rewards.interface import RewardInterface, check_weights
 from aligner.rewards.model import ModelReward, SharedBackboneReward, VerifiedReward
 from aligner.rewards.sequences import SequenceEncoder
 
@@ -198,7 +199,7 @@ class RewardSource:
     model: RatingModel | None = None
 
     def start(self, workers: Workers, value: Value | None = None) -> RewardInterface:
-        """Return the reward. A dry run has no real responses and calls no function or server."""
+        """Return the reward. In a dry run, return a stand-in that calls no function or server."""
         model = None if self.model is None else self._started(self.model, workers, value)
         if self.config.dry_run:
             return MadeUpRewards(model, self.config.seed)

@@ -1,9 +1,10 @@
 """Collection of rollouts: prompts → responses → rewards, for every algorithm that samples."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,9 @@ from aligner.config import ImproperEndConfig, RewardShapingConfig, SamplingOptio
 from aligner.data.batches import PromptBatch
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.losses.advantages import token_rewards
-from aligner.losses.groups import has_reward_variance
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.observe.diagnostics import rollout_metrics, statistics
-from aligner.observe.samples import Sample
+from aligner.observe.metrics import Sample
 from aligner.rewards.interface import RewardInterface
 
 # Added to the run's seed for validation, so that validation never shares random numbers with
@@ -48,9 +48,10 @@ def prompts_batch(
     return data
 
 
-class RolloutSource:
-    """Source of rollout batches: one response per row, or in a subclass conversations."""
+class RolloutSource(ABC):
+    """Interface of a source of rollout batches."""
 
+    @abstractmethod
     def collect(
         self,
         generation: GenerationInterface,
@@ -65,6 +66,27 @@ class RolloutSource:
         ``data``: a `prompts_batch`, whose lists the batch contains. ``per_prompt`` adjacent rows
         belong to one prompt. ``sampling_options`` replaces the engine's lengths and sampling.
         """
+
+    @abstractmethod
+    def begin(
+        self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
+    ) -> PendingGeneration:
+        """Begin `collect`. The result may be an engine's output, which `rollout_of` converts."""
+
+
+class SingleResponses(RolloutSource):
+    """Source of rollouts of one response per row."""
+
+    def collect(
+        self,
+        generation: GenerationInterface,
+        data: BatchedDataDict,
+        *,
+        seed: int,
+        per_prompt: int = 1,
+        sampling_options: SamplingOptions | None = None,
+    ) -> BatchedDataDict:
+        """See `RolloutSource`."""
         generation.prepare_for_generation()
         output = generation.generate(data, seed=seed, sampling_options=sampling_options).to("cpu")
         generation.finish_generation()
@@ -73,7 +95,7 @@ class RolloutSource:
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
     ) -> PendingGeneration:
-        """Begin `collect`. The result may be an engine's output, which `rollout_of` converts."""
+        """See `RolloutSource`."""
         return generation.generate_in_background(data, seed=seed)
 
 
@@ -216,70 +238,3 @@ def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> lis
 def prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
     """Return ``metrics`` with ``prefix/`` before every name."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
-
-
-def fill_with_varied_groups(
-    sample: Callable[[int], BatchedDataDict],
-    *,
-    prompts: int,
-    rollouts_per_prompt: int,
-    max_rollouts: int,
-    prompts_left: Callable[[], int],
-    pad_id: int,
-    credit: Literal["trajectory", "turn"] = "trajectory",
-) -> tuple[BatchedDataDict, int]:
-    """Return a scored rollout batch of ``prompts`` groups and the number of samples drawn for it.
-
-    Dynamic sampling of DAPO (Yu et al., 2025): if all responses to a prompt earn the same reward,
-    their advantages are 0, so other groups replace them. After the first rollout only missing
-    groups are sampled: all groups come from the same weights, and none with signal is dropped.
-
-    Args:
-        sample: returns the next scored rollout of n prompts, with ``sample_mask`` and
-            ``shaped_rewards`` and ``rollouts_per_prompt`` adjacent responses to each prompt.
-        prompts: number of groups.
-        rollouts_per_prompt: number of responses in a group.
-        max_rollouts: sampling ends after ``max_rollouts * prompts`` prompts. Groups without signal
-            then fill the batch, the earliest first.
-        prompts_left: returns how many prompts the run may still sample.
-        pad_id: id that pads shorter rows.
-        credit: see `teaches`.
-    """
-    with_signal: list[BatchedDataDict] = []
-    without_signal: list[BatchedDataDict] = []
-    sampled, missing, count = 0, prompts, prompts
-    allowed = max_rollouts * prompts
-    while count:
-        batch = sample(count)
-        allowed -= count
-        sampled += batch.size
-        signal = teaches(batch, rollouts_per_prompt, credit)
-        with_signal.append(batch.select_indices(signal.nonzero().flatten()))
-        without_signal.append(batch.select_indices((~signal).nonzero().flatten()))
-        missing -= int(signal.sum()) // rollouts_per_prompt
-        count = min(missing, allowed, prompts_left())
-    # Groups without signal fill up the batch.
-    batch = BatchedDataDict.from_batches(
-        [*with_signal, *without_signal], pad_value_dict={"input_ids": pad_id}
-    )
-    return batch.slice(0, prompts * rollouts_per_prompt), sampled
-
-
-def teaches(
-    batch: BatchedDataDict,
-    rollouts_per_prompt: int,
-    credit: Literal["trajectory", "turn"] = "trajectory",
-) -> Tensor:
-    """Return bool [B], true if the rewards of the row's group differ before and after shaping.
-
-    DAPO compares the verifier's rewards, without the length penalty. A limit of rewards
-    (``trainer.ppo.reward.clip``) may remove the difference. A sample that does not count
-    (``sample_mask`` 0) is not compared. ``credit="turn"`` compares rewards of turns, if any.
-    """
-    groups = torch.arange(batch.size) // rollouts_per_prompt
-    counts = batch["sample_mask"]
-    turns = batch.get("turn_ids") if credit == "turn" else None
-    name = "rewards" if turns is None else "turn_rewards"
-    varied = has_reward_variance(batch[name], groups, counts, turns)
-    varied &= has_reward_variance(batch[f"shaped_{name}"], groups, counts, turns)
-    return varied.view(-1, rollouts_per_prompt).any(1).repeat_interleave(rollouts_per_prompt)

@@ -27,6 +27,7 @@ from aligner.algorithms.rollout.inputs import (
 from aligner.algorithms.rollout.rollout import (
     ConversationsAhead,
     RolloutSource,
+    SingleResponses,
     prompts_batch,
     rollout_of,
 )
@@ -61,7 +62,7 @@ class Rollouts:
     prompts: PromptDataset
     sampler: PromptSampler
     pad_id: int
-    source: RolloutSource = field(default_factory=RolloutSource)
+    source: RolloutSource = field(default_factory=SingleResponses)
     # Prompts of the next rollout if it has begun, and its future or its batch.
     _indices: list[int] | None = field(default=None, init=False)
     _pending: PendingGeneration | None = field(default=None, init=False)
@@ -122,7 +123,11 @@ class Rollouts:
         return {"indices": self._indices, "output": output}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Invert `state_dict`. If settings may have changed, responses are sampled again."""
+        """Invert `state_dict`.
+
+        Responses of the state are sampled again if the run accepts changed settings, because other
+        settings may have sampled them.
+        """
         indices, output = state["indices"], state["output"]
         if self.config.exp_manager.resume_changed or self.config.exp_manager.accept_changed:
             output, indices = None, indices if max(indices or [0]) < len(self.prompts) else None
@@ -153,7 +158,7 @@ class SamplingTrainer(Learner):
     generation: GenerationInterface  # the policy or its engines
     pad_id: int
     total_steps: int | None = None  # the last step that a rollout may begin for, if known
-    rollout_source: RolloutSource = field(default_factory=RolloutSource)
+    rollout_source: RolloutSource = field(default_factory=SingleResponses)
     consumed_samples: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -245,7 +250,7 @@ class SamplingInputs:
             generation=engines or policy,
             pad_id=workers.tokenizer.pad_id,
             total_steps=steps,
-            rollout_source=self.environments or RolloutSource(),
+            rollout_source=self.environments or SingleResponses(),
             **options,
         )
         workers.closing.callback(trainer.rollouts.close)
@@ -273,7 +278,7 @@ class SamplingInputs:
             parts = layout.model_parallel_size
             size = layout.data_size(workers.clusters.value.world_size())
             batches = (critic.global_batch_size, critic.micro_batch_size)
-            roles.insert(0, TrainedRole("critic", *batches, size, parts))
+            roles.insert(0, TrainedRole("critic", *batches, size))
             memory += [role_memory(config, architecture, size, "critic", model_parallel_size=parts)]
         if with_reference and model.peft.lora is None:  # with LoRA: the policy without adapters
             memory += [role_memory(config, architecture, data_size, "reference", trainable=False)]

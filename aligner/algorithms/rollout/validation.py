@@ -8,6 +8,7 @@ import torch
 from aligner.algorithms.rollout.rollout import (
     VALIDATION_SEED_OFFSET,
     RolloutSource,
+    SingleResponses,
     prefixed,
     prompts_batch,
     samples_of,
@@ -21,7 +22,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.importing import load_function
 from aligner.models.interfaces import GenerationInterface
 from aligner.observe.estimates import Estimate, answer_estimates, mean_over_prompts
-from aligner.observe.samples import Sample
+from aligner.observe.metrics import Sample
 from aligner.rewards.interface import RewardInterface
 
 
@@ -35,7 +36,7 @@ class PromptSampling:
     rows: int
     samples_per_prompt: int = 1
     sampling_options: SamplingOptions | None = None
-    source: RolloutSource = field(default_factory=RolloutSource)
+    source: RolloutSource = field(default_factory=SingleResponses)
 
 
 def sample_responses(

@@ -34,9 +34,8 @@ from aligner.errors import (
     training_step,
 )
 from aligner.models.handle import RoleHandle
-from aligner.observe.metrics import MetricsWriter, PhaseTimers
-from aligner.observe.progress import ConsoleProgress
-from aligner.observe.samples import Sample, SampleWriter, sample_table
+from aligner.observe.metrics import MetricsWriter, PhaseTimers, Sample
+from aligner.observe.progress import ConsoleProgress, sample_table
 from aligner.parallel.collectives import from_rank_zero, gather_objects, is_rank_zero, on_rank_zero
 
 
@@ -106,8 +105,7 @@ class Schedule:
 
     def validates(self, step: int) -> bool:
         """Return whether ``step`` is followed by a validation."""
-        interval = self.val_check_interval
-        return step == self.total_steps or (interval > 0 and step % interval == 0)
+        return self._is_due(step, self.val_check_interval)
 
     @property
     def saves_in_background(self) -> bool:
@@ -116,7 +114,9 @@ class Schedule:
 
     def saves(self, step: int) -> bool:
         """Return whether ``step`` is followed by saving."""
-        interval = self.save_interval
+        return self._is_due(step, self.save_interval)
+
+    def _is_due(self, step: int, interval: int) -> bool:
         return step == self.total_steps or (interval > 0 and step % interval == 0)
 
 
@@ -139,7 +139,6 @@ class RunLoop:
     _: KW_ONLY
     store: RunStateStore
     metrics: MetricsWriter
-    samples: SampleWriter
     console: Console
     config: Mapping[str, Any]  # part of run states, as ``identity``
     monitor: str  # metric that ranks run states
@@ -283,7 +282,6 @@ class RunLoop:
         self.resumed_step = None if restored is None else restored.step
         last = -1 if restored is None else restored.step
         on_rank_zero(lambda: self.metrics.truncate_after(last))
-        on_rank_zero(lambda: self.samples.truncate_after(last))
         return restored
 
     def _continue_from(self, path: Path) -> Restoration:
@@ -309,8 +307,7 @@ class RunLoop:
     ) -> dict[str, float]:
         metrics = {**result.metrics, **timers.flush()}
         # If rank 0's disk is full, the other ranks must not wait for rank 0 in the next step.
-        on_rank_zero(lambda: self.metrics.write(step, metrics))
-        on_rank_zero(lambda: self.samples.write(result.samples))
+        on_rank_zero(lambda: self.metrics.write(step, metrics, result.samples))
         progress.step(step, metrics)
         for warning in result.warnings:
             self._say(f"step {step}: {warning}", "yellow")

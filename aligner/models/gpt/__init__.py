@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aligner.models.gpt.megatron.actor import MegatronGPTActorModel, MegatronGPTRSModel
-    from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
-    from aligner.models.gpt.megatron.loading import load_from_nemo
-    from aligner.models.gpt.megatron.model import MegatronGPTModel
-    from aligner.models.gpt.megatron.reward import (
+    from aligner.models.gpt.megatron.critic import (
         REWARD_MODEL_CLASS_DICT,
+        MegatronGPTCriticModel,
         MegatronGPTRewardModel,
         RewardModelType,
     )
+    from aligner.models.gpt.megatron.model import MegatronGPTModel, load_from_nemo
     from aligner.models.gpt.role.policy import ReferencePolicy
 
 _HOMES = {
@@ -23,11 +22,11 @@ _HOMES = {
     "MegatronGPTCriticModel": "megatron.critic",
     "MegatronGPTModel": "megatron.model",
     "MegatronGPTRSModel": "megatron.actor",
-    "MegatronGPTRewardModel": "megatron.reward",
-    "REWARD_MODEL_CLASS_DICT": "megatron.reward",
+    "MegatronGPTRewardModel": "megatron.critic",
+    "REWARD_MODEL_CLASS_DICT": "megatron.critic",
     "ReferencePolicy": "role.policy",
-    "RewardModelType": "megatron.reward",
-    "load_from_nemo": "megatron.loading",
+    "RewardModelType": "megatron.critic",
+    "load_from_nemo": "megatron.model",
 }
 
 __all__ = [

@@ -31,7 +31,8 @@ from aligner.http import JSON_TYPE, MAX_BYTES
 from aligner.http.messages import parse_json, validated
 from aligner.http.tokens import read_token
 from aligner.parallel.collectives import on_rank_zero
-from aligner.rewards.interface import ScoredResponses, check_weights, rated_responses
+from aligner.rewards.function.runner import ScoredResponses
+from aligner.rewards.interface import check_weights, rated_responses
 from aligner.rewards.sequences import scored_texts
 from aligner.rewards.server.wire import (
     HEALTH,

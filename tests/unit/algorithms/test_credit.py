@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.algorithms.rollout.rollout import fill_with_varied_groups, teaches
+from aligner.algorithms.ppo.dynamic_sampling import fill_with_varied_groups, teaches
 from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import (
     AdvantageConfig,

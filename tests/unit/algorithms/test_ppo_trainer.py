@@ -12,9 +12,8 @@ from aligner.config import parse_config
 from aligner.data.batches import Prompt, PromptSampler
 from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.observe.metric_names import check_names
-from aligner.observe.metrics import PhaseTimers
-from aligner.rewards.interface import ScoredResponses
+from aligner.observe.metrics import PhaseTimers, check_names
+from aligner.rewards.function.runner import ScoredResponses
 
 PAD = 0
 RESPONSES = 2  # tokens of every response

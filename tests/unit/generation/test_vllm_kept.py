@@ -6,9 +6,7 @@ output for the whole response, or with every output for its own tokens.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
-from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,8 +17,7 @@ from engine_arguments import engine_arguments
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.errors import ConfigError, WorkerError
 from aligner.generation.vllm import engine as vllm_engine
-from aligner.generation.vllm.kept import add_sets
-from aligner.generation.vllm.sampling import sampling_arguments
+from aligner.generation.vllm.sampling import add_sets, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import responses_batch
 
@@ -30,42 +27,10 @@ TOKENS = {0: [5, 7, END], 1: [9, 8]}
 KEPT = {0: [[5, 6], [7], [0, 1, 2]], 1: [[9, 3, 4, 1], [2, 8]]}
 
 
-@dataclass
-class SamplingMask:
-    token_ids: list[list[int]]
-
-
-@dataclass
-class CompletionOutput:
-    index: int
-    text: str
-    token_ids: Sequence[int]
-    cumulative_logprob: float | None
-    logprobs: list[dict[int, Any]] | None
-    routed_experts: Any = None
-    sampling_mask: SamplingMask | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass
-class RequestOutput:
-    request_id: str
-    outputs: list[CompletionOutput]
-    finished: bool
-
-
-class RequestOutputKind(Enum):
-    CUMULATIVE = 0
-    DELTA = 1
-    FINAL_ONLY = 2
-
-
-def output(tokens, sets, finished):
+def output(tokens, sets):
     chosen = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
-    mask = None if sets is None else SamplingMask(sets)
-    reason = "stop" if finished else None
-    return CompletionOutput(0, "", tokens, None, chosen, sampling_mask=mask, finish_reason=reason)
+    mask = None if sets is None else SimpleNamespace(token_ids=sets)
+    return SimpleNamespace(token_ids=tokens, logprobs=chosen, sampling_mask=mask)
 
 
 @dataclass
@@ -94,8 +59,8 @@ class Core:
                 last = self.step_number == len(tokens) - 1
                 here = slice(self.step_number, self.step_number + 1)
                 found = {"each": sets and sets[here], "last": sets if last else None}[self.when]
-                made = output(tokens[here], found, last)
-                outputs.append(RequestOutput(str(row), [made], last))
+                made = [output(tokens[here], found)]
+                outputs.append(SimpleNamespace(request_id=str(row), outputs=made, finished=last))
         self.step_number += 1
         return outputs
 
@@ -109,7 +74,7 @@ def vllm(monkeypatch):
     sys.modules["vllm"].SamplingParams = SimpleNamespace
     sys.modules["vllm"].__version__ = "0.27.1"
     sys.modules["vllm.inputs.engine"].tokens_input = lambda tokens: {"prompt_token_ids": tokens}
-    sys.modules["vllm.sampling_params"].RequestOutputKind = RequestOutputKind
+    sys.modules["vllm.sampling_params"].RequestOutputKind = SimpleNamespace(DELTA="delta")
     arguments = sys.modules["vllm.engine.arg_utils"]
     arguments.EngineArgs = make_dataclass("EngineArgs", ["model", "return_sampling_mask"])
     return arguments
@@ -155,7 +120,7 @@ def test_sets_are_a_rollouts_column(started, when):
     ]
     asked = core.asked["0"]
     assert (asked.temperature, asked.top_k, asked.top_p) == (0.7, 4, 0.9)
-    assert asked.output_kind is RequestOutputKind.DELTA
+    assert asked.output_kind == "delta"
 
 
 def test_a_response_that_a_stop_string_ends(started):
@@ -226,10 +191,10 @@ def test_sets_that_are_missing_or_of_other_tokens(started, when, kept, message):
         sampled(started(Core(when, kept))[0])
 
 
-def test_sets_that_fit_nothing_or_are_empty():
+def test_sets_that_fit_nothing():
     sets, said = [[5]], "returned 2 sets of kept tokens with 1 of a response's 3"
     with pytest.raises(WorkerError, match=said):
-        add_sets(sets, output([7], [[7], [8]], False), 3)
+        add_sets(sets, output([7], [[7], [8]]), 3)
     assert sets == [[5]]
 
 

@@ -9,25 +9,23 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_any_model import expected_logprobs, load, make_batch, update
+from test_any_model import expected_logprobs, load, make_batch, save, update
 from transformers import AutoModelForCausalLM
+from variants import extended_except
 
 from aligner.algorithms.run.startup import describe_model
 from aligner.checkpoint.adapters import adapter_shapes, read_adapters
 from aligner.checkpoint.convert import lora_to_peft
-from aligner.checkpoint.hf.any_model import read_any, save_any
-from aligner.checkpoint.model_source import open_model
+from aligner.checkpoint.hf.any_model import read_any
 from aligner.config import LoraConfig, ModelConfig, OptimConfig, PeftConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
-from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
-from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
@@ -39,7 +37,6 @@ _TYPES = """
     deepseek_v3 dbrx lfm2 aria_text deepseek_v4 zamba
 """
 TYPES = _TYPES.split()
-DEFAULT = TYPES[:2]
 
 
 def adapted(folder, **changes):
@@ -59,10 +56,12 @@ def refused(folder, targets):
     return ""
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [*DEFAULT, *(pytest.param(kind, marks=pytest.mark.extended) for kind in TYPES[len(DEFAULT) :])],
-)
+def logprobs_of_files(role, folder):
+    """Log-probs of transformers' model with the role's weights, in which adapters are merged."""
+    return expected_logprobs(AutoModelForCausalLM.from_pretrained(save(role, folder)))
+
+
+@pytest.mark.parametrize("model_type", extended_except(TYPES[:2], TYPES))
 def test_every_adapter_learns_beside_frozen_weights(model_type, folder_of, tmp_path):
     folder = folder_of(model_type)
     targets: tuple[str, ...] = ("all",)
@@ -91,9 +90,7 @@ def test_every_adapter_learns_beside_frozen_weights(model_type, folder_of, tmp_p
     weights = role.whole_weights()
     changed = {n for n, w in weights.items() if not torch.equal(w, source.weights[n])}
     assert changed == {weight.parameter for weight in role.model.adapted}
-    save_any(tmp_path / "merged", weights, role.architecture, {}, {})
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (expected_logprobs(merged) - after).abs().max() < 1e-4
+    assert (logprobs_of_files(role, tmp_path / "merged") - after).abs().max() < 1e-4
 
 
 def test_a_run_state_and_a_file_of_adapters_continue_bit_for_bit(folder_of, tmp_path):
@@ -140,10 +137,9 @@ def test_a_critic_learns_adapters_and_its_head_together(folder_of, tmp_path):
         adapted(folder).load_adapters(tmp_path / "c.lora.safetensors")
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputed_activations_give_the_same_adapters(recompute, folder_of):
+def test_recomputed_activations_give_the_same_adapters(folder_of):
     folder = folder_of("mixtral")
-    plain, recomputed = adapted(folder), adapted(folder, recompute=recompute)
+    plain, recomputed = adapted(folder), adapted(folder, recompute="full")
     for role in (plain, recomputed):
         update(role, PPOPolicyLoss())
     expected = matrices(plain)
@@ -173,10 +169,11 @@ def test_adapters_without_a_gradient_are_refused_by_name(folder_of):
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    ["llama", *(pytest.param(k, marks=pytest.mark.extended) for k in ("mistral", "qwen2", "gpt2"))],
+    "model_type", extended_except(["llama"], ["llama", "mistral", "qwen2", "gpt2"])
 )
-def test_directories_of_families_with_a_table_get_adapters(model_type, folder_of, tmp_path):
+def test_directories_of_families_with_a_table_get_adapters(
+    model_type, folder_of, tmp_path, tiny_nemo
+):
     tokenizer = byte_level_tokenizer()
     folder = folder_of(model_type, vocab_size=tokenizer.vocab_size)
     for name, content in tokenizer.files().items():
@@ -192,35 +189,25 @@ def test_directories_of_families_with_a_table_get_adapters(model_type, folder_of
     initial = matrices(role)
     update(role, PPOPolicyLoss())
     assert not any(m.equal(initial[n]) for n, m in matrices(role).items() if n.endswith("b"))
-    save_any(tmp_path / "merged", role.whole_weights(), role.architecture, {}, {})
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (expected_logprobs(merged) - role.get_logprobs(make_batch())).abs().max() < 1e-4
+    merged = logprobs_of_files(role, tmp_path / "merged")
+    assert (merged - role.get_logprobs(make_batch())).abs().max() < 1e-4
     role.save_adapters(tmp_path / "a.lora.safetensors")
     assert "rank 4" in lora_to_peft(folder, tmp_path / "a.lora.safetensors", tmp_path / "peft")
-
-
-def test_a_nemo_gets_no_adapters(tiny_nemo):
-    settings = RoleSettings(lora=LoraConfig())
-    text = r"adapters .*\.nemo.*Hugging Face directory"
-    with open_model(tiny_nemo, "dtensor", True) as source, pytest.raises(ConfigError, match=text):
-        DTensorActorModel(source, settings, initialize_parallel(), None)
+    # A .nemo gets no adapters.
+    with pytest.raises(ConfigError, match=r"adapters .*\.nemo.*Hugging Face directory"):
+        DTensorPolicyWorkerV2.load_model(settings, str(tiny_nemo), tokenizer)
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        "mixtral",
-        *(pytest.param(k, marks=pytest.mark.extended) for k in ("gpt_oss", "openai-gpt", "phi3")),
-    ],
+    "model_type", extended_except(["mixtral"], ["mixtral", "gpt_oss", "openai-gpt", "phi3"])
 )
 def test_the_export_is_in_the_form_of_peft(model_type, folder_of, tmp_path):
     """The test adds products in PEFT's layout, or PEFT itself where it is installed."""
-    folder = folder_of(model_type)
+    folder, target = folder_of(model_type), tmp_path / "peft"
     role = adapted(folder)
     for loss in (PPOPolicyLoss(), NegativeLogLikelihoodLoss()):
         update(role, loss)
     role.save_adapters(tmp_path / "a.lora.safetensors")
-    target = tmp_path / "peft"
     assert "rank 4" in lora_to_peft(folder, tmp_path / "a.lora.safetensors", target, str(folder))
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = json.loads((target / "adapter_config.json").read_text())

@@ -8,6 +8,7 @@ import dataclasses
 
 import pytest
 import torch
+from batches import ppo_batch
 
 from aligner.config import LengthParams, OptimConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -54,17 +55,8 @@ def actor(family, precision):
 
 
 def batch():
-    generator = torch.Generator().manual_seed(2)
-    return {
-        "input_ids": torch.randint(0, 255, (ROWS, LENGTH), generator=generator),
-        "input_lengths": torch.full((ROWS,), LENGTH),
-    }
-
-
-def columns_of_training():
-    names = ("token_mask", "advantages", "prev_logprobs", "generation_logprobs", "ref_logprobs")
-    ones = {name: torch.ones(ROWS, LENGTH) for name in names}
-    return {**ones, "sample_mask": torch.ones(ROWS)}
+    lengths = [LENGTH] * ROWS
+    return {**ppo_batch(lengths, [0] * ROWS, seed=2), "ref_logprobs": torch.ones(ROWS, LENGTH)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,4 +76,4 @@ def test_every_weight_is_bfloat16_and_passes_run(family):
     narrow.setup_training()
     narrow.loss_fn = PPOPolicyLoss()
     narrow.prepare_for_training()
-    assert narrow.training_update({**data, **columns_of_training()})["skipped"] == 0.0
+    assert narrow.training_update(data)["skipped"] == 0.0
