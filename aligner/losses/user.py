@@ -122,7 +122,8 @@ def user_policy_loss(
                 f"Add {' or '.join(options)} to the parameters of its constructor, or leave out "
                 f"{setting}"
             )
-    loss = UserPolicyLoss(name, {**{key: built_in[key] for key in sorted(option_names)}, **kwargs})
+    arguments = {key: built_in[key] for key in sorted(option_names)} | dict(kwargs)
+    loss = UserPolicyLoss(name, arguments)
     _test_loss(loss, has_reference)
     return loss
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loss_checks import check_loss, evaluate, row
+from loss_checks import check_loss, evaluate, hand_batch, policy_batch, row
 from settings import parsed
 from test_ppo_trainer import names, trainer
 
@@ -31,21 +31,9 @@ def loss_of(correction):
     return PPOPolicyLoss(correction=correction, needs_entropy=False)
 
 
-def random_batch(rows=6, length=9, spread=0.3):
-    generator = torch.Generator().manual_seed(7)
-
-    def normal():
-        return torch.randn(rows, length, generator=generator, dtype=torch.float64)
-
-    logprobs = normal() * 0.5 - 2
-    batch = {
-        "advantages": normal(),
-        "token_mask": (torch.rand(rows, length, generator=generator) < 0.7).double(),
-        "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1], dtype=torch.float64),
-        "prev_logprobs": logprobs + normal() * 0.1,
-        "generation_logprobs": logprobs + normal() * spread,
-    }
-    batch["second_moment_mask"] = second_moment_masks(batch, 0.04, rows).double()
+def random_batch():
+    logprobs, _, batch = policy_batch(seed=7)
+    batch["second_moment_mask"] = second_moment_masks(batch, 0.04, len(logprobs)).double()
     return logprobs, batch
 
 
@@ -66,7 +54,7 @@ def test_what_every_correction_must_pass(kind, surrogate, level):
 
 
 def test_a_masked_token_stays_in_the_denominator():
-    logprobs, batch = hand_batch([1.0, 1.0], [4.0, 1.0])
+    logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0], [4.0, 1.0])
     correction = CorrectionConfig(weights="token", bounds=(0.5, 2.0), outside="mask")
     loss, gradient, _ = evaluate(loss_of(correction), logprobs, batch)
     assert loss == pytest.approx(-(0 + 1) / 2)
@@ -75,7 +63,7 @@ def test_a_masked_token_stays_in_the_denominator():
 
 def test_old_logprobs_of_the_trainer_and_of_the_sampler():
     """The first update of a step: its own log-probs, detached, are the trainer's."""
-    logprobs, batch = hand_batch([1.0, 1.0], [4.0, 0.5])
+    logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0], [4.0, 0.5])
     del batch["prev_logprobs"]
     correction = CorrectionConfig(weights="token", bounds=(0.0, 2.0))
     loss, gradient, metrics = evaluate(loss_of(correction), logprobs, batch)
@@ -83,26 +71,13 @@ def test_old_logprobs_of_the_trainer_and_of_the_sampler():
     torch.testing.assert_close(gradient, row(-2.0, -0.5) / 2)
     assert metrics["logprob_gap_max"] == pytest.approx(math.log(4))
     # Ratio 4 of the sampler: clipped at 1.2, and the gap is that of the policy now.
-    logprobs, batch = hand_batch([1.0, 1.0], [4.0, 1.0])
+    logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0], [4.0, 1.0])
     batch["prev_logprobs"] = batch["generation_logprobs"].clone()
     correction = CorrectionConfig(old_logprobs="sampler")
     loss, gradient, metrics = evaluate(loss_of(correction), logprobs, batch)
     assert loss == pytest.approx(-(1.2 + 1) / 2)
     torch.testing.assert_close(gradient, row(0.0, -0.5))
     assert metrics["logprob_gap_max"] == pytest.approx(math.log(4))
-
-
-def hand_batch(ratios, gaps):
-    """One response: ratios of the loss; ratios of the trainer over the sampler; advantages 1."""
-    logprobs = row(*(math.log(ratio) - 1 for ratio in ratios))
-    batch = {
-        "advantages": torch.ones_like(logprobs),
-        "token_mask": torch.ones_like(logprobs),
-        "sample_mask": torch.ones(1, dtype=torch.float64),
-        "prev_logprobs": torch.full_like(logprobs, -1.0),
-        "generation_logprobs": row(*(-1 - math.log(gap) for gap in gaps)),
-    }
-    return logprobs, batch
 
 
 # Configuration and step ---------------------------------------------------------------------------

@@ -4,23 +4,11 @@ import math
 
 import pytest
 import torch
-from loss_checks import check_loss, denominators, evaluate, row
+from loss_checks import check_loss, denominators, evaluate, hand_batch, policy_batch, row
 
 from aligner.errors import ConfigError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.types import TokenOutputs
-
-
-def hand_batch(ratios, advantages):
-    """One sample whose tokens have these probability ratios and advantages."""
-    logprobs = row(*(math.log(ratio) - 1 for ratio in ratios))
-    batch = {
-        "advantages": row(*advantages),
-        "token_mask": torch.ones_like(logprobs),
-        "sample_mask": torch.ones(1, dtype=torch.float64),
-        "prev_logprobs": torch.full_like(logprobs, -1.0),
-    }
-    return logprobs, batch
 
 
 def test_hand_worked():
@@ -54,32 +42,12 @@ def test_hand_worked():
 )
 def test_importance_weight_by_hand(level, cap, weights):
     """The weight carries no gradient."""
-    logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0])
-    batch["generation_logprobs"] = batch["prev_logprobs"] - row(math.log(4), math.log(0.5))
+    logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0], gaps=[4.0, 0.5])
     loss_function = PPOPolicyLoss(importance_cap=cap, ratio_level=level, needs_entropy=False)
     loss, gradient, metrics = evaluate(loss_function, logprobs, batch)
     assert loss == pytest.approx(-sum(weights) / 2)
     torch.testing.assert_close(gradient, -row(*weights) / 2)
     assert metrics["importance_weight"] == pytest.approx(sum(weights) / 2)
-
-
-def _random_batch(seed=0, rows=6, length=9):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal():
-        return torch.randn(rows, length, generator=generator, dtype=torch.float64)
-
-    logprobs = normal() * 0.5 - 2
-    batch = {
-        "advantages": normal(),
-        "token_mask": (torch.rand(rows, length, generator=generator) < 0.6).double(),
-        "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1][:rows], dtype=torch.float64),
-        "prev_logprobs": logprobs + normal() * 0.3,
-        "ref_logprobs": logprobs + normal() * 0.3,
-        "generation_logprobs": logprobs + normal() * 0.3,
-    }
-    batch["token_mask"][3] = 0  # a row without a generated token
-    return logprobs, normal().abs(), batch
 
 
 FULL = PPOPolicyLoss(
@@ -108,7 +76,7 @@ def _loop(logprobs, entropy, batch):
 
 
 def test_everything_at_once_against_a_loop():
-    logprobs, entropy, batch = _random_batch()
+    logprobs, entropy, batch = policy_batch()
     lists = {name: value.tolist() for name, value in batch.items()}
     expected = _loop(logprobs.tolist(), entropy.tolist(), lists)
     assert evaluate(FULL, logprobs, batch, entropy)[0] == pytest.approx(expected)
@@ -216,7 +184,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("loss_function", VARIANTS, ids=str)
 def test_what_every_variant_must_pass(loss_function):
-    logprobs, entropy, batch = _random_batch(seed=5)
+    logprobs, entropy, batch = policy_batch(seed=5)
     check_loss(loss_function, logprobs, batch, [1, 2, 3, 4], entropy)
 
     def loss(*outputs):
