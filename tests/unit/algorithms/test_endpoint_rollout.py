@@ -176,11 +176,11 @@ def test_one_that_hangs_is_killed_with_its_children(tmp_path):
 def test_half_an_answer_costs_its_own_conversation_only(tmp_path):
     """The thread that keeps the clocks of all agents does not wait for the rest of it."""
     rows = [task("half_an_answer"), task("takes_its_time")]
-    batch = collected(rows, timeout_s=5.0, failed="zero", **RUN)
+    batch = collected(rows, timeout_s=2.5, failed="zero", **RUN)
     assert batch["failures"] == [["env_timeout"], []]
     assert batch["end_reasons"] == ["failed", "done"]
     said = batch["turns"][0][-1]["info"]["failure"]
-    assert "neither called the policy nor ended within environment.timeout_s=5 seconds" in said
+    assert "neither called the policy nor ended within environment.timeout_s=2.5 seconds" in said
 
 
 def test_an_agent_s_silence_begins_with_its_last_answer():
