@@ -9,12 +9,33 @@ import signal
 import time
 
 import pytest
-from recipes import numbers, trained_hash
+from ranks import start_script
+from recipes import ROOT, numbers, settings, trained_hash
 
 from aligner.observe.metrics import read_metrics
 
 PATIENCE_S = 600  # a run takes seconds, many times that on a crowded machine
 pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture(scope="module")
+def start_run(tiny_nemo):
+    """``start_run(script, folder, *arguments)`` begins or continues a run in ``folder``.
+
+    No process outlives the tests of a file.
+    """
+    processes = []
+
+    def launch(script, folder, *arguments):
+        folder.mkdir(exist_ok=True)
+        words = [*arguments, *settings(folder, tiny_nemo)]
+        path = ROOT / "examples" / f"{script}.py"
+        processes.append(start_script(path, words, folder.with_suffix(".log"), {}))
+        return processes[-1]
+
+    yield launch
+    for process in processes:
+        process.kill()
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ import dataclasses
 import pytest
 import user_environments as envs
 from loaded import load_policy
-from test_conversations_ahead import Played
 from test_environment_rollout import HerePool, rollouts_with, same
-from test_overlap import ThreadedEngine, configuration
+from test_overlap import Played, ThreadedEngine, configuration
 
 from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import prompts_batch, score
