@@ -18,30 +18,16 @@ KNOWN = {
 
 
 def _places():
-    files = ROOT.glob("aligner*/**/*.py")
-    for path in sorted(files):
-        tree = ast.parse(path.read_text())
+    for path in sorted(ROOT.glob("aligner*/**/*.py")):
         file = path.relative_to(ROOT).as_posix().removeprefix("aligner/")
-        for place, node in _calls(tree, ""):
-            function = node.func
-            if isinstance(function, ast.Name):
-                is_reading = function.id.endswith("Unpickler")
-                module = ""
-            elif isinstance(function, ast.Attribute):
-                module = ast.unparse(function.value)
-                is_reading = function.attr in _NAMES and (
-                    module in _MODULES or function.attr.startswith("recv")
-                )
-            else:
-                continue
-            safe = any(
-                k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords
-            )
-            if (
-                is_reading
-                and not safe
-                and module not in ("dist", "self.socket", "torch.distributed")
-            ):
+        for place, call in _calls(ast.parse(path.read_text()), ""):
+            module, _, name = ast.unparse(call.func).rpartition(".")
+            is_reading = name.endswith("Unpickler")
+            if module:
+                is_reading = name in _NAMES and (module in _MODULES or name.startswith("recv"))
+            safe = any(ast.unparse(each) == "weights_only=True" for each in call.keywords)
+            is_collective = module in ("dist", "self.socket", "torch.distributed")
+            if is_reading and not safe and not is_collective:
                 yield f"{file} {place}"
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from documented import ROOT
+from recipes import composed
 from servers import started
-from test_conf import composed
 
 from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
@@ -49,7 +49,7 @@ def calling_nemo(tiny_nemo, tmp_path_factory):
         *("model.global_batch_size=4", "model.micro_batch_size=4"),
         *(f"exp_manager.explicit_log_dir={folder / 'run'}", *QUIET),
     ]
-    train_sft(load_config(composed("gpt_sft", given), SFTRunConfig))
+    train_sft(load_config(composed("gpt_sft", *given), SFTRunConfig))
     return folder / "run" / "policy.nemo"
 
 
@@ -84,7 +84,7 @@ def test_a_step_of_ppo(agent, packages, calling_nemo, tmp_path, kept):
         *("critic.global_batch_size=8", "critic.micro_batch_size=4"),
         *(f"exp_manager.explicit_log_dir={tmp_path / 'run'}", *QUIET),
     ]
-    train_ppo(load_config(composed("gpt_ppo", given)))
+    train_ppo(load_config(composed("gpt_ppo", *given)))
     [batch] = kept
     seen = [json.loads(line) for line in saw.open()]
     assert {Path(one["prefix"]).name for one in seen} == {".venv-adapters"}
