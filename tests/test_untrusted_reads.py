@@ -7,6 +7,8 @@ ROOT = Path(__file__).parents[1]
 _NAMES = {"loads", "load", "Unpickler", "recv", "recv_bytes"}
 _MODULES = {"pickle", "cloudpickle", "_pickle", "dill", "marshal", "torch", "joblib", "shelve"}
 
+_SOCKETS = ("dist", "self.socket", "torch.distributed")
+
 # function → why what it reads was written by this process, its parent or its own run
 KNOWN = {
     "algorithms/rollout/driver.py Driver._poll": "bytes of this process, which wake its thread",
@@ -20,14 +22,13 @@ KNOWN = {
 def _places():
     for path in sorted(ROOT.glob("aligner*/**/*.py")):
         file = path.relative_to(ROOT).as_posix().removeprefix("aligner/")
-        for place, call in _calls(ast.parse(path.read_text()), ""):
-            module, _, name = ast.unparse(call.func).rpartition(".")
-            is_reading = name.endswith("Unpickler")
-            if module:
-                is_reading = name in _NAMES and (module in _MODULES or name.startswith("recv"))
-            safe = any(ast.unparse(each) == "weights_only=True" for each in call.keywords)
-            is_collective = module in ("dist", "self.socket", "torch.distributed")
-            if is_reading and not safe and not is_collective:
+        for place, node in _calls(ast.parse(path.read_text()), ""):
+            module, _, name = ast.unparse(node.func).rpartition(".")
+            is_reading = name in _NAMES and (module in _MODULES or name.startswith("recv"))
+            if not module:
+                is_reading = name.endswith("Unpickler")
+            keywords = {ast.unparse(keyword) for keyword in node.keywords}
+            if is_reading and "weights_only=True" not in keywords and module not in _SOCKETS:
                 yield f"{file} {place}"
 
 

@@ -25,8 +25,9 @@ from aligner.algorithms.ppo.build import (
     start_roles,
 )
 from aligner.algorithms.ppo.credit import Credit, KLController
+from aligner.algorithms.ppo.dynamic_sampling import fill_with_varied_groups
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.rollout import fill_with_varied_groups, prefixed, samples_of, score
+from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
 from aligner.algorithms.rollout.trainer import SamplingInputs, SamplingTrainer
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run

@@ -63,7 +63,8 @@ class ArchiveReader:
             for path in paths:
                 if path.is_symlink():
                     raise CheckpointError(
-                        f"checkpoint directory {str(self.path)!r} contains the link {path.name!r}"
+                        f"checkpoint directory {str(self.path)!r} contains the link {path.name!r}, "
+                        "which could lead to another file. Replace the link by its file"
                     )
             files = (path.relative_to(self.path) for path in paths if path.is_file())
             self.names = frozenset(file.as_posix() for file in files)
@@ -114,9 +115,9 @@ class ArchiveReader:
         return members
 
     def view(self, name: str) -> memoryview:
-        """Map member ``name`` into memory that processes share. Bytes are read when accessed.
+        """Map member ``name`` into memory. The view stays valid after `close`.
 
-        The view stays valid after `close`. Writing changes only this process's copy.
+        Processes share the memory. Bytes are read when accessed, and writing changes only a copy.
         """
         if name not in self.names:
             raise CheckpointError(
@@ -142,8 +143,8 @@ class ArchiveReader:
     def read(self, name: str) -> bytes:
         """Return all bytes of member ``name``.
 
-        The files of an unpacked archive are not compared with `CHECKSUMS`: users may edit them.
-        Raises `CheckpointError` if the bytes from a tar do not match their digest in `CHECKSUMS`.
+        Raises `CheckpointError` if a tar's bytes do not match their digest in `CHECKSUMS`. Users
+        may edit the files of an unpacked archive.
         """
         if self._tar is None and name in self.names:
             return (self.path / name).read_bytes()

@@ -51,13 +51,9 @@ _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"}
 
 
 def gguf_values(path: Path) -> tuple[Any, dict[str, Any]]:
-    """Open a GGUF file (``gguf.GGUFReader``) and return it with its keys.
+    """Open a GGUF file (``gguf.GGUFReader``) and return it with its keys, without long arrays.
 
-    The tokenizer's arrays have the value None.
-
-    Raises:
-        CheckpointError: the file is damaged or not a GGUF file.
-        MissingPackageError: the package gguf is not installed.
+    Raises `CheckpointError` for a damaged file, `MissingPackageError` without the package gguf.
     """
     require_extra("gguf", str(path))
     from gguf import GGUFReader
