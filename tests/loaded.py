@@ -1,7 +1,8 @@
-"""Data sets by the columns and limits of a section of the configuration, as a run loads them."""
+"""Data sets and policies of a section of the configuration, as a run loads them."""
 
 import json
 
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import (
     DataConfig,
     ExampleDataConfig,
@@ -13,6 +14,9 @@ from aligner.data.preferences import LabelledDataset, OrderedPairDataset, PairDa
 from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.workers import LocalCluster
+from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel
 
 SECTIONS = {
     PromptDataset: DataConfig,
@@ -29,6 +33,13 @@ def load_set(kind, source, tokenizer, arguments=None, limit=None, **options):
     paths = tuple(map(str, source)) if isinstance(source, list) else str(source)
     train = PromptSourceConfig(paths, arguments or {}, limit)
     return kind.load(train, tokenizer, SECTIONS[kind](train=train, **options))
+
+
+def load_policy(model, **options):
+    """The policy of the section ``model`` in this process, without a reference."""
+    with open_nemo(model.restore_from_path) as checkpoint:
+        cluster, tokenizer = LocalCluster(initialize_parallel(model.parallel)), checkpoint.tokenizer
+    return Policy(cluster, model, tokenizer, init_reference_model=False, **options)
 
 
 def write_rows(path, rows):

@@ -24,7 +24,7 @@ def rated_responses(
     """Return the rewards for a model's ``scores``, float [B] or [B, K] of the K ``attributes``.
 
     ``weights``: from `check_weights`. ``source``: name of the model, for messages. Raises
-    `RewardError` if a reward is not finite in float32, though it may be finite in the source.
+    `RewardError` if a reward is not finite in float32.
     """
     scores = scores.float()
     rewards = scores.flatten()
@@ -54,8 +54,7 @@ def check_weights(
 ) -> Tensor | None:
     """Return the weights float32 [K] of K attributes, None if the reward is a single number.
 
-    ``attributes``: empty if the source was trained on comparisons, with a single number per sample.
-    ``source``: name of the source, for messages.
+    ``attributes``: empty for a source that was trained on comparisons. ``source``: its name.
     """
     count = max(1, len(attributes))
     if weights is None and count == 1:

@@ -23,10 +23,7 @@ class SharedBackboneReward:
     def __init__(
         self, value: Value, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
-        """Have the critic's workers load ``config.restore_from_path`` in addition to the critic.
-
-        ``config``: the micro-batches, like those of a separate reward model.
-        """
+        """Have the critic's workers load ``config.restore_from_path`` in addition to the critic."""
         self.worker_group, self.model = value.worker_group, config
         run_on_all(self.worker_group, ValueWorker.share_backbone, config, tokenizer, run)
         self.attributes = self.reward_attributes()
@@ -39,21 +36,15 @@ class SharedBackboneReward:
 
 @dataclass(eq=False)
 class ModelReward:
-    """Scores responses with a reward model on the run's workers.
-
-    ``encoder``: encodes texts as the model's sequences. ``tokenizer``: tokenizer of the policy.
-    ``weights``: float32 [K] of the model's K attributes, None if the model has one number.
-    ``micro_batch_size``: sequences per forward pass, per data-parallel rank. ``end_strings``: stop
-    strings of the policy, which reward models were not trained on.
-    """
+    """Scores responses with a reward model on the run's workers."""
 
     model: RewardModel | SharedBackboneReward
-    encoder: SequenceEncoder
-    tokenizer: Tokenizer
+    encoder: SequenceEncoder  # encodes texts as the model's sequences
+    tokenizer: Tokenizer  # of the policy
     _: KW_ONLY
-    weights: Tensor | None
-    micro_batch_size: int
-    end_strings: Sequence[str] = ()
+    weights: Tensor | None  # float32 [K] of the model's K attributes, None if it has one number
+    micro_batch_size: int  # sequences per forward pass, per data-parallel rank
+    end_strings: Sequence[str] = ()  # stop strings of the policy, unknown to reward models
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
         """Score every row. Columns as in `Reward.get_rewards`."""

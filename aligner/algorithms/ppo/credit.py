@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.rollout import shape_rewards, shape_turn_rewards
 from aligner.config import TrainerPPOConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
@@ -71,23 +70,32 @@ class Credit:
     estimator: UserEstimator | None = None  # if ``trainer.advantage`` names one
 
     def shape(self, batch: BatchedDataDict) -> None:
-        """Add ``shaped_rewards`` [B], ``sample_mask`` and any ``shaped_turn_rewards`` [B, S]."""
-        trainer = self.trainer
-        # Conversations: shaped rewards of turns and their sum.
-        if "turn_ids" in batch:
-            shaped, batch["sample_mask"] = shape_turn_rewards(
-                batch, trainer.reward, trainer.improper_end
-            )
+        """Add ``shaped_rewards`` float32 [B], of turns ``shaped_turn_rewards`` float32 [B, S].
+
+        ``R <- clamp(scale * R + shift, ±clip)`` for each response or turn, then the penalty for an
+        improper end, in the last turn. If ``improper_end.mode`` is ``mask``, ``sample_mask``
+        float32 [B] becomes 0 for responses that did not end properly (``is_end`` bool [B]).
+        """
+        shaping, improper = self.trainer.reward, self.trainer.improper_end
+        ended, turns = batch["is_end"].float(), batch.get("turn_ids")
+        rewards = batch["rewards" if turns is None else "turn_rewards"]
+        shaped = shaping.scale * rewards + shaping.shift
+        if shaping.clip is not None:
+            shaped = shaped.clamp(-shaping.clip, shaping.clip)
+        if improper.mode == "penalize":
+            penalties = improper.penalty * (1 - ended)
+            if turns is not None:
+                penalties = token_rewards(penalties, None, batch["token_mask"], 0.0, turn_ids=turns)
+            shaped = shaped - penalties
+        elif improper.mode == "mask":
+            batch["sample_mask"] = batch["sample_mask"] * ended
+        if turns is not None:
             batch["shaped_turn_rewards"] = shaped
-            batch["shaped_rewards"] = shaped.double().sum(1).float()
-            return
-        shaped, batch["sample_mask"] = shape_rewards(
-            batch["rewards"], batch["is_end"], trainer.reward, trainer.improper_end
-        )
-        if trainer.reward.overlong_cache is not None:
+            shaped = shaped.double().sum(1).float()
+        elif shaping.overlong_cache is not None:
             lengths = batch["input_lengths"] - batch["prompt_lengths"]
             shaped = shaped + soft_overlong_penalty(
-                lengths, batch["is_end"], self.max_length, trainer.reward.overlong_cache
+                lengths, batch["is_end"], self.max_length, shaping.overlong_cache
             )
         batch["shaped_rewards"] = shaped
 

@@ -1,4 +1,9 @@
-"""Collection of rollouts: prompts → responses → rewards, for every algorithm that samples."""
+"""Collection of rollouts: prompts → responses → rewards, for every algorithm that samples.
+
+main thread ── begin ──► collecting thread (`ConversationsAhead`) ── rows ──► engine
+     ▲                          │         ▲                                     │
+     └──── rollout batch ───────┘         └────────────── tokens ───────────────┘
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.config import ImproperEndConfig, RewardShapingConfig, SamplingOptions
+from aligner.config import SamplingOptions
 from aligner.data.batches import PromptBatch
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.losses.advantages import token_rewards
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.observe.diagnostics import rollout_metrics, statistics
 from aligner.observe.metrics import Sample
@@ -175,43 +179,6 @@ def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     metrics["reward_timeouts"] = scored.timeouts
     parts = {f"reward_parts/{name}": value for name, value in parts.items()}
     return {**metrics, **parts, **scored.metrics}
-
-
-def shape_rewards(
-    rewards: Tensor, is_end: Tensor, shaping: RewardShapingConfig, improper: ImproperEndConfig
-) -> tuple[Tensor, Tensor]:
-    """Return the rewards that the algorithm uses and a mask of the samples that count.
-
-    ``R <- clamp(scale * R + shift, ±clip)``, then the penalty for responses that did not end
-    properly. ``rewards`` float32 [B], ``is_end`` bool [B]. Returns float32 [B] and a float32
-    sample mask [B], 0 for responses that did not end properly if ``improper.mode`` is ``mask``.
-    """
-    shaped = shaping.scale * rewards + shaping.shift
-    if shaping.clip is not None:
-        shaped = shaped.clamp(-shaping.clip, shaping.clip)
-    if improper.mode == "penalize":
-        shaped = torch.where(is_end, shaped, shaped - improper.penalty)
-    return shaped, is_end.float() if improper.mode == "mask" else torch.ones_like(rewards)
-
-
-def shape_turn_rewards(
-    batch: BatchedDataDict, shaping: RewardShapingConfig, improper: ImproperEndConfig
-) -> tuple[Tensor, Tensor]:
-    """Return the shaped rewards of turns and a mask of the samples that count.
-
-    ``R <- clamp(scale * R, ±clip)`` for each turn, then the penalty for an improper end in the last
-    turn. Reads ``turn_rewards`` float32 [B, S], ``token_mask`` [B, S], ``is_end`` bool [B] and
-    ``sample_mask`` float32 [B] (by default 1 for scored and for unfinished responses).
-    Returns float32 [B, S] and a sample mask [B].
-    """
-    shaped, ended = shaping.scale * batch["turn_rewards"], batch["is_end"].float()
-    if shaping.clip is not None:
-        shaped = shaped.clamp(-shaping.clip, shaping.clip)
-    if improper.mode == "penalize":
-        penalties, turns = improper.penalty * (1 - ended), batch.get("turn_ids")
-        shaped = shaped - token_rewards(penalties, None, batch["token_mask"], 0.0, turn_ids=turns)
-    counts = batch.get("sample_mask", torch.maximum(batch["is_scored"], 1 - ended))
-    return shaped, counts * ended if improper.mode == "mask" else counts
 
 
 def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> list[Sample]:

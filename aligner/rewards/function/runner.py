@@ -44,8 +44,7 @@ class ScoredResponses:
 class RewardFunction(ProcessPool):
     """Reward function in separate processes, a process for each part of a batch.
 
-    After a timeout, the process is killed with its children. Hanging C calls and crashes do not
-    stop the training process.
+    After a timeout, the process is killed with its children, also in a C call that hangs.
     """
 
     def __init__(
@@ -156,9 +155,9 @@ class RewardFunction(ProcessPool):
     def _answers(self, samples: Samples) -> list[tuple[Samples, Scored | None]]:
         """Return the parts of the batch in order with their scores, None after a timeout.
 
-        A sample that hangs affects its whole part. After a timeout, the part is scored again in
-        halves, sequentially, down to single samples, within twice the time limit. The limit of a
-        half is four times the duration of the last part that succeeded.
+        After a timeout, a part is scored again in halves, sequentially, down to single samples,
+        within twice the time limit. The time limit of a half is four times the duration of the last
+        part that succeeded.
         """
         answers: list[tuple[Samples, Scored | None]] = []
         waiting, limit = _split(samples, self._max_concurrency), self._time_limit_s
@@ -194,7 +193,14 @@ class RewardFunction(ProcessPool):
         """Return the scores of each part, or the error after a timeout."""
         answers: list[Scored | RewardTimeoutError] = []
         try:
-            deadline = self.begin(parts, time_limit_s)
+            # Send each part to a separate process. They have a common deadline.
+            for error in self.start(range(len(parts))).values():
+                raise error
+            deadline = time.monotonic() + time_limit_s
+            for slot, part in enumerate(parts):
+                columns = self.signature.select(part.columns, self._kwargs)
+                message = replace(part, columns=columns)
+                self._processes[slot].ask(message, time_limit_s=time_limit_s)
             for slot, part in enumerate(parts):
                 try:
                     answers.append(self._receive(slot, part, deadline, time_limit_s))
@@ -204,17 +210,6 @@ class RewardFunction(ProcessPool):
             self.close()
             raise
         return answers
-
-    def begin(self, parts: Sequence[Samples], time_limit_s: float) -> float:
-        """Send each part to a separate process. Returns their common deadline."""
-        for error in self.start(range(len(parts))).values():
-            raise error
-        deadline = time.monotonic() + time_limit_s
-        for slot, part in enumerate(parts):
-            columns = self.signature.select(part.columns, self._kwargs)
-            message = replace(part, columns=columns)
-            self._processes[slot].ask(message, time_limit_s=time_limit_s)
-        return deadline
 
     def _receive(self, slot: int, samples: Samples, deadline: float, time_limit_s: float) -> Scored:
         # The child checks the scores, too, but its messages are not trusted.
