@@ -62,21 +62,15 @@ class DryProcess:
 
 
 @pytest.fixture(scope="session")
-def dry_process(dry_possible):
-    """The process that runs cases, started when the first test asks."""
-    process = DryProcess()
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="session")
-def dry(dry_process):
+def dry(dry_possible):
     """``dry("module:function", **arguments)``: what the function returned; fails with its error."""
+    process = DryProcess()
 
     def run(case, **arguments):
-        answer = dry_process.answer(case, arguments)
+        answer = process.answer(case, arguments)
         if "error" in answer:
             pytest.fail(f"{case} {arguments}:\n{answer['error']}", pytrace=False)
         return answer["found"]
 
-    return run
+    yield run
+    process.close()

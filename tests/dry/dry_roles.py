@@ -38,7 +38,7 @@ from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, MegatronGPTRewardModel
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
-from aligner.models.gpt.megatron.critic import SharedBackboneRewardModel
+from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.worker import passes_over
 from aligner.parallel.groups import initialize_parallel

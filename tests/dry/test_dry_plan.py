@@ -249,7 +249,7 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("case", extended_except(["one card", "EP"], BOUNDS))
+@pytest.mark.parametrize("case", extended_except(["one card"], BOUNDS))
 def test_bounds_are_bounds(dry, case):
     arguments = {"script": "train_gpt_ppo", **BOUNDS[case]}
     for least, found in dry("dry_plan:bounded", **arguments).values():

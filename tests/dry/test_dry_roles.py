@@ -59,8 +59,9 @@ BUDGETS = {
     "actor, deterministic": {"update": (1475, 4), "scoring": (221, 1), "rollout": (583, 3)},
     "dtensor actor": {"update": (1814, 6), "scoring": (242, 3)},  # a mask of ones a pass
 }
-# Of what "TP, DP, packed" and "top-p" of kept tokens are too.
-FURTHER = {"actor, packed", "actor, kept tokens, top-k"}
+# Of what others are too: "TP, DP, packed", "top-p" of kept tokens, and the critic's positions.
+FURTHER = {"actor, packed", "actor, kept tokens, top-k", "actor, learned positions"}
+FURTHER |= {"actor, penalty"}
 ROWS = 8
 BF16_STATIC = 2 + 4 + 4 + 8  # weight, its float32 copy, its gradient, two moments; bytes
 

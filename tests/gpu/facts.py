@@ -8,14 +8,12 @@ import dataclasses
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))
 if __name__ == "__main__" and sys.argv[1] == "dry":
     from aligner_plan.dry.guard import load_guard
 
     load_guard()
 
 import torch
-from batches import ppo_batch
 
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
@@ -92,8 +90,24 @@ def write_models(folder):
 
 def batch():
     """Rows of several lengths on this process's device; the same numbers everywhere."""
-    columns = ppo_batch(LENGTHS, PROMPTS, seed=7)
-    columns["values"] = 0.1 * columns["advantages"]
+    generator = torch.Generator().manual_seed(7)
+    width = max(LENGTHS)
+    ids = torch.randint(1, 250, (len(LENGTHS), width), generator=generator)
+    noise = torch.randn(len(LENGTHS), width, generator=generator)
+    position = torch.arange(width)
+    lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPTS)
+    inside = (position >= prompts[:, None]) & (position < lengths[:, None])
+    columns = {
+        "input_ids": ids.masked_fill(position >= lengths[:, None], 0),
+        "input_lengths": lengths,
+        "token_mask": inside.float(),
+        "sample_mask": torch.ones(len(LENGTHS)),
+        "advantages": noise,
+        "returns": noise.flip(0),
+        "values": 0.1 * noise,
+        "prev_logprobs": torch.full_like(noise, -5.5),
+        "generation_logprobs": torch.full_like(noise, -5.5),
+    }
     return {name: accelerator.to_device(column) for name, column in columns.items()}
 
 

@@ -1,4 +1,9 @@
-"""Collection of rollouts: prompts → responses → rewards, for every algorithm that samples."""
+"""Collection of rollouts: prompts → responses → rewards, for every algorithm that samples.
+
+main thread ── begin ──► collecting thread (`ConversationsAhead`) ── rows ──► engine
+     ▲                          │         ▲                                     │
+     └──── rollout batch ───────┘         └────────────── tokens ───────────────┘
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

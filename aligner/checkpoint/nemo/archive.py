@@ -87,7 +87,7 @@ class ArchiveReader:
 
     def _checked_members(self, tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
         text, damage = f"{str(self.path)!r} is truncated or damaged", (tarfile.TarError, ValueError)
-        with raised_as(CheckpointError, text, *damage, remedy="copy it anew"):
+        with raised_as(CheckpointError, text, *damage, remedy="copy it again"):
             infos = tar.getmembers()
         members: dict[str, tarfile.TarInfo] = {}
         end = 0
@@ -110,7 +110,7 @@ class ArchiveReader:
         self._stream.seek(end)
         if self._stream.read(_BLOCK) != bytes(_BLOCK):
             raise CheckpointError(
-                f"{str(self.path)!r} is truncated (no end-of-archive mark). Copy it anew"
+                f"{str(self.path)!r} is truncated (no end-of-archive mark). Copy it again"
             )
         return members
 
@@ -151,7 +151,7 @@ class ArchiveReader:
         data = bytes(self.view(name))
         if self._digests.get(name, _digest(data)) != _digest(data):
             raise CheckpointError(
-                f"{name!r} of {str(self.path)!r} is damaged: its checksum differs. Copy it anew. "
+                f"{name!r} of {str(self.path)!r} is damaged: its checksum differs. Copy it again. "
                 f"If you changed the member on purpose, remove it from {CHECKSUMS}"
             )
         return data
@@ -160,7 +160,7 @@ class ArchiveReader:
         """Read member ``name``, which contains a JSON object."""
         data = bytes(self.view(name)) if name == CHECKSUMS else self.read(name)
         text = f"{name} of {str(self.path)!r} is damaged"
-        return json_object(data, CheckpointError, text, "copy the file anew")
+        return json_object(data, CheckpointError, text, "copy the file again")
 
     @functools.cached_property
     def _digests(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class ArchiveReader:
         absent = sorted(set(listed) - self.names)
         if absent:
             raise CheckpointError(
-                f"{str(self.path)!r} lacks {absent[0]!r}, which its {CHECKSUMS} lists. Copy it anew"
+                f"{str(self.path)!r} lacks {absent[0]!r}, which {CHECKSUMS} lists. Copy it again"
             )
         return listed
 

@@ -141,7 +141,7 @@ def _inflate(path: Path, target: IO[bytes]) -> None:
     damage = (EOFError, gzip.BadGzipFile, zlib.error)
     with (
         raised_as(StorageError, no_space, OSError, remedy="free space or set TMPDIR"),
-        raised_as(CheckpointError, text, *damage, remedy="copy it anew"),
+        raised_as(CheckpointError, text, *damage, remedy="copy it again"),
     ):
         with gzip.open(path) as packed:
             shutil.copyfileobj(packed, target, 1 << 20)

@@ -64,7 +64,8 @@ class NemoCheckpoint:
         if not self.tokenizer_files:
             raise TokenizerError(
                 f"{path!r} contains no tokenizer files (its configuration has tokenizer="
-                f"{self.config.get('tokenizer')}). Convert it anew with its tokenizer"
+                f"{self.config.get('tokenizer')}). Convert the model again from a directory with "
+                "tokenizer files"
             )
         return tokenizer_from_files(self.tokenizer_files, origin=path)
 

@@ -61,7 +61,7 @@ class Record:
         if not self.is_intact():
             raise CheckpointError(
                 f"{self._name} is damaged: its CRC-32 differs from the CRC-32 that was written. "
-                "Copy the file anew"
+                "Copy the file again"
             )
 
 

@@ -145,7 +145,7 @@ class TorchDistSource:
         if len(content) != info.length:
             raise CheckpointError(
                 f"{name!r} of {str(self._archive.path)!r} ends before byte "
-                f"{info.offset + info.length}. Copy it anew"
+                f"{info.offset + info.length}. Copy it again"
             )
         tensor = load_tensors(content, f"{name} ({key})")
         if not isinstance(tensor, StoredTensor) or tensor.view.shape != box.sizes:

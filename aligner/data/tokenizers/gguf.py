@@ -125,7 +125,9 @@ def _check(path: Path, keys: dict[str, Any]) -> None:
     if model not in ("gpt2", "llama"):
         problem = f"model={model!r} is not supported. Supported: gpt2 and llama"
     elif "tokens" not in keys or (model == "gpt2" and "merges" not in keys):
-        problem = f"{'merges' if 'tokens' in keys else 'tokens'} is missing. Convert the model anew"
+        problem = (
+            f"{'merges' if 'tokens' in keys else 'tokens'} is missing. Convert the model again"
+        )
     elif model == "gpt2" and pre is not None and pre not in _RULES:
         problem = f"pre={pre!r} is an unknown splitting rule. Known: {', '.join(_RULES)}"
     elif model == "llama" and keys.get("add_space_prefix") is False:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aligner.models.gpt.megatron.actor import MegatronGPTActorModel, MegatronGPTRSModel
-    from aligner.models.gpt.megatron.critic import (
+    from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
+    from aligner.models.gpt.megatron.loading import load_from_nemo
+    from aligner.models.gpt.megatron.model import MegatronGPTModel
+    from aligner.models.gpt.megatron.reward import (
         REWARD_MODEL_CLASS_DICT,
-        MegatronGPTCriticModel,
         MegatronGPTRewardModel,
         RewardModelType,
     )
-    from aligner.models.gpt.megatron.model import MegatronGPTModel, load_from_nemo
     from aligner.models.gpt.role.policy import ReferencePolicy
 
 _HOMES = {
@@ -22,11 +23,11 @@ _HOMES = {
     "MegatronGPTCriticModel": "megatron.critic",
     "MegatronGPTModel": "megatron.model",
     "MegatronGPTRSModel": "megatron.actor",
-    "MegatronGPTRewardModel": "megatron.critic",
-    "REWARD_MODEL_CLASS_DICT": "megatron.critic",
+    "MegatronGPTRewardModel": "megatron.reward",
+    "REWARD_MODEL_CLASS_DICT": "megatron.reward",
     "ReferencePolicy": "role.policy",
-    "RewardModelType": "megatron.critic",
-    "load_from_nemo": "megatron.model",
+    "RewardModelType": "megatron.reward",
+    "load_from_nemo": "megatron.loading",
 }
 
 __all__ = [

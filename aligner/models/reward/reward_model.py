@@ -92,7 +92,7 @@ class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
 class MegatronRewardWorker(RewardWorker):
     """Worker of `RewardModel` on megatron-core."""
 
-    model_path = "aligner.models.gpt.megatron.critic:MegatronGPTRewardModel"
+    model_path = "aligner.models.gpt.megatron.reward:MegatronGPTRewardModel"
 
 
 class DTensorRewardWorker(RewardWorker):

@@ -30,7 +30,8 @@ from aligner.models.worker import RoleWorker, note_unused, passes_over, place_of
 from aligner.parallel.groups import ParallelState
 
 if TYPE_CHECKING:  # a handle's process need not import the models
-    from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel, SharedBackboneRewardModel
+    from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
+    from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 
 TokenizerType = TypeVar("TokenizerType", bound=Tokenizer)  # NeMo-RL's
 
@@ -132,7 +133,7 @@ class MegatronValueWorker(RewardScorer, ValueWorker):
         self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
         """See `ValueWorker.share_backbone`."""
-        from aligner.models.gpt.megatron.critic import SharedBackboneRewardModel
+        from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 
         settings = reward_settings(config, run, learns=False)
         with open_model(config.restore_from_path) as checkpoint:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_chat_data import R1, chatml
 from test_environment_rollout import Babble, HerePool, rollouts_with
-from test_token_layout import ROLES, assert_same, load, loss_and_gradient
+from test_token_layout import assert_same_gradient, load, loss_and_gradient
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.environments import EnvironmentReward
@@ -95,7 +95,7 @@ def batches():
     [{}, {"sequence_packing": True}, {"shared_prefixes": False}],
     ids=["padded", "packed", "unshared"],
 )
-@pytest.mark.parametrize("name", ROLES)
+@pytest.mark.parametrize("name", ["actor", "critic"])
 def test_a_forked_row_is_worth_its_sequences(name, settings, tiny_nemo):
     role = load(name, tiny_nemo, **settings)
     joined, apart, bounds = batches()
@@ -105,7 +105,8 @@ def test_a_forked_row_is_worth_its_sequences(name, settings, tiny_nemo):
         for index, (row, start, length) in enumerate(bounds):
             one = found[row, start : start + length]
             assert torch.allclose(one, expected[index, :length], atol=1e-5)
-        assert_same(loss_and_gradient(role, joined, mbs), loss_and_gradient(role, apart, 6))
+        expected_gradient = loss_and_gradient(role, apart, 6)
+        assert_same_gradient(loss_and_gradient(role, joined, mbs), expected_gradient)
     other = {**joined, "position_ids": torch.zeros_like(joined["position_ids"])}
     other["position_ids"][:] = torch.arange(WIDTH)
     assert (role.infer_tokens(other, 3) - role.infer_tokens(joined, 3)).abs().max() > 1e-3

@@ -30,7 +30,7 @@ from aligner.models.gpt import (
 )
 from aligner.models.gpt.lora import LoraColumnParallelLinear, LoraRowParallelLinear, TokenDropout
 from aligner.models.gpt.megatron.build import transformer_config
-from aligner.models.gpt.megatron.critic import SharedBackboneRewardModel
+from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
 

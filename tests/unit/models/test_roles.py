@@ -8,6 +8,7 @@
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from role_models import gradients
 
 from aligner.checkpoint.model_source import open_model
 from aligner.config import LengthParams, OptimConfig, ParallelConfig, SamplingParams, SchedConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -26,6 +28,7 @@ from aligner.errors import (
     NonFiniteError,
     training_step,
 )
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.logprobs.output_layer import ValueHead
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
@@ -272,6 +275,39 @@ def test_the_reference_keeps_the_initial_weights(tiny_nemo):
         assert torch.equal(role.get_logprobs(batch), after)
         answers.append(initial)
     assert torch.equal(*answers)
+
+
+LEARNED = {
+    **{"position_embedding": "learned_absolute", "normalization": "layernorm"},
+    **{"activation": "gelu", "bias_linear": True, "bias_qkv": True, "tie_embeddings": True},
+    "num_query_groups": 8,
+}
+FAMILIES = {
+    "llama": {},
+    "gpt2": LEARNED,
+    "no biases": {**LEARNED, "bias_linear": False, "bias_qkv": False, "tie_embeddings": False},
+    "mixture": {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "family": "mixtral"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_is_bfloat16_and_passes_run(family):
+    architecture, roles = replace(TINY_ARCHITECTURE, **FAMILIES[family]), []
+    for precision in ("32", "bf16"):
+        given = settings(precision=precision, length_params=LengthParams(max_length=6))
+        options = {"architecture": architecture, "tokenizer": byte_level_tokenizer()}
+        cfg = {"vocab_size": architecture.vocab_size}
+        roles.append(MegatronGPTActorModel(cfg, settings=given, **options))
+    exact, narrow = roles
+    assert {each.dtype for each in narrow.gpt.parameters()} == {torch.bfloat16}
+    weights, batch = dict(exact.gpt.named_parameters()), make_batch()
+    with torch.no_grad():
+        for name, parameter in narrow.gpt.named_parameters():
+            parameter.copy_(weights[name])
+    difference = exact.get_logprobs(batch) - narrow.get_logprobs(batch)
+    assert difference[batch["token_mask"] > 0].abs().mean() < 0.02
+    narrow.infer({"text": batch["input_ids"][:, :6], "length": torch.tensor(PROMPTS)})
+    assert trained(narrow, PPOPolicyLoss())[0]["skipped"] == 0.0
 
 
 def test_save_to_and_restore_from_are_nemos(actor, tmp_path):

@@ -1,8 +1,8 @@
-"""Critic and reward models: a GPT body with a scalar head in place of the output layer."""
+"""Critic: a GPT body with a scalar head in place of the output layer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
@@ -10,9 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from aligner.checkpoint.model_source import ModelSource
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
-from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.logprobs.output_layer import OutputLayerBypass, ValueHead
 from aligner.losses.interfaces import PublishedLoss
 from aligner.models.gpt.forward.schedule import (
@@ -25,12 +23,9 @@ from aligner.models.gpt.forward.schedule import (
     split_microbatches,
 )
 from aligner.models.gpt.forward.token_layout import LayoutRules, framed_outputs
-from aligner.models.gpt.lora import adapters_off
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.model import ValueModel
-from aligner.models.gpt.role.reward import RewardModelType, RewardRole
-from aligner.models.gpt.role.settings import RoleSettings, SectionType
-from aligner.models.gpt.role.training_state import SwappedWeights
+from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import CriticModelInterface
 from aligner.parallel.groups import joined_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
@@ -184,81 +179,3 @@ def forward_step_value(
         rows = microbatch["input_ids"].shape[0]
         (microbatch,) = split_microbatches(microbatch, [(0, rows)], rules)
     return forward_step(iter([microbatch]), model, head=head if factor == 1 else multiplied_head)
-
-
-class MegatronGPTRewardModel(RewardRole, MegatronGPTCriticModel):
-    """Reward model on megatron-core, see `RewardRole`."""
-
-    config_types = (TrainedModelConfig, ModelConfig, RSModelConfig, CriticConfig)
-
-
-REWARD_MODEL_CLASS_DICT = dict.fromkeys(RewardModelType, MegatronGPTRewardModel)
-
-
-class SharedBackboneRewardModel(MegatronGPTRewardModel):
-    """Frozen reward model that shares a critic's backbone and swaps its weights in to score.
-
-    While it does not score, its weights are in host memory. Both models must have the same
-    architecture (`body_differences`). The heads are separate.
-    """
-
-    def __init__(self, *args: Any, backbone: GPTModel, **kwargs: Any) -> None:
-        """``backbone``: the critic's model. For the other arguments see the base class."""
-        self.__dict__["_backbone"] = backbone  # nn.Module.__init__ has not run yet
-        super().__init__(*args, **kwargs)
-
-    @classmethod
-    def in_critic(
-        cls,
-        critic: MegatronGPTCriticModel,
-        checkpoint: ModelSource,
-        *,
-        settings: RoleSettings,
-        tokenizer: Tokenizer,
-    ) -> Self:
-        """Load a reward model through ``critic``'s backbone, then restore the critic's weights."""
-        # The critic's weights wait in host memory while the reward model is loaded.
-        backbone = critic.gpt
-        critic_head = getattr(backbone, "rm_head", None)
-        critic_weights = SwappedWeights(_without_head(backbone))
-        try:
-            model = cls.from_checkpoint(
-                checkpoint, settings=settings, tokenizer=tokenizer, backbone=backbone
-            )
-            model._head = getattr(backbone, "rm_head", None)
-            model._weights = SwappedWeights(_without_head(backbone))
-        finally:
-            critic_weights.exchange()
-            _set_head(backbone, critic_head)
-        critic.rewards_of = model.infer
-        return model
-
-    def build_gpt(self, initialize: bool) -> GPTModel:
-        """Return the critic's backbone, with a new head."""
-        assert not initialize  # the weights are loaded from a file
-        self.add_head(self._backbone)
-        return self._backbone
-
-    def infer_tokens(
-        self,
-        batch: Mapping[str, Tensor],
-        micro_batches: MicroBatches | None = None,
-        model: GPTModel | None = None,
-    ) -> Tensor:
-        """See `RoleModel.infer_tokens`. Swaps the weights in meanwhile."""
-        critic_head = getattr(self._backbone, "rm_head", None)
-        with self._weights.in_place(), adapters_off(self._backbone):  # adapters are the critic's
-            _set_head(self._backbone, self._head)
-            try:
-                return super().infer_tokens(batch, micro_batches, model)
-            finally:
-                _set_head(self._backbone, critic_head)
-
-
-def _without_head(gpt: GPTModel) -> dict[str, Tensor]:
-    return {name: value for name, value in gpt.named_parameters() if "rm_head." not in name}
-
-
-def _set_head(gpt: GPTModel, head: Any) -> None:
-    if head is not None:  # None before the last pipeline stage
-        gpt.rm_head = head

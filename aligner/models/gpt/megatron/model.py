@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import getitem
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapter_shapes
-from aligner.checkpoint.model_source import ModelSource, open_model
+from aligner.checkpoint.model_source import ModelSource
 from aligner.checkpoint.nemo.config import architecture_from_config
 from aligner.checkpoint.nemo.connector import GPTSaveRestoreConnector
-from aligner.config import CriticConfig, TrainedModelConfig, as_omegaconf, check_layout
+from aligner.config import TrainedModelConfig, as_omegaconf, check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
-from aligner.errors import CheckpointNotFoundError
 from aligner.losses.interfaces import AnyLossFunction
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
@@ -40,13 +39,7 @@ from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer, wrap_for_training
 from aligner.models.gpt.megatron.state import RoleWeights
-from aligner.models.gpt.role.settings import (
-    RoleSettings,
-    SectionType,
-    run_section,
-    settings_from_model_config,
-    settings_of_section,
-)
+from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_from_model_config
 from aligner.parallel.collectives import broadcast_floats, count_denominators, reduce_result
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
@@ -318,44 +311,3 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         """Do nothing, because the trainer owns the data."""
 
     setup_validation_data = setup_training_data
-
-
-Role = TypeVar("Role", bound=MegatronGPTModel)
-
-
-def load_from_nemo(
-    cls: type[Role],
-    cfg: RoleSettings | TrainedModelConfig | CriticConfig | Mapping[str, Any] | None = None,
-    trainer: Any = None,
-    strict: bool = True,
-    *,
-    restore_path: str | Path | None = None,
-    tokenizer: Tokenizer | None = None,
-) -> Role:
-    """Build the role ``cls`` from a `.nemo` file, a Hugging Face directory or a `.gguf` file.
-
-    Args:
-        cfg: a run's ``model`` (or ``critic``) section from hydra, as a mapping or typed, or the
-            settings of the role. None configures inference on one process.
-        trainer: a Lightning trainer (optional), whose precision and clipping complete a section.
-        strict: raise if the file contains a head of another shape. The body is always strict.
-        restore_path: path of the file. Default: ``cfg.restore_from_path``.
-        tokenizer: tokenizer that replaces the file's.
-
-    Raises ConfigError for a key or value of ``cfg`` that the role does not support, and
-    CheckpointError if the file does not exist, is damaged or does not fit.
-    """
-    settings, path = cfg, restore_path
-    if settings is not None and not isinstance(settings, RoleSettings):
-        section = run_section(settings, cls.config_types, restore_path)
-        settings = settings_of_section(section, trainer)
-        path = restore_path or section.restore_from_path
-    if path is None:
-        raise CheckpointNotFoundError(
-            "model.restore_from_path is not set. Set it to a .nemo file (create one with "
-            "examples/convert_hf_to_nemo.py)"
-        )
-    with open_model(path) as checkpoint:
-        return cls.from_checkpoint(
-            checkpoint, settings=settings, trainer=trainer, strict=strict, tokenizer=tokenizer
-        )
