@@ -25,7 +25,7 @@ class RefitReceiver(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load complete tensors with Hugging Face's names, valid during the call only."""
+        """Load complete tensors [...] by Hugging Face's names, valid during the call only."""
 
     @abstractmethod
     def finish_refit(self) -> None:

@@ -1,7 +1,7 @@
-"""Operations that training on CPU has in one piece, against the plain formulas.
+"""Operations that are one piece on a CPU, or one kernel on a GPU, against the plain formulas.
 
 1. Forward and gradient are those of the formula (float64, numerically and by autograd).
-2. A model computes the same with and without them.
+2. A model computes the same with and without them. Those of GPUs are called on the CPU.
 """
 
 import dataclasses
@@ -33,8 +33,21 @@ from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
 
+LONG = 136  # beyond what CPU attention does by itself
+EXPERTS = dataclasses.replace(
+    TINY_ARCHITECTURE, num_moe_experts=16, moe_ffn_hidden_size=24, family="mixtral"
+)
+BIASED = dataclasses.replace(TINY_ARCHITECTURE, bias_linear=True, bias_qkv=True)
 LENGTH, BATCH, GROUPS, WIDTH, ROTATED = 5, 2, 2, 6, 4
 SCALE = 0.4
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """Compiled functions are called as they were written."""
+    initialize_parallel(RoleSettings().parallel, seed=1)
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def angles():
@@ -142,7 +155,6 @@ def loss_and_gradients(groups):
 @pytest.mark.integration
 @pytest.mark.parametrize("groups", [2, 4])
 def test_a_model_computes_the_same_without_them(groups, monkeypatch):
-    initialize_parallel()
     calls = []
     attention = short_attention.short_attention
     monkeypatch.setattr(
@@ -188,7 +200,6 @@ def kept_numbers(layers, packed, monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_layer_keeps_what_its_gradients_need_once(packed, monkeypatch):
     """No input of a linear beside what it was made of, no key or value for each query head."""
-    initialize_parallel()
     hidden, ffn, heads, groups, width = 32, 48, 4, 2, 8
     norms = 2 * (hidden + 1)  # normalised rows and their scales
     attention = (heads + 2 * groups) * width + heads * width + heads  # with sums of exponentials
@@ -199,7 +210,6 @@ def test_a_layer_keeps_what_its_gradients_need_once(packed, monkeypatch):
 
 @pytest.mark.integration
 def test_a_layer_holds_nothing_after_its_call():
-    initialize_parallel()
     model = small_model(groups=2)
     hidden_states(model)
     linears = [module for module in model.modules() if isinstance(module, RowLinear | ColumnLinear)]
@@ -230,7 +240,6 @@ def test_attention_on_cpu_is_pytorch_s(groups, window):
 @pytest.mark.integration
 def test_scoring_computes_what_training_does():
     """Else the ratio of an unchanged policy would not be 1."""
-    initialize_parallel()
     model = small_model(groups=2)
     training = hidden_states(model)
     assert training.requires_grad
@@ -241,21 +250,6 @@ def test_scoring_computes_what_training_does():
 def test_freed_memory_is_kept_or_nothing_happens(monkeypatch):
     monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: ("musl", "1.2"))
     assert host_memory.keep_freed_memory.__wrapped__() is False
-
-
-LONG = 136  # beyond what CPU attention does by itself
-EXPERTS = dataclasses.replace(
-    TINY_ARCHITECTURE, num_moe_experts=16, moe_ffn_hidden_size=24, family="mixtral"
-)
-BIASED = dataclasses.replace(TINY_ARCHITECTURE, bias_linear=True, bias_qkv=True)
-
-
-@pytest.fixture(autouse=True)
-def eager():
-    """Compiled functions are called as they were written."""
-    initialize_parallel(RoleSettings().parallel, seed=1)
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def answers(architecture):

@@ -8,7 +8,6 @@
    loss. Where nothing is shared no bit changes; where dropout would differ nothing is shared.
 """
 
-import dataclasses
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -301,7 +300,7 @@ KINDS = {
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for kind, changes in KINDS.items():
-        architecture = dataclasses.replace(TINY_ARCHITECTURE, **changes)
+        architecture = replace(TINY_ARCHITECTURE, **changes)
         weights = random_weights(architecture, scale=0.1)
         save_nemo(folder / f"{kind}.nemo", weights, architecture, {})
     return lambda kind: folder / f"{kind}.nemo"

@@ -365,7 +365,7 @@ class RoleModel(ABC):
 class ValueModel(RoleModel):
     """A role that estimates the values of states with a scalar head."""
 
-    # An output belongs to the next token. Only tests disable it, not configurations.
+    # Whether an output belongs to the next token. That of a reward model belongs to its token.
     right_shift: ClassVar[bool] = True
 
     @property
