@@ -174,7 +174,13 @@ def test_adapters_without_a_gradient_are_refused_by_name(folder_of):
 
 @pytest.mark.parametrize(
     "model_type",
-    ["llama", *(pytest.param(k, marks=pytest.mark.extended) for k in ("mistral", "qwen2", "gpt2"))],
+    [
+        "llama",
+        *(
+            pytest.param(k, marks=pytest.mark.extended)
+            for k in ("mistral", "qwen2", "qwen3", "gpt2")
+        ),
+    ],
 )
 def test_directories_of_families_with_a_table_get_adapters(model_type, folder_of, tmp_path):
     tokenizer = byte_level_tokenizer()
