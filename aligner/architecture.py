@@ -7,6 +7,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 from aligner.errors import CheckpointError
@@ -166,7 +167,7 @@ class GPTArchitecture:
                 factors = getattr(scaling, name)
                 _check(f"rope_scaling.{name}", factors, len(factors) == count, f"{count} numbers")
 
-    @property
+    @cached_property
     def rope_concentration(self) -> float:
         """Factor of rotated queries and keys."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.concentration

@@ -88,7 +88,7 @@ class EstimatorEntry(NamedTuple):
     title: str  # name of the algorithm, for reports
     compares_group: bool = False  # needs at least two responses to a prompt
     # Path of an `aligner.algorithms.ppo.user_estimator.AdvantageEstimator`. None: one of the
-    # formulas of `aligner.losses.advantages`.
+    # formulas of `aligner.losses.groups`.
     function: str | None = None
 
 

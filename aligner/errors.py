@@ -145,11 +145,14 @@ def json_object(
 
 
 @contextlib.contextmanager
-def training_step(step: int) -> Iterator[None]:
-    """Attribute errors inside the block to a step of the run. Models count only their updates."""
+def training_step(step: int) -> Iterator[ContextVar[int]]:
+    """Attribute errors inside the block to a step of the run. Models count only their updates.
+
+    Yields the variable of the step, which a loop over steps sets.
+    """
     token = _step.set(step)
     try:
-        yield
+        yield _step
     finally:
         _step.reset(token)
 

@@ -41,7 +41,7 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -74,6 +74,7 @@ class TokenOutputs(NamedTuple):
     entropy: Tensor | None = None
 
 
+@runtime_checkable
 class LossFunction(Protocol):
     """A loss over one micro-batch.
 

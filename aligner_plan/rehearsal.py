@@ -35,6 +35,7 @@ from aligner.config import (
 )
 from aligner.config.commands.lengths import samples_responses
 from aligner.config.roles.model import STAGE_KEYS
+from aligner.data.batches import Prompt
 from aligner.data.dataset import Dataset
 from aligner.data.preferences import (
     Labelled,
@@ -44,7 +45,7 @@ from aligner.data.preferences import (
     Rated,
     RatedDataset,
 )
-from aligner.data.prompts import Prompt, PromptDataset
+from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import Example, ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.named_sharding import layout_of

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.losses.advantages import generalized_advantage_estimate, group_advantages
+from aligner.losses.advantages import generalized_advantage_estimate
+from aligner.losses.groups import group_advantages
 from aligner.losses.preference import (
     DPOLoss,
     IPOLoss,

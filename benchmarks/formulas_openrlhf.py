@@ -6,11 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.losses.advantages import (
-    generalized_advantage_estimate,
-    soft_overlong_penalty,
-    token_advantages,
-)
+from aligner.losses.advantages import generalized_advantage_estimate
+from aligner.losses.groups import soft_overlong_penalty, token_advantages
 from aligner.losses.kl import kl_estimate
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.policy import PPOPolicyLoss

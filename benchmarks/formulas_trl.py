@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.losses.advantages import soft_overlong_penalty
+from aligner.losses.groups import soft_overlong_penalty
 from aligner.losses.masked import masked_whiten
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, SimPOLoss, kto_kl_baseline

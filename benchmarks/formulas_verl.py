@@ -7,18 +7,14 @@ import torch
 from torch import Tensor
 
 from aligner.config import CorrectionConfig
-from aligner.losses.advantages import (
-    CriticFreeEstimator,
-    generalized_advantage_estimate,
-    token_advantages,
-    token_rewards,
-)
+from aligner.losses.advantages import generalized_advantage_estimate, token_rewards
 from aligner.losses.corrections import (
     correct,
     effective_sample_size,
     gap_metrics,
     geometric_rejection,
 )
+from aligner.losses.groups import CriticFreeEstimator, token_advantages
 from aligner.losses.kl import kl_estimate
 from aligner.losses.masked import BatchAverage, masked_whiten
 from aligner.losses.policy import PPOPolicyLoss

@@ -23,7 +23,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aligner.distributed.model_utils import hidden_states_to_logprobs
+from aligner.logprobs.fused import hidden_states_to_logprobs
+from aligner.logprobs.output_layer import VocabShard
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 
 MARKS = {64: {"time": 1.0, "memory": 0.1}, 576: {"time": 1.25, "memory": 0.1}}
 
@@ -35,7 +37,8 @@ def gathered(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return hidden_states_to_logprobs(hidden, weight, target, vocab_size=weight.shape[0])[0]
+    shard = VocabShard.of(weight, weight.shape[0], None)
+    return hidden_states_to_logprobs(hidden, weight, target, shard, TrainingSamplingParams())[0]
 
 
 def rss_mb() -> float:

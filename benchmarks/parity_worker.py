@@ -31,8 +31,8 @@ from aligner.config import (
     TrainerConfig,
     TrainerPPOConfig,
 )
-from aligner.data.dataset import PromptSampler
-from aligner.data.prompts import PromptDataset, collate_prompts
+from aligner.data.batches import PromptSampler, collate_prompts
+from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
 from aligner.errors import LayoutError

@@ -23,7 +23,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import RunConfig
 from aligner.config.load import parse_config
-from aligner.data.dataset import PromptSampler
+from aligner.data.batches import PromptSampler
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 from aligner.distributed.workers import LocalCluster

@@ -11,11 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
+import torch
 from servers import bound_port
 
 PRELOADED = [
@@ -30,10 +33,32 @@ PRELOADED = [
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(PRELOADED)
 GRACE_S = 5.0  # for what the other ranks say, once one has failed
+Script = Path | str | Callable[[], None]  # a function reads its arguments from sys.argv
+
+
+def on_ranks(
+    processes: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 280.0
+) -> Any:
+    """Call ``function(*arguments)`` of a module in so many ranks, and return rank 0's value."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "value")
+        script = partial(_save_value, output, function, arguments)
+        run_ranks(script, processes, [], timeout_s)
+        return torch.load(output, weights_only=False)
+
+
+def _save_value(output: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    from aligner.parallel.groups import shutdown_parallel
+
+    torch.set_num_threads(1)
+    value = function(*arguments)
+    if os.environ["RANK"] == "0":
+        torch.save(value, output)
+    shutdown_parallel()
 
 
 def run_ranks(
-    script: Path, processes: int, arguments: Sequence[object], timeout_s: float
+    script: Script, processes: int, arguments: Sequence[object], timeout_s: float
 ) -> list[str]:
     """Run ``python script arguments ...`` as so many ranks, with torchrun's environment.
 
@@ -94,7 +119,7 @@ def run_script(
 
 
 def start_script(
-    script: Path | str,
+    script: Script,
     arguments: Sequence[object],
     log: Path,
     environment: Mapping[str, str],
@@ -109,7 +134,7 @@ def start_script(
     logs = str(log), str(errors or log)
     where = os.fspath(folder or Path.cwd())
     process = FORKSERVER.Process(
-        target=_run, args=(str(script), words, dict(environment), logs, where), daemon=True
+        target=_run, args=(script, words, dict(environment), logs, where), daemon=True
     )
     process.start()
     return process
@@ -126,7 +151,7 @@ def _wait(ranks: Sequence[BaseProcess], deadline: float) -> None:
 
 
 def _run(
-    script: str,
+    script: Script,
     arguments: list[str],
     environment: dict[str, str],
     logs: tuple[str, str],
@@ -136,13 +161,15 @@ def _run(
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv = [script, *arguments]
+    sys.argv = [str(script), *arguments]
     try:
-        if script.endswith(".py"):
+        if callable(script):
+            script()
+        elif str(script).endswith(".py"):
             sys.path.insert(0, os.path.dirname(script))
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_path(str(script), run_name="__main__")
         else:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
+            runpy.run_module(str(script), run_name="__main__", alter_sys=True)
     except Exception:
         sys.excepthook(*sys.exc_info())  # as Python itself does
         sys.exit(1)

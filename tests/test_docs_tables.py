@@ -299,7 +299,7 @@ def layouts(table):
 
 def lines_of_scripts(table):
     """Lines of the scripts that tests/journeys runs."""
-    journeys = runpy.run_path(str(ROOT / "tests" / "journeys" / "test_journeys.py"))
+    journeys = runpy.run_path(str(ROOT / "tests/journeys/test_journeys_in_python.py"))
     counts = {name: str(count) for name, count in journeys["lines_of_scripts"]().items()}
     return [f"{table.place}: {row}" for row in table.rows if counts.get(row[0]) != row[1]]
 

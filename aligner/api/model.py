@@ -23,14 +23,15 @@ from aligner.config import AskConfig, LengthParams, RunConfig, SamplingOptions, 
 from aligner.config.load import parse_config
 from aligner.config.parse import build
 from aligner.config.roles.model import LAYOUT_KEYS, STAGE_KEYS
-from aligner.data.prompts import Prompt, PromptDataset, make_prompt
+from aligner.data.batches import Prompt
+from aligner.data.prompts import PromptDataset, make_prompt
 from aligner.data.readers import DataRow
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.parallel.groups import shutdown_parallel
-from aligner.rewards.sequences import response_texts
+from aligner.rewards.interface import response_texts
 
 Text = str | Sequence[Mapping[str, Any]]  # text, or the messages of a chat
 
@@ -207,13 +208,15 @@ class CriticModel(_Loaded):
             self._value.finish_inference()
 
 
-def load_model(path: str | os.PathLike[str]) -> Model:
+def load_model(path: str | os.PathLike[str], *, download: bool = False) -> Model:
     """Load a ``.nemo`` file, a Hugging Face directory, or the newest state of a run's directory.
 
-    Raises `CheckpointError` if ``path`` contains no language model.
+    ``path`` may also be the name of a model of Hugging Face's hub. The model must be in the local
+    cache, unless ``download`` is true. Raises `CheckpointError` if ``path`` contains no language
+    model.
     """
     with ExitStack() as closing, _unchanged(), quiet():
-        loaded = _open(path, closing)
+        loaded = _open(path, closing, download)
         policy, _ = loaded.start(1, print)
         assert isinstance(policy, Policy), "without an engine the policy generates"
         return Model(loaded, policy, closing.pop_all())
@@ -248,9 +251,12 @@ def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
         return CriticModel(loaded, value, closing.pop_all())
 
 
-def _open(path: str | os.PathLike[str], closing: ExitStack) -> InferenceModel:
+def _open(
+    path: str | os.PathLike[str], closing: ExitStack, download: bool = False
+) -> InferenceModel:
     """Open the model at ``path``. The process groups end with ``closing``."""
-    values = {"model": {"restore_from_path": os.fspath(path)}, "sampling": {"max_length": 1}}
+    model = {"restore_from_path": os.fspath(path)}
+    values = {"model": model, "sampling": {"max_length": 1}, "download": download}
     closing.enter_context(_groups())
     return open_model(build(AskConfig, values, ""), closing)
 

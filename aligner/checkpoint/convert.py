@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.architecture import GPTArchitecture
@@ -12,13 +13,28 @@ from aligner.checkpoint.hf.model_folder import read_hf, save_hf
 from aligner.checkpoint.hf.peft import save_peft
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.config.fields import ModelPath
+from aligner.config.parse import build
 from aligner.errors import ConfigError
 
 StrPath = str | os.PathLike[str]
 
 
-def convert(source: StrPath, target: StrPath) -> str:
-    """Convert a ``.nemo`` to a Hugging Face directory. Convert other models to a ``.nemo``."""
+@dataclass(frozen=True)
+class _Source:
+    """A model by its path or by its name on Hugging Face's hub."""
+
+    input: ModelPath
+    download: bool
+
+
+def convert(source: StrPath, target: StrPath, *, download: bool = False) -> str:
+    """Convert a ``.nemo`` to a Hugging Face directory. Convert other models to a ``.nemo``.
+
+    ``source``: a path, or the name of a model of Hugging Face's hub. The model must be in the local
+    cache, unless ``download`` is true.
+    """
+    source = build(_Source, {"input": os.fspath(source), "download": download}).input
     to_nemo, from_nemo = (Path(path).suffix == ".nemo" for path in (target, source))
     if to_nemo == from_nemo:
         raise ConfigError(

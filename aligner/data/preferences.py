@@ -118,10 +118,10 @@ class LabelledDataset(Dataset[Labelled]):
     ) -> Self:
         """Read, check and tokenize, see `aligner.data.dataset.Dataset.load`."""
         responses = super().load(source, tokenizer, data)
-        examples = [row.example for row in responses._items]
-        responses._items = [
+        examples = [row.example for row in responses.items]
+        responses.items = [
             replace(row, mismatched=_mismatched(examples, index, data.max_length, source))
-            for index, row in enumerate(responses._items)
+            for index, row in enumerate(responses.items)
         ]
         return responses
 

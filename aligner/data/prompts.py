@@ -3,19 +3,15 @@
 Batches are right-padded. Lengths, not ids, define the padding.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Self
 
-import torch
-from torch import Tensor
-
 from aligner.config import AskedDataConfig, DataConfig, ExampleDataConfig, PromptSourceConfig
 from aligner.config.data import PromptColumns
+from aligner.data.batches import Prompt
 from aligner.data.chat import (
     MESSAGES,
-    Message,
     check_all_used,
     parse_messages,
     parse_tools,
@@ -32,23 +28,6 @@ from aligner.errors import ConfigError, DataError, raised_as
 RESERVED_COLUMNS = frozenset(
     {"prompts", "responses", "ground_truths", "is_end", "response_lengths", MESSAGES}
 )
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt. ``id`` is its index in the source, dropped prompts included."""
-
-    id: int
-    text: str  # the tokenized text, including the chat template
-    ids: list[int]
-    ground_truth: Any
-    columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row
-    messages: list[Message] | None = None  # None for plain text
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of the prompt."""
-        return len(self.ids)
 
 
 # Sections that define the conversion of rows. A student may use the prompts of worked examples.
@@ -90,7 +69,7 @@ class PromptDataset(Dataset[Prompt]):
     @property
     def column_names(self) -> frozenset[str]:
         """Names of all other columns of the rows. A row without a column has None."""
-        return frozenset(name for prompt in self._items for name in prompt.columns)
+        return frozenset(name for prompt in self.items for name in prompt.columns)
 
 
 class EpisodeDataset(PromptDataset):
@@ -207,45 +186,3 @@ def check_plain_text(data: PromptColumns) -> None:
                 f"data.{key} is set, but the row is plain text, which cannot include it. Set "
                 "data.chat=true, or write it into the rows"
             )
-
-
-@dataclass(frozen=True)
-class PromptBatch:
-    """Batch of ``B`` prompts, with tensors for the model and lists for the reward function."""
-
-    input_ids: Tensor  # int64 [B, P], right-padded
-    input_lengths: Tensor  # int64 [B], tokens without padding
-    prompt_ids: Tensor  # int64 [B], `Prompt.id`
-    texts: list[str]
-    ground_truths: list[Any]
-    columns: dict[str, list[Any]]  # column → B values, None if a row lacks the column
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-
-def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Stack token lists to ``(ids int64 [B, P], lengths int64 [B])``. P is the largest length."""
-    lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
-    longest = int(lengths.max()) if len(sequences) else 0
-    ids = torch.full((len(sequences), longest), pad_id, dtype=torch.int64)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
-    return ids, lengths
-
-
-def collate_prompts(prompts: Sequence[Prompt], pad_id: int) -> PromptBatch:
-    """Collate ``prompts`` to one batch in their order."""
-    input_ids, input_lengths = pad_right([prompt.ids for prompt in prompts], pad_id)
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-    columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-    if any(prompt.messages is not None for prompt in prompts):
-        columns[MESSAGES] = [prompt.messages for prompt in prompts]
-    return PromptBatch(
-        input_ids=input_ids,
-        input_lengths=input_lengths,
-        prompt_ids=torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64),
-        texts=[prompt.text for prompt in prompts],
-        ground_truths=[prompt.ground_truth for prompt in prompts],
-        columns=columns,
-    )

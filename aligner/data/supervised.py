@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from aligner.config import ExampleDataConfig, PairDataConfig
+from aligner.data.batches import pad_right
 from aligner.data.chat import (
     Message,
     Tools,
@@ -27,7 +28,7 @@ from aligner.data.chat import (
     with_system,
 )
 from aligner.data.dataset import Dataset
-from aligner.data.prompts import check_plain_text, pad_right
+from aligner.data.prompts import check_plain_text
 from aligner.data.readers import DataRow, take
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer, encode_after, with_bos

@@ -363,7 +363,6 @@ def prepare_megatron() -> None:
     stores CUDA random states. CPU counterparts replace these calls.
     """
     megatron_substitutes.define_router_gemm()
-    megatron_substitutes.clip_in_place()
     if has_gpu():
         megatron_substitutes.fuse_gradient_norm()
         return

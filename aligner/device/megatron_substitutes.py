@@ -35,23 +35,6 @@ def fuse_gradient_norm() -> None:
         clip_grads.l2_norm_impl = norm_on_device
 
 
-def clip_in_place() -> None:
-    """Scale gradients in place without Transformer Engine and Apex.
-
-    megatron-core's own substitute makes a copy of each tensor and copies it back.
-    """
-    from megatron.core.optimizer import clip_grads
-    from megatron.core.utils import local_multi_tensor_scale
-
-    def scale(_: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
-        del overflow  # argument of the fused kernel
-        if tensors[0]:  # the second list, for the results, contains the same tensors
-            torch._foreach_mul_(tensors[0], factor)
-
-    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
-        clip_grads.multi_tensor_scale_impl = scale
-
-
 def free_dispatcher_of_stream() -> None:
     """Let the all-to-all dispatcher of experts work without its CUDA stream.
 

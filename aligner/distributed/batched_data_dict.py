@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from aligner.distributed import sharding
 from aligner.distributed.packing import at_least
 from aligner.distributed.sharding import (
     DynamicBatchingArgs,
     SequencePackingArgs,
+    ShardPlan,
     dynamic_plan,
     packed_plan,
 )
@@ -110,7 +110,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
                 f"{total} rows are not a multiple of the batch size {size}. Change the batch "
                 "size, or pass allow_uneven_shards=True for a shorter last batch"
             )
-        batches = sharding.global_batches(total, size)
+        starts = range(0, total, max(1, size))
+        batches = [range(start, min(start + size, total)) for start in starts]
         # Micro-batches by tokens: rows are selected for balanced shards.
         if dynamic_batching_args is not None:
             plans = dynamic_plan(self.data, dynamic_batching_args, batches, shards)
@@ -121,7 +122,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         # Plain shards: contiguous runs of rows.
         if not allow_uneven_shards:
             _check_even(size, shards)
-        parts = [sharding.split_evenly(batch, shards) for batch in batches]
+        parts = [_split_evenly(batch, shards) for batch in batches]
         return self._shards([[part[shard] for part in parts] for shard in range(shards)])
 
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
@@ -264,9 +265,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """Return the columns as a plain dict."""
         return dict(self.data)
 
-    def _planned_shards(
-        self, plans: list[sharding.ShardPlan]
-    ) -> "tuple[list[SlicedDataDict], list[int]]":
+    def _planned_shards(self, plans: list[ShardPlan]) -> "tuple[list[SlicedDataDict], list[int]]":
         rows = [[[row for part in batch for row in part.rows] for batch in plan] for plan in plans]
         shards = self._shards(rows)
         for shard, plan in zip(shards, plans, strict=True):
@@ -315,6 +314,13 @@ def _check_even(batch_size: int, shards: int) -> None:
             f"a batch of {batch_size} rows cannot be split evenly into {shards} shards. "
             "Change the batch size, or pass allow_uneven_shards=True"
         )
+
+
+def _split_evenly(rows: range, parts: int) -> list[range]:
+    """Split ``rows`` into ``parts`` contiguous ranges whose sizes differ by at most one."""
+    base, extra = divmod(len(rows), parts)
+    bounds = [part * base + min(part, extra) for part in range(parts + 1)]
+    return [rows[low:high] for low, high in pairwise(bounds)]
 
 
 def columns_of(data: BatchedDataDict, names: Sequence[str]) -> BatchedDataDict:

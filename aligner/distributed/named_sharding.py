@@ -32,6 +32,7 @@ class NamedSharding:
             )
         self._layout: NDArray[np.int64] = array.astype(np.int64)
         self._names = list(names)
+        self.shape = dict(zip(self._names, self._layout.shape, strict=True))  # sizes by axis
 
     @property
     def layout(self) -> NDArray[np.int64]:
@@ -42,11 +43,6 @@ class NamedSharding:
     def names(self) -> list[str]:
         """Names of the axes, outermost first."""
         return list(self._names)
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """Mapping from axis names to sizes."""
-        return dict(zip(self._names, self._layout.shape, strict=True))
 
     @property
     def ndim(self) -> int:

@@ -30,18 +30,6 @@ ShardPlan = list[list[MicrobatchPlan]]
 """The micro-batches of one shard: [global batch][micro-batch]."""
 
 
-def global_batches(total: int, batch_size: int) -> list[range]:
-    """Return consecutive ranges of ``batch_size`` rows. The last range may be shorter."""
-    return [range(low, min(low + batch_size, total)) for low in range(0, total, max(1, batch_size))]
-
-
-def split_evenly(rows: range, parts: int) -> list[range]:
-    """Split ``rows`` into ``parts`` contiguous ranges whose sizes differ by at most one."""
-    base, extra = divmod(len(rows), parts)
-    bounds = [part * base + min(part, extra) for part in range(parts + 1)]
-    return [rows[low:high] for low, high in pairwise(bounds)]
-
-
 def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> list[list[int]]:
     """Assign ``rows`` to shards with about equal sums of ``weights[row]``, in order of rows.
 

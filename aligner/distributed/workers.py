@@ -125,7 +125,7 @@ def run_sharded(
     in the shards. ``kwargs``: other arguments of the method.
     """
     shards: Any = data.shard_by_batch_size(
-        group.sharding_annotations.get_axis_size("data_parallel"),
+        group.sharding_annotations.shape["data_parallel"],
         batch_size=batch_size,
         allow_uneven_shards=batch_size is None,
         **(batching or {}),

@@ -27,7 +27,7 @@ from aligner.environments.worker import (
     check_kwargs,
     check_names,
 )
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import ConfigError
 from aligner.importing import load_function
 from aligner.process_tree import kill_children
 
@@ -36,7 +36,7 @@ _OUTPUT_BYTES = 500  # of the end of a command's output
 _CLOSING_S = 2.0  # time limit to read the output after the command has ended
 
 
-class AgentError(AlignerError):
+class AgentError(Exception):
     """A command ended with an error."""
 
 

@@ -5,11 +5,11 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from aligner.child_process import ProcessPool, Program
 from aligner.environments.calls import Form
-from aligner.environments.protocol import Start, Turn, check_start, check_turn
+from aligner.environments.protocol import FailureKind, Start, Turn, check_start, check_turn
 from aligner.environments.worker import COMMAND_KEY, KEY
 from aligner.errors import AlignerError, EnvironmentCallError, EnvironmentTimeoutError
 
@@ -36,14 +36,13 @@ class CallAnswer(NamedTuple):
 class Failure(NamedTuple):
     """Failure of a conversation: a reason code and a message.
 
-    ``cause``: exception of the engine, None if the environment failed. ``is_final``: whether a
-    repetition of the conversation would fail in the same way.
+    ``cause``: exception of the engine, None if the environment failed.
     """
 
     reason: FailureReason
     text: str
     cause: Exception | None = None
-    is_final: bool = False
+    kind: FailureKind = "raised"
 
 
 def engine_failure(error: Exception) -> Failure:
@@ -151,12 +150,12 @@ class EnvironmentPool(ProcessPool):
         memory_mb = self._program.memory_mb
         if value.startswith("MemoryError") and memory_mb is not None:
             text += f". It may allocate environment.memory_mb={memory_mb} MiB"
-        return Failure("env_error", text, is_final=kind == "final")
+        return Failure("env_error", text, kind=cast(FailureKind, kind))
 
 
 def _value_of(call: Call, kind: str, payload: Any) -> Start | Turn | str | None:
     """Return the value of a call, or the text of its exception."""
-    if kind in ("raised", "final"):
+    if kind in get_args(FailureKind):
         return str(payload)
     # The value is checked again, as a child process may send any message.
     if call.name == "begin":

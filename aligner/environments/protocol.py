@@ -7,13 +7,14 @@ import math
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from aligner.data.chat import Message, parse_messages
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, raised_as
 from aligner.plain import as_float32, plain, shown
 
 Reward = float | None | Mapping[str, float | None]
+FailureKind = Literal["raised", "fault", "final"]  # see `aligner.environments.worker`
 _MAX_FLOAT32 = 3.4e38
 
 
@@ -105,20 +106,21 @@ def check_start(value: Any) -> Start:
 def check_turn(value: Any, characters: int = 0) -> Turn:
     """Return a `Turn` with values of plain classes.
 
-    Raises `ConfigError` if ``value`` is no `Turn`, and `DataError` if it is invalid.
+    Raises `ConfigError` if ``value`` is no `Turn`, incomplete or of wrong types, and `DataError` if
+    a number is invalid.
     ``characters``: length of the policy's message, the upper bound of the steps' ends.
     """
     if not isinstance(value, Turn):
         raise ConfigError(f"step returned {shown(value)}; it must return a Turn")
     if not value.messages and not value.done:
-        raise DataError(
+        raise ConfigError(
             "step returned neither a message nor done=True. The policy needs a message to answer"
         )
     # The reward, and its metrics.
     reward: Reward = None
     if isinstance(value.reward, Mapping):
         if "reward" not in value.reward:
-            raise DataError(f"the reward {dict(value.reward)} has no key 'reward'")
+            raise ConfigError(f"the reward {dict(value.reward)} has no key 'reward'")
         reward = {
             str(name): _number(number, str(name), is_metric=name != "reward")
             for name, number in value.reward.items()
@@ -132,7 +134,8 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
     else:
         reward = _number(value.reward, "reward")
     # Messages, and info with the ``repr`` of all values except scalars.
-    messages = plain(parse_messages(list(value.messages))) if value.messages else []
+    with raised_as(ConfigError, "the messages of step", DataError):
+        messages = plain(parse_messages(list(value.messages))) if value.messages else []
     info = {name: item if _is_scalar(item) else shown(item) for name, item in value.info.items()}
     steps = tuple(_step(step, characters) for step in value.steps)
     return Turn(messages, reward, bool(value.done), plain(info), steps)
@@ -170,5 +173,7 @@ def _number(value: Any, name: str, *, is_metric: bool = False) -> float | None:
     """Return ``value`` as a float. Returns None for a metric that is not finite in float32."""
     if value is None:
         return None
-    number = as_float32(value, name, DataError, may_be_infinite=is_metric)
+    is_text = isinstance(value, str | bytes)
+    error = ConfigError if is_text else DataError
+    number = as_float32(value, name, error, may_be_infinite=is_metric)
     return number if math.isfinite(number) else None

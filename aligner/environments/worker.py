@@ -1,8 +1,7 @@
 """Process of an environment, which runs one conversation at a time.
 
 Messages are ``begin`` with ``(seed, columns of the row)``, ``step`` with the policy's message, and
-``close``. Answers are ``answer, value``, ``raised, text`` or, for an error that a repetition would
-also give, ``final, text``.
+``close``. Answers are ``answer, value`` or, for an exception, a kind of `failure_kind` with a text.
 """
 
 import asyncio
@@ -14,11 +13,13 @@ from typing import Any
 
 from aligner.child_process import Answers
 from aligner.environments.calls import Form
-from aligner.environments.protocol import Start, Turn, check_start, check_turn
+from aligner.environments.protocol import FailureKind, Start, Turn, check_start, check_turn
 from aligner.errors import AlignerError, ConfigError, raised_as
 from aligner.importing import check_call, describe_exception, load_function
 
 KEY, COMMAND_KEY = "environment.factory", "environment.command"
+_FAULTS = (NameError, ImportError, AttributeError, TypeError, NotImplementedError, SyntaxError)
+_ERRORS_OF_VALUES = (AssertionError, IndexError, KeyError, ValueError, ZeroDivisionError)
 
 
 def load(
@@ -40,11 +41,23 @@ def answers_of(
     except SystemExit:
         raise
     except BaseException as error:
-        # The library refused the start or the type of an answer, or a name does not exist.
-        faults = (AlignerError if name == "begin" else ConfigError, NameError, ImportError)
-        kind = "final" if isinstance(error, faults) else "raised"
-        value = describe_exception(error)
+        kind, value = failure_kind(name, error), describe_exception(error)
     yield kind, value
+
+
+def failure_kind(name: str, error: BaseException) -> FailureKind:
+    """Return whether a repetition of the conversation can succeed after an error of the call.
+
+    ``raised``: it can. ``fault``: the code is wrong, at least for some texts of the policy.
+    ``final``: a repetition would fail in the same way.
+    """
+    is_fault = isinstance(error, _FAULTS)
+    # `begin` has the same seed and row in a repetition, and does not depend on the policy.
+    is_error_of_values = isinstance(error, AlignerError) or type(error) in _ERRORS_OF_VALUES
+    is_same = name == "begin" and (is_fault or is_error_of_values)
+    if is_same or isinstance(error, ConfigError | NameError | ImportError):
+        return "final"
+    return "fault" if is_fault else "raised"
 
 
 def load_factory(

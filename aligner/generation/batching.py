@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aligner.config import SamplingOptions
-from aligner.data.prompts import pad_right
+from aligner.data.batches import pad_right
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.pool import engine_failure
 from aligner.errors import WorkerError

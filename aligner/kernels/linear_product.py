@@ -14,6 +14,8 @@ short).
 `wide_linear`: sums and results are float32, also for bfloat16 matrices. A GPU returns the float32
 sums of exact bfloat16 products (`torch.mm` with ``out_dtype``), other devices convert the matrices.
 In backward the gradient of the logits is rounded to bfloat16 once, with a relative error of 2^-9.
+
+`running_sum`: running sums as products, which are deterministic on a GPU.
 """
 
 import contextlib
@@ -34,6 +36,8 @@ from torch.autograd.function import once_differentiable
 # Below this many multiplications the call around oneDNN's product costs more than it gains.
 _LEAST_WORK = 2**22
 _MOST_TERMS = 512  # of a sum in forward
+# Columns of one product in a running sum. Wider rows are cut into blocks.
+_WIDEST, _BLOCK = 2048, 512
 
 
 def has_onednn(tensor: Tensor) -> bool:
@@ -316,3 +320,31 @@ def _packed_forward(
         return output, returned
     output = reduce_from_tensor_model_parallel_region(product(input_), group=module.tp_group)
     return output if added is None else output + added, returned
+
+
+def running_sum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum float [n, m] up to and including each column, in ``dtype``, by default the input's.
+
+    If deterministic operations are requested on a GPU, products replace `torch.cumsum`.
+    """
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return sum_by_products(values).to(dtype or values.dtype)
+    return values.cumsum(dim=1, dtype=dtype)
+
+
+def sum_by_products(values: Tensor) -> Tensor:
+    """Compute `running_sum` as matrix products, float64 [n, m].
+
+    A row of at most 2,048 columns is one product, so that its sums never fall and zeros change
+    nothing.
+    """
+    rows, columns = values.shape
+    width = columns if columns <= _WIDEST else _BLOCK
+    blocks = F.pad(values.double(), (0, -columns % width)).view(rows, -1, width)
+    ones = torch.ones(width, width, dtype=blocks.dtype, device=blocks.device)
+    sums = blocks @ ones.triu()
+    if blocks.shape[1] > 1:
+        # Add the total of all earlier blocks.
+        count = blocks.shape[1]
+        sums = sums + (sums[:, :, -1] @ ones.new_ones(count, count).triu(1))[:, :, None]
+    return sums.flatten(1)[:, :columns]

@@ -32,6 +32,7 @@ from aligner.logprobs.top_k_top_p import (
     TrainingSamplingParams,
     restriction_of,
 )
+from aligner.parallel.collectives import gather_first, reduce_scatter_first
 
 
 class RowStatistics(NamedTuple):
@@ -61,6 +62,7 @@ def row_statistics(
     target enters too, otherwise its log-prob is -inf. Logits are divided by ``divisor``, then
     bounded by ``cap`` (`soft_cap_`).
     """
+    assert hidden.shape[:1] == target.shape, (hidden.shape, target.shape)
     # Logits of the targets, which also initialise the running maximum.
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor, cap)
     hidden = tiles.factor(hidden)
@@ -296,7 +298,10 @@ def _gradient_tile(
 
 
 class _HiddenStatesToLogprobs(torch.autograd.Function):
-    """Log-probs and entropy of (hidden, weight), differentiable in both inputs."""
+    """Log-probs and entropy of (hidden, weight), differentiable in both inputs.
+
+    ``group``: ranks that hold parts of the hidden states. The gathered states are not saved.
+    """
 
     @staticmethod
     def forward(
@@ -306,17 +311,17 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         target: Tensor,
         shard: VocabShard,
         restriction: Restriction | None,
-        keep_target: bool,
-        with_entropy: bool,
+        group: dist.ProcessGroup | None,
+        options: dict[str, bool],
         tiling: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        options = {"keep_target": keep_target, "with_entropy": with_entropy, **tiling}
+        rows = gather_first(hidden, group)
         statistics = row_statistics(
-            hidden, weight, target, shard, restriction=restriction, **options
+            rows, weight, target, shard, restriction=restriction, **options, **tiling
         )
         restricted = [None] * 3 if restriction is None else vars(restriction).values()
         ctx.save_for_backward(hidden, weight, target, *restricted, *statistics)
-        ctx.shard, ctx.tiling = shard, tiling
+        ctx.shard, ctx.group, ctx.tiling = shard, group, tiling
         ctx.set_materialize_grads(False)  # backward is cheaper without a gradient of the entropy
         return statistics.logprobs, statistics.entropy
 
@@ -326,7 +331,7 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         hidden, weight, target, *saved = ctx.saved_tensors
         restriction = None if saved[0] is None else Restriction(*saved[:3])
         grad_hidden, grad_weight = input_gradients(
-            hidden,
+            gather_first(hidden, ctx.group),
             weight,
             target,
             ctx.shard,
@@ -336,6 +341,8 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
             restriction=restriction,
             **ctx.tiling,
         )
+        if grad_hidden is not None:
+            grad_hidden = reduce_scatter_first(grad_hidden, ctx.group)
         return grad_hidden, grad_weight, *[None] * 6
 
 
@@ -343,12 +350,10 @@ def hidden_states_to_logprobs(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
+    shard: VocabShard,
+    sampling: TrainingSamplingParams,
     *,
-    vocab_size: int,
-    tp_group: dist.ProcessGroup | None = None,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    gather_group: dist.ProcessGroup | None = None,
     chunk_size: int | None = None,
     with_entropy: bool = False,
     kept_ids: Tensor | None = None,
@@ -356,65 +361,41 @@ def hidden_states_to_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-prob of each target and the entropy of the sampling distribution.
 
-    ``hidden``: float [N, H], the states that predict the targets. ``weight``: float [V_local, H],
-    the (local) output layer. ``target``: int64 [N], global ids. ``vocab_size``: the global
-    vocabulary without padding rows, which are outside the softmax and get gradient 0.
-
-    ``temperature`` divides the logits, then ``cap`` bounds them (`soft_cap_`). ``top_k`` (0, -1:
-    off), then ``top_p`` (1: off) restrict the distribution, which is renormalised over the kept
-    tokens. The target always counts as kept, so that its log-prob is finite (-inf in NeMo-RL).
-    ``kept_ids``: int [N, K], ids that the sampler kept, padded with -1. A row with an id is
-    renormalised over its ids instead. ``chunk_size``: maximum number of tokens per step. None
-    derives it from the memory of a tile.
+    Args:
+        hidden: float [N, H], the states that predict the targets.
+        weight: float [V_local, H], the (local) output layer.
+        target: int64 [N], global ids.
+        shard: part of the vocabulary in ``weight``. Padding rows get gradient 0.
+        sampling: its ``temperature`` divides the logits, before ``cap`` bounds them. Its filters
+            restrict the distribution, which is renormalised over the kept tokens.
+        gather_group: ranks that hold equal parts of the rows of ``hidden``, in rank order (sequence
+            parallelism). The rows are gathered in each pass, and only the local rows are saved.
+        chunk_size: maximum number of tokens per step. None derives it from the memory of a tile.
+        with_entropy: whether to compute the entropy.
+        kept_ids: int [N, K], ids that the sampler kept, padded with -1. A row with an id is
+            renormalised over its ids instead.
+        cap: bound of the logits (`soft_cap_`).
 
     Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs). Gradients
     are exact for a fixed set of kept tokens, but rounded per logit for bfloat16 on a GPU. With
     tensor parallelism every rank returns the same values and the gradient of its rows of
     ``weight``. The gradient of ``hidden`` is the *local part*, which the caller sums over the
-    group.
-    """
-    sampling = TrainingSamplingParams(top_k, top_p, temperature, keep_target=True)
-    shard = VocabShard.of(weight, vocab_size, tp_group)
-    return shard_logprobs(
-        hidden,
-        weight,
-        target,
-        shard,
-        sampling,
-        chunk_size=chunk_size,
-        with_entropy=with_entropy,
-        kept_ids=kept_ids,
-        cap=cap,
-    )
-
-
-def shard_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    shard: VocabShard,
-    sampling: TrainingSamplingParams,
-    *,
-    chunk_size: int | None = None,
-    with_entropy: bool = False,
-    kept_ids: Tensor | None = None,
-    cap: float | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute `hidden_states_to_logprobs` for any shard and both values of ``keep_target``.
-
-    ``hidden``: float [N, H]. ``weight``: float [V_local, H]. ``target``: int64 [N], global ids.
+    group, or with ``gather_group`` the sum for the local rows.
     """
     assert hidden.ndim == weight.ndim == 2, (hidden.shape, weight.shape)
     assert hidden.shape[1] == weight.shape[1], (hidden.shape, weight.shape)
-    assert hidden.shape[:1] == target.shape, (hidden.shape, target.shape)
     divisor = 1.0
     if has_wide_products(hidden, weight):
         divisor = sampling.temperature
     elif sampling.temperature != 1.0:
         # In float32, because scaled bfloat16 states would be rounded.
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / sampling.temperature
-    restriction = restriction_of(hidden, weight, shard, sampling, divisor, kept_ids, cap)
+    restriction = None
+    if sampling.restricts:
+        rows = gather_first(hidden.detach(), gather_group)
+        restriction = restriction_of(rows, weight, shard, sampling, divisor, kept_ids, cap)
+    options = {"keep_target": sampling.keep_target, "with_entropy": with_entropy}
     tiling = {"chunk_size": chunk_size, "divisor": divisor, "cap": cap}
     return _HiddenStatesToLogprobs.apply(
-        hidden, weight, target, shard, restriction, sampling.keep_target, with_entropy, tiling
+        hidden, weight, target, shard, restriction, gather_group, options, tiling
     )

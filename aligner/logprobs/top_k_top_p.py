@@ -6,6 +6,7 @@ or excluded together.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.kernels.linear_product import wide_mm
+from aligner.kernels.linear_product import running_sum, wide_mm
 from aligner.logprobs.output_layer import Tiles, VocabShard, soft_cap_
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.parallel.collectives import gather_first
@@ -21,8 +22,6 @@ from aligner.parallel.collectives import gather_first
 # Limit of logits in memory. Sorting needs several times this memory.
 _CHUNK_BYTES = {"cpu": 64 * 2**20}
 _CHUNK_BYTES_ACCELERATOR = 256 * 2**20
-# Columns of one product in a running sum. Wider rows are cut into blocks.
-_WIDEST, _BLOCK = 2048, 512
 # Value of an excluded logit. Not -inf, because 0 · -inf would be NaN in the entropy.
 EXCLUDED = -1e30
 
@@ -58,7 +57,7 @@ class TrainingSamplingParams:
         """Top-k as an integer, 0 if top-k is off."""
         return max(self.top_k or 0, 0)
 
-    @property
+    @cached_property
     def restricts(self) -> bool:
         """True if the filter excludes tokens."""
         return self.kept_count > 0 or self.top_p < 1.0
@@ -110,8 +109,8 @@ def restriction_of(
     divisor: float,
     kept_ids: Tensor | None,
     cap: float | None = None,
-) -> Restriction | None:
-    """Compute the restriction of ``hidden`` [N, H], or None if every token counts.
+) -> Restriction:
+    """Compute the restriction of ``hidden`` [N, H] by the filters of ``sampling``.
 
     Logits are divided by ``divisor`` and bounded by ``cap``. ``kept_ids``: int [N, K], global ids
     that the sampler kept, padded with -1. Sets of rows without an id are recomputed from the
@@ -120,8 +119,6 @@ def restriction_of(
     A recomputed set differs at its edge if engines round differently or weights have changed. Over
     the recorded set, ratios and KL are exact (keep sampling mask, DeepSeek-V3.2, 2025).
     """
-    if not sampling.restricts:
-        return None
     top_k, top_p = sampling.kept_count, sampling.top_p
     if kept_ids is None:
         return Restriction(keep_thresholds(hidden, weight, shard, top_k, top_p, divisor, cap))
@@ -205,31 +202,3 @@ def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     # kept, all other columns are kept, too.
     limit = smallest - (smallest - next_lower).clamp(max=2.0) / 2
     return torch.where(smallest.isneginf(), smallest, limit).squeeze(1)
-
-
-def running_sum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Sum float [n, m] up to and including each column, in ``dtype``, by default the input's.
-
-    If deterministic operations are requested on a GPU, products replace `torch.cumsum`.
-    """
-    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return sum_by_products(values).to(dtype or values.dtype)
-    return values.cumsum(dim=1, dtype=dtype)
-
-
-def sum_by_products(values: Tensor) -> Tensor:
-    """Compute `running_sum` as matrix products, float64 [n, m].
-
-    A row of at most 2,048 columns is one product, so that its sums never fall and zeros change
-    nothing.
-    """
-    rows, columns = values.shape
-    width = columns if columns <= _WIDEST else _BLOCK
-    blocks = F.pad(values.double(), (0, -columns % width)).view(rows, -1, width)
-    ones = torch.ones(width, width, dtype=blocks.dtype, device=blocks.device)
-    sums = blocks @ ones.triu()
-    if blocks.shape[1] > 1:
-        # Add the total of all earlier blocks.
-        count = blocks.shape[1]
-        sums = sums + (sums[:, :, -1] @ ones.new_ones(count, count).triu(1))[:, :, None]
-    return sums.flatten(1)[:, :columns]

@@ -1,7 +1,7 @@
 """NeMo-RL's published interface of losses, adapted to the roles of this library.
 
 A published loss is any callable ``(input, data, global_valid_seqs, global_valid_toks)`` that
-returns ``(loss, metrics)``. `as_loss` converts it to an `aligner.types.LossFunction`.
+returns ``(loss, metrics)``. `PublishedLoss` converts it to an `aligner.types.LossFunction`.
 """
 
 import enum
@@ -19,6 +19,7 @@ from aligner.errors import AlignerError, ConfigError, DataError, raised_as
 from aligner.types import Denominators, TokenOutputs
 
 LossFunction = Callable[..., tuple[Tensor, Mapping[str, Any]]]
+AnyLossFunction = types.LossFunction | LossFunction
 _SHARED_PARAMETERS = ("data", "global_valid_seqs", "global_valid_toks")
 
 
@@ -54,6 +55,11 @@ class PublishedLoss:
     needs_entropy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ConfigError(
+                f"loss_fn={self.function!r} is not callable. Give a function of (logits, data, "
+                "global_valid_seqs, global_valid_toks), or a loss of aligner.algorithms.losses"
+            )
         _ = self.input_type  # refuses an input that no role can provide
 
     @property
@@ -109,23 +115,6 @@ class PublishedLoss:
             if name not in _SHARED_PARAMETERS:
                 return None if parameter.kind is parameter.POSITIONAL_ONLY else name
         return None
-
-
-def as_loss(loss_fn: Any) -> types.LossFunction:
-    """Return a loss of this library unchanged, and a published loss as `PublishedLoss`."""
-    if hasattr(loss_fn, "needs_entropy") and hasattr(loss_fn, "rows_per_group"):
-        return loss_fn
-    if not callable(loss_fn):
-        raise ConfigError(
-            f"loss_fn={loss_fn!r} is not callable. Give a function of (logits, data, "
-            "global_valid_seqs, global_valid_toks), or a loss of aligner.algorithms.losses"
-        )
-    return PublishedLoss(loss_fn)
-
-
-def reads_logits(loss_fn: types.LossFunction) -> bool:
-    """Return whether ``loss_fn`` reads all logits of a policy."""
-    return isinstance(loss_fn, PublishedLoss) and loss_fn.input_type is LossInputType.LOGIT
 
 
 def loss_and_metrics(

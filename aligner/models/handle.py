@@ -21,10 +21,8 @@ from aligner.distributed.workers import (
     run_sharded,
 )
 from aligner.errors import ConfigError, StorageError
-from aligner.losses.interfaces import LossFunction as PublishedLossFunction
-from aligner.losses.interfaces import as_loss
+from aligner.losses.interfaces import AnyLossFunction
 from aligner.models.worker import RoleWorker
-from aligner.types import LossFunction
 
 _log = logging.getLogger(__name__)
 TRAINED_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
@@ -69,7 +67,7 @@ class RoleHandle:
     def train(
         self,
         data: BatchedDataDict,
-        loss_fn: LossFunction | PublishedLossFunction,
+        loss_fn: AnyLossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
@@ -92,9 +90,8 @@ class RoleHandle:
         """
         # Micro-batches: by token budget or by rows, without separating compared rows.
         check_columns(data, TRAINED_COLUMNS)
-        loss_fn = as_loss(loss_fn)
         gbs = gbs or self.config.global_batch_size
-        group = loss_fn.rows_per_group
+        group = int(getattr(loss_fn, "rows_per_group", 1))
         batching = micro_batching(
             self.model, training=True, micro_batch_size=mbs, rows_per_group=group
         )

@@ -29,15 +29,13 @@ from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError, LayoutError, TokenizerError
-from aligner.losses.interfaces import LossFunction as PublishedLossFunction
-from aligner.losses.interfaces import as_loss
+from aligner.losses.interfaces import AnyLossFunction
 from aligner.models.gpt.forward.schedule import MicroBatches
 from aligner.models.gpt.role.model import RoleModel
 from aligner.models.gpt.role.offload import ModelOffload
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import gather_objects, on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
-from aligner.types import LossFunction
 
 RoleT = TypeVar("RoleT", bound=RoleModel)
 
@@ -161,7 +159,7 @@ class RoleWorker(Generic[RoleT]):
     def train(
         self,
         data: SlicedDataDict,
-        loss_fn: LossFunction | PublishedLossFunction,
+        loss_fn: AnyLossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
@@ -172,14 +170,13 @@ class RoleWorker(Generic[RoleT]):
         defines no micro-batches. The result has the key ``global_loss`` in place of ``loss``.
         """
         # Metrics of every step, reduced over the ranks by the model.
-        loss = as_loss(loss_fn)
         history: dict[str, list[float]] = defaultdict(list)
         for index, part in enumerate(self._global_batches(data, gbs)):
             batch, passes = passes_over(part, mbs)
             if eval_mode:
-                _, metrics = self.model.get_loss_and_metrics(batch, True, loss, passes)
+                _, metrics = self.model.get_loss_and_metrics(batch, True, loss_fn, passes)
             else:
-                metrics = self.model.training_update(batch, index, loss, passes)
+                metrics = self.model.training_update(batch, index, loss_fn, passes)
             for key, value in metrics.items():
                 history[key].append(value)
         return {

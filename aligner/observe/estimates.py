@@ -38,8 +38,6 @@ def pass_at_k(right: Sequence[float], k: int) -> float:
     is right if its value is at least 0.5.
     """
     count, hits = len(right), sum(value >= 0.5 for value in right)
-    if not 1 <= k <= count:
-        raise ValueError(f"pass@{k} needs at least {k} responses, got {count}")
     return 1.0 - math.comb(count - hits, k) / math.comb(count, k)
 
 
@@ -50,8 +48,6 @@ def majority_at_k(right: Sequence[float], answers: Sequence[Hashable | None], k:
     Responses without an answer have no vote. Equally frequent answers share the vote. If the
     verdicts on one answer differ, their mean counts. A group without a vote counts 0.
     """
-    if not 1 <= k <= len(right):
-        raise ValueError(f"maj@{k} needs at least {k} responses, got {len(right)}")
     starts = range(0, len(right) - k + 1, k)
     return math.fsum(
         _majority(right[start : start + k], answers[start : start + k]) for start in starts

@@ -61,8 +61,8 @@ class JsonLines:
             raise storage_error(self.path, error, len(content)) from error
         self._end, self.last_step = self._end + len(content), steps[-1]
 
-    def truncate_after(self, step: int) -> int | None:
-        """Remove lines of later steps and a torn last line. Return the last remaining step."""
+    def truncate_after(self, step: int) -> None:
+        """Remove lines of later steps and a torn last line."""
         lines = [line for _, line in _records(self.path)]
         remaining = [line for line in lines if line.step is not None and line.step <= step]
         if remaining == lines[: len(remaining)]:
@@ -72,7 +72,6 @@ class JsonLines:
         else:
             self._rewrite(remaining)
         self.last_step = remaining[-1].step if remaining else None
-        return self.last_step
 
     def _rewrite(self, remaining: Sequence["_Line"]) -> None:
         """Copy the damaged file, then replace it by the ``remaining`` lines."""

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from aligner.errors import MissingPackageError
 from aligner.observe.jsonl import JsonLines, read_lines
 from aligner.observe.metric_names import check_names
 from aligner.observe.run_lock import RunLock
+from aligner.observe.samples import Sample
 from aligner.packages import require_extra
 
 if TYPE_CHECKING:
@@ -62,11 +64,12 @@ class PhaseTimers:
 
 
 class MetricsWriter:
-    """The only writer of ``metrics.jsonl`` in ``folder`` (`RunLock`).
+    """The only writer of ``metrics.jsonl`` and ``samples.jsonl`` in ``folder`` (`RunLock`).
 
-    A line contains ``step`` and the metrics of the step by full name (`metric_names`), sorted. Two
-    runs that computed the same metrics therefore wrote the same bytes, except for ``timers/*``.
-    Write the line of a step before its run state is saved, so that a restored step has its line.
+    A line of ``metrics.jsonl`` contains ``step`` and the metrics of the step by full name
+    (`metric_names`), sorted. Two runs that computed the same metrics therefore wrote the same
+    bytes, except for ``timers/*``. A line of ``samples.jsonl`` is a sample. Write the lines of a
+    step before its run state is saved, so that a restored step has its lines.
 
     Only rank 0 writes. On other ranks every method returns at once. ``loggers``: creates the
     loggers at the first line, because importing them takes seconds.
@@ -76,38 +79,36 @@ class MetricsWriter:
         self, folder: Path, *, rank: int = 0, loggers: Callable[[], "Sequence[Logger]"] = tuple
     ) -> None:
         self._lock = RunLock(folder) if rank == 0 else None
-        self._lines = JsonLines(folder / "metrics.jsonl") if rank == 0 else None
+        names = ("metrics.jsonl", "samples.jsonl") if rank == 0 else ()
+        self._files = [JsonLines(folder / name) for name in names]
         self._make_loggers = loggers
         self._loggers: Sequence[Logger] | None = None
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the line of ``step``. ``metrics``: numbers, or tensors with one element."""
-        if self._lines is None:
+    def write(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Sample] = ()) -> None:
+        """Append the lines of ``step``. ``metrics``: numbers, or tensors with one element."""
+        if not self._files:
             return
         check_names(metrics)
-        last = self._lines.last_step
-        if last is not None and step <= last:
-            raise ValueError(
-                f"{self._lines.path} already contains step {last}, so step {step} cannot be "
-                "appended. Steps must increase, with one line per step"
-            )
         scalars = {name: _scalar(name, metrics[name]) for name in sorted(metrics)}
-        self._lines.append([{"step": step, **scalars}])
+        metric_lines, sample_lines = self._files
+        metric_lines.append([{"step": step, **scalars}])
+        sample_lines.append(asdict(sample) for sample in samples)
         if self._loggers is None:
             self._loggers = self._make_loggers()
         for logger in self._loggers:
             logger.log_metrics({name: float(value) for name, value in scalars.items()}, step)
 
-    def truncate_after(self, step: int) -> int | None:
-        """Go back to ``step`` (-1: to the beginning). Return the last step that has a line."""
-        return None if self._lines is None else self._lines.truncate_after(step)
+    def truncate_after(self, step: int) -> None:
+        """Remove the lines of later steps (-1: all lines)."""
+        for lines in self._files:
+            lines.truncate_after(step)
 
     def close(self) -> None:
-        """Finish the mirrors and release the file and the directory."""
+        """Finish the mirrors and release the files and the directory."""
         for logger in self._loggers or ():
             logger.finalize("success")
-        if self._lines is not None:
-            self._lines.close()
+        for lines in self._files:
+            lines.close()
         if self._lock is not None:
             self._lock.release()
 

@@ -13,11 +13,6 @@ from aligner.checkpoint.run_state.tree import normalise, write_tree
 from aligner.errors import current_step
 
 
-def nonfinite_names(scalars: Mapping[str, float | Tensor]) -> list[str]:
-    """Return the names of the float scalars (loss, gradient norm, …) that are NaN or infinite."""
-    return [name for name, value in scalars.items() if not math.isfinite(float(value))]
-
-
 def offending_rows(batch: Mapping[str, Any]) -> Tensor:
     """Return bool [B], true for rows in which a floating-point tensor is NaN or infinite.
 
@@ -71,7 +66,7 @@ def write_nonfinite(
         "update": update,
         "updates_made": updates,
         "rank": rank,
-        "not_finite": nonfinite_names(scalars),
+        "not_finite": [name for name, value in scalars.items() if not math.isfinite(float(value))],
         "scalars": {name: repr(float(value)) for name, value in scalars.items()},
         "samples": [
             {**_sample(index, tensors), "row": row, "text": None if texts is None else texts[row]}

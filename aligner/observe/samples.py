@@ -1,8 +1,8 @@
-"""Sampled responses: ``samples.jsonl`` and a table on the console."""
+"""Sampled responses, which ``samples.jsonl`` contains, and their table on the console."""
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from aligner.observe.jsonl import JsonLines, read_lines
+from aligner.observe.jsonl import read_lines
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,6 @@ class Sample:
     ground_truth: str | None = None
     sample_id: int | None = None
     turns: list[dict[str, Any]] | None = None  # of a conversation, each with its reward
-
-
-class SampleWriter:
-    """Writer of ``samples.jsonl`` in ``folder``, one line per sample. Only on rank 0."""
-
-    def __init__(self, folder: Path, *, rank: int = 0) -> None:
-        self._lines = JsonLines(folder / "samples.jsonl") if rank == 0 else None
-
-    def write(self, samples: Sequence[Sample]) -> None:
-        """Append samples, whose steps must not be earlier than the last step in the file."""
-        if self._lines is not None:
-            self._lines.append(asdict(sample) for sample in samples)
-
-    def truncate_after(self, step: int) -> None:
-        """Remove the samples of later steps (-1: all)."""
-        if self._lines is not None:
-            self._lines.truncate_after(step)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._lines is not None:
-            self._lines.close()
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -76,7 +76,6 @@ class TrainedRole:
     global_batch_size: int  # samples per optimizer update, over all ranks
     micro_batch_size: int  # samples per forward-backward pass, per data-parallel rank
     data_parallel_size: int | None = None  # None: the policy's
-    model_parallel_size: int | None = None  # None: the policy's
 
 
 @dataclass(frozen=True)

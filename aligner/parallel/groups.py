@@ -4,6 +4,7 @@ import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class ParallelState:
         """True if the embedding is on this process."""
         return self.pp_rank == 0
 
-    @property
+    @cached_property
     def is_last_stage(self) -> bool:
         """True if the final norm and the head are on this process."""
         return self.pp_rank == self.config.pipeline - 1

@@ -4,20 +4,20 @@ Only rank 0 calls the function and broadcasts the result. A function with side e
 results is therefore called once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from aligner.config import RewardConfig
+from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError
 from aligner.parallel.collectives import on_rank_zero
 from aligner.rewards.function.runner import RewardFunction, ScoredResponses
 from aligner.rewards.protocol import Samples
-from aligner.rewards.sequences import response_texts
 
 
 def rated_responses(
@@ -47,6 +47,21 @@ def rated_responses(
         )
     parts = dict(zip(attributes, scores.T.tolist(), strict=True)) if len(attributes) > 1 else {}
     return ScoredResponses(responses, rewards, parts)
+
+
+def token_rows(data: BatchedDataDict) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the tokens of prompt and response of each row of a rollout."""
+    names = ("input_ids", "prompt_lengths", "input_lengths")
+    for ids, start, end in zip(*(data[name].tolist() for name in names), strict=True):
+        yield ids[:start], ids[start:end]
+
+
+def response_texts(tokenizer: Tokenizer, data: BatchedDataDict) -> list[str]:
+    """Return the responses of a rollout, without the end-of-sequence token.
+
+    Reads ``input_ids`` int64 [B, S], ``prompt_lengths`` and ``input_lengths`` int64 [B].
+    """
+    return [decode_response(tokenizer, *row) for row in token_rows(data)]
 
 
 class RewardInterface(Protocol):
@@ -81,7 +96,7 @@ class Reward:
     def check_columns(self, available: frozenset[str]) -> None:
         """Raise `DataError` if the data lacks a column that the function needs."""
         columns = available | {"is_end", "response_lengths"}
-        on_rank_zero(lambda: self._rank_zero_function().signature.check_columns(columns))
+        on_rank_zero(lambda: self._rank_zero_function().check_columns(columns))
 
     def notes(self) -> list[str]:
         """Return a note for the start-up report if the function has another library's form."""

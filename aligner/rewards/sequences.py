@@ -6,16 +6,17 @@ read at this token. A response that the length limit cut also gets the token, as
 tokens are meaningless.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from aligner.checkpoint.model_source import ModelSource
-from aligner.data.prompts import pad_right
+from aligner.data.batches import pad_right
 from aligner.data.supervised import encode_pair
 from aligner.data.tokenizers.decoding import common_prefix, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError, TokenizerError
 from aligner.models.gpt.role.reward import SequenceForm
+from aligner.rewards.interface import response_texts, token_rows
 
 
 class SequenceEncoder:
@@ -78,21 +79,6 @@ class SequenceEncoder:
         return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
 
 
-def _token_rows(data: BatchedDataDict) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the tokens of prompt and response of each row of a rollout."""
-    names = ("input_ids", "prompt_lengths", "input_lengths")
-    for ids, start, end in zip(*(data[name].tolist() for name in names), strict=True):
-        yield ids[:start], ids[start:end]
-
-
-def response_texts(tokenizer: Tokenizer, data: BatchedDataDict) -> list[str]:
-    """Return the responses of a rollout, without the end-of-sequence token.
-
-    Reads ``input_ids`` int64 [B, S], ``prompt_lengths`` and ``input_lengths`` int64 [B].
-    """
-    return [decode_response(tokenizer, *row) for row in _token_rows(data)]
-
-
 def scored_texts(
     tokenizer: Tokenizer, data: BatchedDataDict, end_strings: Sequence[str]
 ) -> tuple[list[str], list[str]]:
@@ -103,7 +89,7 @@ def scored_texts(
     responses = response_texts(tokenizer, data)
     if not end_strings:
         return responses, responses
-    rows = zip(responses, data["is_end"].tolist(), _token_rows(data), strict=True)
+    rows = zip(responses, data["is_end"].tolist(), token_rows(data), strict=True)
     return responses, [
         _without_stop(tokenizer, *tokens, text, end_strings) if ended else text
         for text, ended, tokens in rows

@@ -19,7 +19,9 @@ if __name__ == "__main__":
 import torch
 
 from aligner.device import accelerator
-from aligner.distributed.model_utils import hidden_states_to_logprobs
+from aligner.logprobs.fused import hidden_states_to_logprobs
+from aligner.logprobs.output_layer import VocabShard
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 from benchmarks.gpu import rates
 from benchmarks.shapes import SHAPES
 
@@ -41,8 +43,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         weight = random(vocab, size).requires_grad_()
         target = torch.randint(0, vocab, (options.tokens,)).to(device)
 
+        shard, sampling = VocabShard.of(weight, vocab, None), TrainingSamplingParams()
+
         def logprobs() -> torch.Tensor:
-            return hidden_states_to_logprobs(hidden, weight, target, vocab_size=vocab)[0]
+            return hidden_states_to_logprobs(hidden, weight, target, shard, sampling)[0]
 
         def both() -> None:
             hidden.grad = weight.grad = None

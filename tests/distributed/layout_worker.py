@@ -1,6 +1,4 @@
-"""One rank of `test_layouts`: scores and trains in each layout, rank 0 writes what it saw.
-
-    torchrun --nproc-per-node N layout_worker.py MODEL OUTPUT LAYOUT [LAYOUT ...]
+"""Actor and critic that score and train in each layout, as one rank of tests of layouts.
 
 A layout is ``tensor,pipeline,context,sequence_parallel,mode``, with ``expert`` before the mode
 where experts are shared out; what is left of the world is data parallel and the mode says how
@@ -11,12 +9,9 @@ conversations, too, and of the actor alone, with recorded sets of the tokens tha
 ``forked`` and ``forked separate`` rows hold several sequences, which begin alike, too.
 """
 
-import sys
 from collections.abc import Callable
 
 import torch
-
-torch.set_num_threads(1)
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import (
@@ -35,7 +30,7 @@ from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
-from aligner.parallel.groups import initialize_parallel, shutdown_parallel
+from aligner.parallel.groups import initialize_parallel
 
 ROWS, WIDTH = 8, 40
 RUN = RunSettings(gradient_clip_val=0.0)
@@ -229,16 +224,10 @@ def reported(result: dict[str, object]) -> dict[str, float]:
     return {**metrics, "loss": result["loss"], "grad_norm": result["grad_norm"]}
 
 
-def main() -> None:
-    model, output, *layouts = sys.argv[1:]
+def learn_all(model: str, layouts: list[str]) -> dict[str, dict[str, dict[str, object]]]:
+    """What `learn` returns, by layout and role."""
     seen = {}
     for layout in layouts:
         roles = ["actor"] if is_recorded(layout) else ["actor", "critic"]
         seen[layout] = {role: learn(role, model, layout) for role in roles}
-    if torch.distributed.get_rank() == 0:
-        torch.save(seen, output)
-    shutdown_parallel()
-
-
-if __name__ == "__main__":
-    main()
+    return seen

@@ -1,4 +1,4 @@
-"""What the cases of `model_utils_worker` share: a layout, random inputs, a plain reference."""
+"""What the cases of `test_model_utils_tp` share: a layout, random inputs, a plain reference."""
 
 import torch
 import torch.distributed as dist
@@ -69,13 +69,26 @@ class Case:
         flat[: len(edges)] = torch.tensor(edges)[: len(flat)]
         return tokens
 
+    def logits(self):
+        """[B, S, V] of the whole vocabulary."""
+        return self.normal(self.batch, self.length, self.vocab).requires_grad_()
+
     def local(self, logits):
         """This rank's columns of [B, S, V], in the dtype under test."""
         return self.layout.columns(logits).to(self.dtype).clone().requires_grad_()
 
-    def part(self, logits):
-        """This rank's columns and positions."""
-        return self.local(logits[:, self.layout.positions(logits.shape[1])])
+    def check(self, logits, wanted, *functions, held=None):
+        """Functions of this rank's logits, and their gradients, against ``wanted`` of the whole.
+
+        ``held``: positions of this context-parallel rank, whose gradients count once for each rank.
+        """
+        upstream, mine = self.upstream(*wanted.shape), logits.detach()
+        whole = self.layout.columns(gradient(wanted, logits, upstream))
+        if held is not None:
+            whole, mine = whole[:, held] * self.layout.cp, mine[:, held]
+        for function in functions:
+            local = self.local(mine)
+            self.compare(function(local), wanted, local, whole, upstream)
 
     def compare(self, output, wanted, local, wanted_gradient, upstream):
         """Values, and the gradient of one weighted sum of them; ``wanted_gradient`` is whole."""
@@ -113,10 +126,6 @@ def filtered(logits, tokens, top_k=None, top_p=1.0, temperature=1.0, keep_target
         if keep_target:
             kept[token] = True
     return picked(logits.masked_fill(~mask, -torch.inf), tokens)
-
-
-def shifted(function, logits, tokens, **sampling):
-    return function(logits[:, :-1], tokens[:, 1:], **sampling)
 
 
 SAMPLING = [

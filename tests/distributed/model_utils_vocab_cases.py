@@ -1,13 +1,15 @@
-"""Cases of `model_utils_worker`: softmax, log-probs, entropy, top-k over a sharded vocabulary."""
+"""Cases of `test_model_utils_tp`: softmax, log-probs, entropy, top-k over a sharded vocabulary."""
 
 import torch
-from model_utils_case import DTYPES, check_fused, filtered, gradient, picked, shifted
+import torch.distributed as dist
+from hidden_logprobs import logprobs_of
+from model_utils_case import DTYPES, check_fused, filtered, gradient, picked
 
 from aligner.distributed import model_utils as mu
 
 
 def softmaxes(case):
-    logits = case.normal(case.batch, case.length, case.vocab).requires_grad_()
+    logits = case.logits()
     for function, plain in (
         (mu._compute_distributed_log_softmax, torch.log_softmax),
         (mu._compute_distributed_softmax, torch.softmax),
@@ -34,21 +36,18 @@ def softmaxes(case):
 
 
 def logprobs(case):
-    logits = case.normal(case.batch, case.length, case.vocab).requires_grad_()
-    tokens = case.tokens(case.batch, case.length)
-    wanted, upstream = picked(logits, tokens), case.upstream(case.batch, case.length)
-    whole = case.layout.columns(gradient(wanted, logits, upstream))
+    logits, tokens, group = (
+        case.logits(),
+        case.tokens(case.batch, case.length),
+        case.layout.tp_group,
+    )
     span = (case.start, case.end)
-    for apply in (
-        lambda x: mu.DistributedLogprob.apply(x, tokens, *span, case.layout.tp_group),
-        lambda x: mu.ChunkedDistributedLogprob.apply(
-            x, tokens, *span, case.chunk, case.layout.tp_group
-        ),
-    ):
-        local = case.local(logits.detach())
-        case.compare(apply(local), wanted, local, whole, upstream)
-    silent = mu.DistributedLogprob.apply(local, tokens, *span, case.layout.tp_group, True)
-    torch.testing.assert_close(silent.double(), wanted.detach(), **DTYPES[case.dtype][0])
+    case.check(
+        logits,
+        picked(logits, tokens),
+        lambda x: mu.DistributedLogprob.apply(x, tokens, *span, group),
+        lambda x: mu.ChunkedDistributedLogprob.apply(x, tokens, *span, case.chunk, group),
+    )
 
 
 def padded_columns(case):
@@ -57,73 +56,60 @@ def padded_columns(case):
     logits = case.normal(case.batch, case.length, case.vocab)
     logits[..., real:] = 1e3
     logits.requires_grad_()
-    tokens = case.tokens(case.batch, case.length) % real
-    wanted, upstream = picked(logits[..., :real], tokens), case.upstream(case.batch, case.length)
-    whole = case.layout.columns(gradient(wanted, logits, upstream))
+    tokens, group = case.tokens(case.batch, case.length) % real, case.layout.tp_group
     span = (case.start, max(case.start, min(case.end, real)))
-    local = case.local(logits.detach())
-    output = mu.ChunkedDistributedLogprob.apply(
-        local, tokens, *span, case.chunk, case.layout.tp_group
+    case.check(
+        logits,
+        picked(logits[..., :real], tokens),
+        lambda x: mu.ChunkedDistributedLogprob.apply(x, tokens, *span, case.chunk, group),
     )
-    case.compare(output, wanted, local, whole, upstream)
-    k = min(real, 3)
     values, ids = mu.distributed_vocab_topk(
-        local.detach(), k, case.layout.tp_group, vocab_start_index=span[0], vocab_end_index=span[1]
+        *(case.local(logits.detach()).detach(), min(real, 3), group),
+        **{"vocab_start_index": span[0], "vocab_end_index": span[1]},
     )
-    torch.testing.assert_close(values.double(), logits.detach()[..., :real].topk(k).values)
+    best = logits.detach()[..., :real].topk(min(real, 3)).values
+    torch.testing.assert_close(values.double(), best)
     assert (ids < real).all()
-    for sampling in ({"top_k": 2}, {"top_p": 0.7}, {"temperature": 2.0}):
-        wanted = shifted(filtered, logits[..., :real], tokens, **sampling)
-        if case.length < 2:
-            continue
-        upstream = case.upstream(case.batch, case.length - 1)
-        local = case.local(logits.detach())
-        output = mu.from_parallel_logits_to_logprobs(
-            local,
-            tokens,
-            *span,
-            case.layout.tp_group,
-            sampling_params=mu.TrainingSamplingParams(**sampling),
+    for sampling in ({"top_k": 2}, {"top_p": 0.7}, {"temperature": 2.0}) if case.length > 1 else ():
+        params = mu.TrainingSamplingParams(**sampling)
+        case.check(
+            logits,
+            filtered(logits[:, :-1, :real], tokens[:, 1:], **sampling),
+            lambda x, p=params: mu.from_parallel_logits_to_logprobs(
+                x, tokens, *span, group, sampling_params=p
+            ),
         )
-        whole = case.layout.columns(gradient(wanted, logits, upstream))
-        case.compare(output, wanted, local, whole, upstream)
 
 
 def sampling(case):
-    logits = case.normal(case.batch, case.length, case.vocab).requires_grad_()
-    tokens = case.tokens(case.batch, case.length)
-    best = logits.detach().argmax(-1)
+    logits, tokens, group = (
+        case.logits(),
+        case.tokens(case.batch, case.length),
+        case.layout.tp_group,
+    )
     half = torch.rand(tokens.shape, generator=case.random) < 0.5
-    tokens = torch.where(half, best, tokens)  # inside and outside of the kept set
-    for top_k, top_p in ((2, 1.0), (None, 0.7), (4, 0.8), (-1, 1.0), (10**6, 0.5)):
-        wanted = filtered(logits, tokens, top_k, top_p)
-        upstream = case.upstream(case.batch, case.length)
-        whole = case.layout.columns(gradient(wanted, logits, upstream))
-        group = case.layout.tp_group
-        for apply in (
-            lambda x, k=top_k, p=top_p, g=group: mu.DistributedLogprobWithSampling.apply(
-                x, tokens, g, k, p
+    # Inside and outside of the kept set.
+    tokens = torch.where(half, logits.detach().argmax(-1), tokens)
+    for kept in ((2, 1.0), (None, 0.7), (4, 0.8), (-1, 1.0), (10**6, 0.5)):
+        case.check(
+            logits,
+            filtered(logits, tokens, *kept),
+            lambda x, kept=kept: mu.DistributedLogprobWithSampling.apply(x, tokens, group, *kept),
+            lambda x, kept=kept: mu.ChunkedDistributedLogprobWithSampling.apply(
+                x, tokens, group, *kept, case.chunk
             ),
-            lambda x, k=top_k, p=top_p, g=group: mu.ChunkedDistributedLogprobWithSampling.apply(
-                x, tokens, g, k, p, case.chunk
-            ),
-        ):
-            local = case.local(logits.detach())
-            case.compare(apply(local), wanted, local, whole, upstream)
+        )
 
 
 def gathers(case):
-    count = case.integer(1, 5)
-    logits = case.normal(case.batch, case.length, case.vocab).requires_grad_()
-    ids = case.tokens(case.batch, case.length, count)  # may repeat
-    wanted = logits.log_softmax(-1).gather(-1, ids)
-    upstream = case.upstream(*wanted.shape)
-    local = case.local(logits.detach())
-    output = mu.ChunkedDistributedGatherLogprob.apply(
-        local, ids, case.start, case.end, case.chunk, case.layout.tp_group
+    logits, ids = case.logits(), case.tokens(case.batch, case.length, case.integer(1, 5))
+    case.check(  # ids may repeat
+        logits,
+        logits.log_softmax(-1).gather(-1, ids),
+        lambda x: mu.ChunkedDistributedGatherLogprob.apply(
+            x, ids, case.start, case.end, case.chunk, case.layout.tp_group
+        ),
     )
-    whole = case.layout.columns(gradient(wanted, logits, upstream))
-    case.compare(output, wanted, local, whole, upstream)
 
 
 def entropies(case):
@@ -131,12 +117,11 @@ def entropies(case):
     logits[..., 0, 1] = -torch.inf  # an excluded token counts 0
     logits.requires_grad_()
     logprob = logits.log_softmax(-1)
-    wanted = (logprob.exp() * logprob.masked_fill(logprob.isneginf(), 0)).sum(-1)
-    upstream = case.upstream(*wanted.shape)
-    local = case.local(logits.detach())
-    output = mu.ChunkedDistributedEntropy.apply(local, case.chunk, case.layout.tp_group)
-    whole = case.layout.columns(gradient(wanted, logits, upstream))
-    case.compare(output, wanted, local, whole, upstream)
+    case.check(
+        logits,
+        (logprob.exp() * logprob.masked_fill(logprob.isneginf(), 0)).sum(-1),
+        lambda x: mu.ChunkedDistributedEntropy.apply(x, case.chunk, case.layout.tp_group),
+    )
 
 
 def cross_entropies(case):
@@ -215,8 +200,47 @@ def fused(case):
     rank = case.layout.tp_rank
     mine = hidden.detach().chunk(case.layout.tp)[rank].to(case.dtype).clone().requires_grad_()
     rows = weight.detach().chunk(case.layout.tp)[rank].to(case.dtype).clone().requires_grad_()
-    output = mu.ChunkedDistributedHiddenStatesToLogprobs.apply(
-        mine, tokens, rows, case.start, case.end, case.chunk, case.layout.tp_group
-    )
+    saved: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
+    ):
+        output = mu.ChunkedDistributedHiddenStatesToLogprobs.apply(
+            mine, tokens, rows, case.start, case.end, case.chunk, case.layout.tp_group
+        )
+    assert (case.length * case.batch, 5) in saved
+    assert case.layout.tp == 1 or (tokens.numel(), 5) not in saved  # the gathered states
     parts = [whole.chunk(case.layout.tp)[rank] for whole in wanted_grads]
     check_fused(case, output, wanted, (mine, rows), upstream, parts, ranks=1)
+
+
+def recorded(case):
+    """Log-probs and entropies from hidden states, also over the tokens that a sampler kept.
+
+    Against one process; the last shard ends in padding.
+    """
+    vocab, tokens, group, rank = 299, 14, case.layout.tp_group, case.layout.tp_rank
+    rows = 320 // case.layout.tp
+    hidden, weight = case.normal(tokens, 8), case.normal(case.layout.tp * rows, 8)
+    target = torch.randint(0, vocab, (tokens,), generator=case.random)
+    target[:4] = torch.tensor([0, rows - 1, rows, vocab - 1])  # shard edges
+    kept = torch.randperm(vocab, generator=case.random)[:40].expand(tokens, -1)
+    some = kept.where(torch.arange(tokens)[:, None] % 3 > 0, -1)
+
+    def learned(weight, sampling, group=None):
+        """Outputs, and gradients of a weighted sum of them."""
+        inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        outputs = logprobs_of(*inputs, target, vocab, group, with_entropy=True, **sampling)
+        factors = torch.arange(1.0, tokens + 1, dtype=torch.float64)
+        loss = outputs[0] @ factors - outputs[1] @ factors.flip(0)
+        return *(x.detach() for x in outputs), *torch.autograd.grad(loss, inputs)
+
+    top_p = {"top_p": 0.8}
+    replayed = [{**top_p, "kept_ids": ids} for ids in (kept, some)]
+    for sampling in ({}, {"temperature": 0.7}, {"top_k": 5}, top_p, *replayed):
+        *outputs, grad_hidden, grad_weight = learned(
+            weight.chunk(case.layout.tp)[rank], sampling, group
+        )
+        dist.all_reduce(grad_hidden, group=group)  # the caller's copy-to-region
+        *wanted, wanted_weight = learned(weight, sampling)
+        wanted = (*wanted, wanted_weight.chunk(case.layout.tp)[rank])
+        torch.testing.assert_close((*outputs, grad_hidden, grad_weight), wanted)

@@ -1,15 +1,23 @@
 """Models of transformers on two processes, data or tensor parallel, learn as on one."""
 
-import sys
-from pathlib import Path
+import os
 
 import pytest
 import torch
-from ranks import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
+import transformers
+from ranks import on_ranks
 from tiny_transformers import model_types, tiny_model
+
+from aligner.checkpoint.hf.any_model import empty_model, read_any
+from aligner.config import LoraConfig, OptimConfig, ParallelConfig
+from aligner.errors import LayoutError
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt.dtensor import model
+from aligner.models.gpt.dtensor.actor import DTensorActorModel
+from aligner.models.gpt.dtensor.critic import DTensorRewardModel
+from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
@@ -25,6 +33,78 @@ _SPLIT = """
     olmo olmo2 olmo3 olmo_hybrid phi phi3 qwen2 qwen3 seed_oss smollm3 starcoder2 vaultgemma
 """
 SPLIT = _SPLIT.split()
+LENGTHS, WIDTH = (11, 7, 13, 9), 13
+
+
+def make_batch(rank, ranks):
+    generator = torch.Generator().manual_seed(0)
+    position, lengths = torch.arange(WIDTH), torch.tensor(LENGTHS)
+    inside = position < lengths[:, None]
+    ids = torch.randint(3, 120, (len(LENGTHS), WIDTH), generator=generator)
+    noise = torch.randn(len(LENGTHS), WIDTH, generator=generator)
+    batch = {
+        "input_ids": torch.where(inside, ids, 0),
+        "input_lengths": lengths,
+        "token_mask": ((position >= 1) & inside).float(),
+        "sample_mask": torch.ones(len(LENGTHS)),
+        "advantages": noise,
+        "returns": noise.flip(0),
+        "values": torch.zeros_like(noise),
+        "prev_logprobs": torch.full_like(noise, -5.0),
+        "generation_logprobs": torch.full_like(noise, -5.0),
+    }
+    return {name: column[rank::ranks] for name, column in batch.items()}
+
+
+def updated(folder, layout, variant):
+    parallel = initialize_parallel(layout)
+    source = read_any(folder)
+    recomputes = empty_model(source.architecture).supports_gradient_checkpointing
+    settings = RoleSettings(
+        parallel=layout,
+        optim=OptimConfig(name="sgd", lr=1e-3),
+        gradient_clip_val=0.0,
+        micro_batch_size=1,
+        sequence_packing="auto",
+        recompute="full" if recomputes else None,
+        lora=LoraConfig(adapter_dim=3) if variant == "lora" else None,  # no divisor of the rows
+    )
+    is_reward = variant == "reward"
+    kind = DTensorRewardModel if is_reward else DTensorActorModel
+    role = kind.from_checkpoint(source, settings=settings, tokenizer=None)
+    for shard in role.shards:
+        if shard.name == "score.weight":  # a fresh head is zero and lets no gradient into the body
+            shard.local.normal_(generator=torch.Generator().manual_seed(3))
+    batch = make_batch(parallel.dp_rank, parallel.dp_size)
+    before = role.whole_weights()
+    logprobs = role.infer(batch) if is_reward else role.get_logprobs(batch)
+    role.setup_training()
+    role.loss_fn = PPOValueLoss(value_clip=None) if is_reward else PPOPolicyLoss()
+    role.prepare_for_training()
+    norm = role.training_update(batch)["grad_norm"]
+    after = role.whole_weights()
+    changes = {name: after[name] - weight for name, weight in before.items()}
+    return {"logprobs": logprobs, "norm": norm, "changes": changes}
+
+
+def learned(folder, types):
+    """Log-probs of rank 0's rows and changes of weights, or why a layout is refused.
+
+    By type and tensor-parallel size: all ranks are data parallel, then all are tensor parallel.
+    """
+    transformers.logging.set_verbosity_error()
+    seen = {}
+    for model_type in types:
+        name, _, variant = model_type.partition("+")
+        if variant == "unchecked":
+            model.check_backend = lambda *_: None
+        for tensor in {1, int(os.environ["WORLD_SIZE"])}:
+            layout = ParallelConfig(tensor=tensor)
+            try:
+                seen[model_type, tensor] = updated(folder / name, layout, variant)
+            except LayoutError as refusal:
+                seen[model_type, tensor] = str(refusal)
+    return seen
 
 
 @pytest.mark.timeout(600)
@@ -35,10 +115,7 @@ def test_two_processes_learn_as_one(types, tmp_path):
     for model_type in types:
         name = model_type.partition("+")[0]
         tiny_model(name).save_pretrained(tmp_path / name)
-    script = Path(__file__).with_name("any_model_rank.py")
-    for ranks in (1, 2):
-        run_ranks(script, ranks, [tmp_path, *types], timeout_s=280)
-    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    one, two = (on_ranks(ranks, learned, tmp_path, types) for ranks in (1, 2))
     for model_type in types:
         alone = one[model_type, 1]
         assert_same(model_type, alone["logprobs"][::2], alone, two[model_type, 1])
@@ -53,9 +130,7 @@ def test_two_processes_learn_as_one(types, tmp_path):
 def test_tensor_parallel_ranks_with_different_gradients_are_refused(tmp_path):
     """Also if the plan was not checked before."""
     tiny_model("apertus").save_pretrained(tmp_path / "apertus")
-    script = Path(__file__).with_name("any_model_rank.py")
-    run_ranks(script, 2, [tmp_path, "apertus+unchecked"], timeout_s=280)
-    refusal = torch.load(tmp_path / "2.pt")["apertus+unchecked", 2]
+    refusal = on_ranks(2, learned, tmp_path, ["apertus+unchecked"])["apertus+unchecked", 2]
     assert "ranks compute different gradients of model.layers.0.mlp.act_fn.alpha_" in refusal
 
 

@@ -7,13 +7,17 @@
 3. What ends a run at once ends both ranks.
 """
 
-from pathlib import Path
+import os
+from functools import partial
 
 import pytest
 import recipes
 from ranks import run_ranks
 
-SCRIPT = Path(__file__).with_name("engine_error_rank.py")
+from aligner.catalog import ALGORITHMS
+from aligner.config.cli import launch
+from aligner.models.gpt.decode.generator import Generator
+
 GAME = "aligner.examples.tasks.games"
 OPTIONS = [
     *("reward=environment", f"environment.factory={GAME}:GuessingGame"),
@@ -30,9 +34,26 @@ OPTIONS = [
 FAILED = "rollouts/failed_engine_error"
 
 
-def run(folder, nemo, at, error="RuntimeError", *overrides):
-    arguments = [error, at, f"model.restore_from_path={nemo}", *OPTIONS, *overrides]
-    run_ranks(SCRIPT, 2, [*arguments, f"exp_manager.explicit_log_dir={folder}"], timeout_s=150)
+def launch_failing(error, failing):
+    """Run GRPO, in which rank 1's engine raises ``error`` in the calls ``failing``, from 1."""
+    sample, calls = Generator.sample, 0
+
+    def broken(generator, *arguments, **given):
+        nonlocal calls
+        calls += 1
+        if os.environ["RANK"] == "1" and calls in failing:
+            raise error("the device fell off the bus")
+        return sample(generator, *arguments, **given)
+
+    Generator.sample = broken
+    algorithm = ALGORITHMS["reinforce"]
+    launch(algorithm.builder, recipes.CONF, algorithm.config_name, algorithm.root_class)
+
+
+def run(folder, nemo, failing=(), error=RuntimeError, *overrides):
+    places = [f"model.restore_from_path={nemo}", f"exp_manager.explicit_log_dir={folder}"]
+    arguments = [*OPTIONS, *overrides, *places]
+    run_ranks(partial(launch_failing, error, failing), 2, arguments, timeout_s=150)
 
 
 def numbers(folder):
@@ -55,7 +76,7 @@ def said_by(error):
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory, tiny_nemo):
     folder = tmp_path_factory.mktemp("calm")
-    run(folder, tiny_nemo, "-")
+    run(folder, tiny_nemo)
     lines, failed = numbers(folder)
     assert len(lines) == 3  # before the first step, and two
     assert failed == {"train": 0, "val": 0}
@@ -63,7 +84,7 @@ def calm(tmp_path_factory, tiny_nemo):
 
 
 def test_what_failed_leaves_no_trace(tmp_path, tiny_nemo, calm):
-    run(tmp_path, tiny_nemo, "2,8")
+    run(tmp_path, tiny_nemo, (2, 8))
     lines, failed = numbers(tmp_path)
     assert lines == calm
     assert all(failed.values()), failed
@@ -72,13 +93,13 @@ def test_what_failed_leaves_no_trace(tmp_path, tiny_nemo, calm):
 @pytest.mark.extended
 def test_a_run_that_stopped_goes_on(tmp_path, tiny_nemo, calm):
     with pytest.raises(AssertionError) as caught:
-        run(tmp_path, tiny_nemo, "12-")
+        run(tmp_path, tiny_nemo, range(12, 1000))
     for said in said_by(caught):
         assert "exit code 2" in said
         assert "EnvironmentCallError: 3 conversations or engine calls failed" in said
         assert "generate failed on rank 1: RuntimeError: the device fell off the bus" in said
     assert len(numbers(tmp_path)[0]) < 3
-    run(tmp_path, tiny_nemo, "-")
+    run(tmp_path, tiny_nemo)
     assert numbers(tmp_path)[0] == calm
 
 
@@ -86,14 +107,14 @@ def test_a_run_that_stopped_goes_on(tmp_path, tiny_nemo, calm):
 @pytest.mark.parametrize(
     ("error", "layout"),
     [
-        ("ValueError", "model.tensor_model_parallel_size=1"),
-        ("RuntimeError", "model.tensor_model_parallel_size=2"),
+        (ValueError, "model.tensor_model_parallel_size=1"),
+        (RuntimeError, "model.tensor_model_parallel_size=2"),
     ],
 )
 def test_what_ends_the_run_at_once_ends_both_ranks(tmp_path, tiny_nemo, error, layout):
     with pytest.raises(AssertionError) as caught:
-        run(tmp_path, tiny_nemo, "2", error, layout)
+        run(tmp_path, tiny_nemo, (2,), error, layout)
     zero, one = said_by(caught)
-    assert f"{error}: the device fell off the bus" in one
+    assert f"{error.__name__}: the device fell off the bus" in one
     assert "exit code 0" not in zero + one
     assert "begins again" not in zero + one

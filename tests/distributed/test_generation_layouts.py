@@ -5,35 +5,106 @@ A tensor-parallel product is summed in another order, so log-probs agree to roun
 
 import dataclasses
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from generation_worker import END_TOKENS, RUNS, generate_all
-from ranks import run_ranks
+from ranks import on_ranks
 
-from aligner.checkpoint.nemo.model_file import save_nemo
+from aligner.checkpoint.gpt_weights import load_weights
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.config import LengthParams, ParallelConfig, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.errors import NonFiniteError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
+from aligner.logprobs.output_layer import output_weight
+from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.megatron.build import build_gpt
+from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.collectives import gather_objects
+from aligner.parallel.groups import initialize_parallel
 
-WORKER = Path(__file__).with_name("generation_worker.py")
+ROWS, WIDTH = 8, 10
+END_TOKENS = tuple(range(0, 256, 25))
+RUNS = {
+    "sampled": SamplingParams(top_p=0.95),
+    "greedy": SamplingParams(use_greedy=True),
+    "stop strings": SamplingParams(
+        temperature=2.0, repetition_penalty=1.5, end_strings=("e", "Q", "7")
+    ),
+}
+
+
+def generate(model, parallel):
+    """The output of every run, and what was raised once logits are not numbers."""
+    state = initialize_parallel(parallel)
+    with open_nemo(model) as nemo:
+        architecture, tokenizer = nemo.architecture, nemo.tokenizer
+        gpt = build_gpt(
+            architecture,
+            RoleSettings(parallel=parallel),
+            initialize=False,
+            pre_process=state.is_first_stage,
+            post_process=state.is_last_stage,
+        )
+        load_weights(
+            gpt, nemo.weights, architecture, tp_rank=state.tp_rank, tp_size=parallel.tensor
+        )
+    with torch.no_grad():  # the model's own weights are so small that all tokens are alike
+        for name, parameter in gpt.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(8.0)
+    numbers = torch.Generator().manual_seed(5)
+    prompts = torch.randint(0, 256, (ROWS, WIDTH), generator=numbers)
+    lengths = torch.tensor([10, 3, 7, 1, 10, 5, 7, 7])
+    prompts[6:] = prompts[2]  # samples of one prompt
+    seen = {}
+    for name, sampling in RUNS.items():
+        generator = Generator(
+            gpt,
+            architecture,
+            tokenizer,
+            eos_ids=END_TOKENS,
+            pad_id=0,
+            length=LengthParams(max_length=20),
+            sampling=sampling,
+            max_batch_size=4,
+            record_kept=259,  # the vocabulary; only the run with top-p filters
+        )
+        seen[name] = generator.sample(prompts, lengths, torch.arange(ROWS), 3)._asdict()
+    assert gpt.config.sequence_parallel == parallel.sequence_parallel
+    if state.is_last_stage:
+        output_weight(gpt).data.fill_(torch.nan)
+    try:
+        generator.sample(prompts, lengths, torch.arange(ROWS), 3)
+    except NonFiniteError as error:
+        seen["raised"] = str(error)
+    return seen
+
+
+def generate_all(models, layouts):
+    """By layout, name of the model and run; of every rank."""
+    seen = {}
+    for layout in layouts:
+        tensor, pipeline, context, sequence = (int(part) for part in layout.split(","))
+        parallel = ParallelConfig(
+            tensor=tensor, pipeline=pipeline, context=context, sequence_parallel=bool(sequence)
+        )
+        seen[layout] = {name: generate(path, parallel) for name, path in models.items()}
+    return gather_objects(seen)
+
+
 ONE = "1,1,1,0"
 # "tensor,pipeline,context,sequence parallel"; the data-parallel size is what is left.
 LAYOUTS = {
-    2: {
-        "data 2": "1,1,1,0",
-        "tensor 2": "2,1,1,0",
-        "tensor 2 + sequence": "2,1,1,1",
-        "pipe 2": "1,2,1,0",
-        "context 2": "1,1,2,0",
-    },
-    4: {"tensor 2, pipe 2": "2,2,1,1", "pipe 4": "1,4,1,0", "pipe 2, context 2": "1,2,2,0"},
+    1: [ONE],
+    2: [ONE, "2,1,1,0", "2,1,1,1", "1,2,1,0", "1,1,2,0"],
+    4: ["2,2,1,1", "1,4,1,0", "1,2,2,0"],
 }
 FURTHER = pytest.mark.extended  # four processes on a small machine take long
 CELLS = [
-    pytest.param(ranks, name, id=name, marks=FURTHER if ranks == 4 else ())
-    for ranks, layouts in LAYOUTS.items()
-    for name in layouts
+    pytest.param(ranks, layout, marks=FURTHER if ranks == 4 else ())
+    for ranks in (2, 4)
+    for layout in LAYOUTS[ranks]
 ]
 # Learned positions, biases, and one weight for embedding and output.
 TIED = dataclasses.replace(
@@ -49,76 +120,45 @@ TIED = dataclasses.replace(
 )
 
 
-def launch(processes, models, output, layouts):
-    run_ranks(WORKER, processes, [output, ",".join(models), *layouts], timeout_s=290)
-    return torch.load(output, weights_only=True)
-
-
 @pytest.fixture(scope="module")
-def models(tiny_nemo, tmp_path_factory):
+def seen(tiny_nemo, tmp_path_factory):
     tied = tmp_path_factory.mktemp("tied") / "tied.nemo"
-    weights = random_weights(TIED, seed=1)
-    save_nemo(tied, weights, TIED, byte_level_tokenizer().files())
-    return {"tiny": str(tiny_nemo), "tied": str(tied)}
-
-
-@pytest.fixture(scope="module")
-def seen(models, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generation")
-    paths = list(models.values())
-
-    @cache
-    def of(ranks):
-        return launch(ranks, paths, folder / f"{ranks}.pt", LAYOUTS[ranks].values())
-
-    return generate_all(paths, ONE), of
+    save_nemo(tied, random_weights(TIED, seed=1), TIED, byte_level_tokenizer().files())
+    models = {"tiny": tiny_nemo, "tied": tied}
+    return cache(lambda ranks: on_ranks(ranks, generate_all, models, LAYOUTS[ranks]))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("model", ["tiny", "tied"])
 @pytest.mark.parametrize(("ranks", "layout"), CELLS)
-def test_a_layout_equals_one_process(ranks, layout, model, run, models, seen):
-    one, by_ranks = seen
-    expected = one[models[model]][run]
-    assert len(by_ranks(ranks)) == ranks
-    for rank in by_ranks(ranks):
-        output = rank[LAYOUTS[ranks][layout]][models[model]][run]
-        for key in ("tokens", "lengths", "is_end"):
-            assert torch.equal(output[key], expected[key]), key
-        assert torch.allclose(output["logprobs"], expected["logprobs"], atol=1e-4)
-        if run == "sampled":  # what top-p kept, but for a token at its edge that rounding moves
-            kept, wanted = (one["kept_ids"].sort(2).values for one in (output, expected))
-            assert (wanted >= 0).any()
-            assert (kept == wanted).all(2).float().mean() > 0.98
-        else:
-            assert output["kept_ids"] is None
+def test_a_layout_equals_one_process(ranks, layout, model, seen):
+    assert len(seen(ranks)) == ranks
+    for rank in seen(ranks):
+        message = rank[layout][model].pop("raised")  # by the last stage
+        assert message.startswith("logits of rows [0, 1, 2, 3] are not finite")
+        for run, output in rank[layout][model].items():
+            expected = seen(1)[0][ONE][model][run]
+            for key in ("tokens", "lengths", "is_end"):
+                assert torch.equal(output[key], expected[key]), (run, key)
+            assert torch.allclose(output["logprobs"], expected["logprobs"], atol=1e-4)
+            if run == "sampled":  # what top-p kept, but for a token at its edge
+                kept, wanted = (one["kept_ids"].sort(2).values for one in (output, expected))
+                assert (wanted >= 0).any()
+                assert (kept == wanted).all(2).float().mean() > 0.98
+            else:
+                assert output["kept_ids"] is None
 
 
-@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("model", ["tiny", "tied"])
-def test_responses_differ_in_length_and_text(model, run, models, seen):
+def test_responses_differ_in_length_text_and_end_token(model, seen):
     """Else the comparison would show little: sequences leave and enter at different times."""
-    output = seen[0][models[model]][run]
-    made = output["lengths"] - output["prompt_lengths"]
-    assert len(set(made.tolist())) > 2
-    assert len({tuple(row) for row in output["tokens"].tolist()}) > 5
-
-
-@pytest.mark.parametrize("model", ["tiny", "tied"])
-def test_more_than_one_end_token_ends_responses(model, models, seen):
-    """So every layout, pipeline stages among them, is held to more than one (`END_TOKENS`)."""
-    output = seen[0][models[model]]["sampled"]
+    for run in RUNS:
+        output = seen(1)[0][ONE][model][run]
+        made = output["lengths"] - output["prompt_lengths"]
+        assert len(set(made.tolist())) > 2
+        assert len({tuple(row) for row in output["tokens"].tolist()}) > 5
+    output = seen(1)[0][ONE][model]["sampled"]
     last = output["tokens"].gather(1, output["lengths"][:, None] - 1).flatten()
     ended = last[output["is_end"]].tolist()
     assert len(set(ended)) > 1
     assert set(ended) <= set(END_TOKENS)
-
-
-@pytest.mark.parametrize(("ranks", "layout"), CELLS)
-def test_what_the_last_stage_raises_reaches_every_rank(ranks, layout, models, seen):
-    _, by_ranks = seen
-    for rank in by_ranks(ranks):
-        for model in models.values():
-            message = rank[LAYOUTS[ranks][layout]][model]["raised"]
-            assert message.startswith("logits of rows [0, 1, 2, 3] are not finite")

@@ -1,33 +1,306 @@
 """Every function of `model_utils` on gloo ranks equals the whole vocabulary in float64.
 
-Tensor parallel 4, and tensor parallel 2 with context parallel 2; float64, float32 and bfloat16.
+Tensor parallel 4, and tensor parallel 2 with context parallel 2; float64, float32 and bfloat16. All
+ranks draw the same inputs from seeded generators, so that each can hold its part against the whole.
 """
 
-import json
-from pathlib import Path
+import datetime
+import traceback
+from functools import partial
 
+import model_utils_vocab_cases
 import pytest
-from ranks import run_ranks
+import torch
+import torch.distributed as dist
+from model_utils_case import DTYPES, SAMPLING, Case, Layout, check_fused, gradient, reference
+from ranks import on_ranks
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-WORKER = Path(__file__).with_name("model_utils_worker.py")
-LAYOUTS = {"tp4": "4,1", "tp2cp2": "2,2"}
+from aligner.distributed import model_utils as mu
+
+SHAPES = 4  # the last of one position
+LAYOUTS = {"tp4": (4, 1), "tp2cp2": (2, 2)}
 CASES = [
     *("softmaxes", "logprobs", "padded_columns", "sampling", "gathers", "entropies"),
-    *("cross_entropies", "exchanges", "topk", "fused", "frames", "packed", "hidden_frames"),
-    *("context", "chosen_logits", "distillation", "dtensors"),
+    *("cross_entropies", "exchanges", "topk", "fused", "recorded", "frames", "packed"),
+    *("hidden_frames", "context", "chosen_logits", "distillation", "dtensors"),
 ]
 
 
+def failures(tp, cp):
+    """Of each case the failure of the first rank that has one, or None; the others go on."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    layout, outcome = Layout(tp, cp), {}
+    for name in CASES:
+        function, failure = globals().get(name) or getattr(model_utils_vocab_cases, name), None
+        try:
+            for seed in range(SHAPES):
+                dtype = list(DTYPES)[seed % len(DTYPES)]
+                function(Case(layout, seed, dtype, one_position=seed == 3))
+        except Exception:
+            failure = f"rank {dist.get_rank()}, seed {seed}, {dtype}: {traceback.format_exc()}"
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, failure)
+        outcome[name] = next(filter(None, gathered), None)
+    return outcome
+
+
 @pytest.fixture(scope="module", params=["tp2cp2", pytest.param("tp4", marks=pytest.mark.extended)])
-def outcome(request, tmp_path_factory):
+def outcome(request):
     """One launch for all cases of a layout."""
-    output = tmp_path_factory.mktemp("model_utils") / "outcome.json"
-    layout = LAYOUTS[request.param]
-    run_ranks(WORKER, 4, [output, layout], timeout_s=280)
-    return json.loads(output.read_text())[layout]
+    return on_ranks(4, failures, *LAYOUTS[request.param])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_whole_vocabulary(case, outcome):
     failure = outcome[case]
     assert failure is None, failure
+
+
+def frames(case):
+    layout, logits = case.layout, case.logits()
+    for cut in (0, 1):  # the targets may be shorter than the padded logits
+        tokens = case.tokens(case.batch, case.length - cut)
+        for options in SAMPLING if case.length > cut else ():
+            params = options and mu.TrainingSamplingParams(**options)
+            explicit = partial(
+                mu.from_parallel_logits_to_logprobs,
+                target=tokens,
+                vocab_start_index=case.start,
+                vocab_end_index=case.end,
+                tp_group=layout.tp_group,
+                cp_group=layout.cp_group,
+                chunk_size=case.chunk,
+                sampling_params=params,
+            )
+            by_rank = partial(
+                mu.get_next_token_logprobs_from_logits,
+                tokens,
+                vocab_parallel_rank=layout.tp_rank,
+                vocab_parallel_group=layout.tp_group,
+                context_parallel_group=layout.cp_group,
+                sampling_params=params,
+            )
+            wanted = reference(logits[:, : tokens.shape[1] - 1], tokens[:, 1:], options)
+            held = layout.positions(case.length)
+            case.check(logits, wanted, explicit, by_rank, held=held)
+
+
+def pack(case):
+    """Boundaries of some sequences, one of them empty, and what this rank holds of them."""
+    unit = 2 * case.layout.cp if case.layout.cp > 1 else 1
+    lengths = [unit * case.integer(0, 4) for _ in range(3)] + [unit, 0, 2 * unit]
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    held = [
+        int(start) + position
+        for start, length in zip(cu, lengths, strict=False)
+        for position in case.layout.positions(length)
+    ]
+    return cu, lengths, held
+
+
+def unpacked(values, cu, width, rows):
+    """Log-probs [T] of what each position predicts → [n, width - 1], in plain Python."""
+    output = []
+    for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        row = list(values[start : max(start, end - 1)])[: width - 1]
+        output.append(torch.stack(row + [values.new_zeros(())] * (width - 1 - len(row))))
+    assert len(output) == rows
+    return torch.stack(output)
+
+
+def following(tokens, cu):
+    """The next token of the same sequence; the first one behind the last."""
+    output = tokens.clone()
+    for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        output[start:end] = tokens[start:end].roll(-1)
+    return output
+
+
+def packed(case):
+    layout = case.layout
+    cu, lengths, held = pack(case)
+    total, width = sum(lengths), max(2, max(lengths) + case.integer(-2, 2))
+    logits = case.normal(1, total, case.vocab).requires_grad_()
+    tokens = case.tokens(1, total)
+    after = following(tokens[0], cu)
+
+    def compute(x, options, rolled):
+        return mu.from_parallel_logits_to_logprobs_packed_sequences(
+            *(x, after[held].unsqueeze(0) if rolled else tokens, cu.int(), width),
+            *(case.start, case.end, layout.tp_group),
+            cp_group=layout.cp_group,
+            chunk_size=case.chunk if rolled else None,
+            sampling_params=options and mu.TrainingSamplingParams(**options),
+            target_is_pre_rolled=rolled,
+        )
+
+    for options in SAMPLING:
+        wanted = unpacked(reference(logits[0], after, options), cu, width, len(lengths))
+        functions = [partial(compute, options=options, rolled=rolled) for rolled in (False, True)]
+        case.check(logits, wanted, *functions, held=held)
+
+
+def hidden_frames(case):
+    """The fused path: padded and packed, sharded over the sequence and replicated."""
+    layout = case.layout
+    length = case.length * layout.tp
+    tokens = case.tokens(case.batch, length - 1)
+    hidden = case.normal(length, case.batch, 5, scale=1.0).requires_grad_()
+    weight = case.normal(case.vocab, 5, scale=1.0).requires_grad_()
+    for options in SAMPLING:
+        logits = (hidden @ weight.t()).transpose(0, 1)
+        wanted = reference(logits[:, : tokens.shape[1] - 1], tokens[:, 1:], options)
+        hidden_case(case, hidden, weight, wanted, layout.positions(length), options, tokens)
+
+    cu, lengths, held = pack(case)
+    while len(held) % layout.tp:
+        cu, lengths, held = pack(case)
+    total, width = sum(lengths), max(lengths) + 1
+    tokens = case.tokens(1, total)
+    hidden = case.normal(total, 1, 5, scale=1.0).requires_grad_()
+    after = following(tokens[0], cu)
+    for options in SAMPLING:
+        logits = (hidden @ weight.t())[:, 0]
+        wanted = unpacked(reference(logits, after, options), cu, width, len(lengths))
+        packing = {"cu_seqlens_padded": cu, "unpacked_seqlen": width}
+        hidden_case(case, hidden, weight, wanted, held, options, tokens, **packing)
+
+
+def hidden_case(case, hidden, weight, wanted, held, options, tokens, **packing):
+    layout, upstream = case.layout, case.upstream(*wanted.shape)
+    grad_hidden, grad_weight = torch.autograd.grad(wanted, (hidden, weight), upstream)
+    rows = weight.detach().chunk(layout.tp)[layout.tp_rank].to(case.dtype).requires_grad_()
+    for sequence_parallel in (True, False):
+        mine, wanted_hidden = hidden.detach()[held], grad_hidden[held]
+        if sequence_parallel:
+            mine = mine.chunk(layout.tp)[layout.tp_rank]
+            wanted_hidden = wanted_hidden.chunk(layout.tp)[layout.tp_rank]
+        mine = mine.to(case.dtype).clone().requires_grad_()
+        output = mu.from_parallel_hidden_states_to_logprobs(
+            mine,
+            *((rows, None) if sequence_parallel else (None, rows)),
+            None,
+            tokens,
+            case.start,
+            case.end,
+            layout.tp_group,
+            cp_group=layout.cp_group,
+            chunk_size=case.chunk,
+            sampling_params=options and mu.TrainingSamplingParams(**options),
+            sequence_parallel=sequence_parallel,
+            **packing,
+        )
+        weight_part = grad_weight.chunk(layout.tp)[layout.tp_rank]
+        check_fused(
+            case, output, wanted, (mine, rows), upstream, (wanted_hidden, weight_part), layout.cp
+        )
+
+
+def context(case):
+    layout = case.layout
+    whole = case.normal(case.batch, case.length, 3)
+    held = layout.positions(case.length)
+    for dimension in (0, 1, 2, -2):
+        tensor = whole.transpose(1, dimension)
+        mine = mu._get_tokens_on_this_cp_rank(tensor, layout.cp_rank, layout.cp, dimension)
+        assert torch.equal(mine, whole[:, held].transpose(1, dimension))
+        mine = mine.to(case.dtype).clone().requires_grad_()
+        output = mu.allgather_cp_sharded_tensor(mine, layout.cp_group, seq_dim=dimension)
+        assert torch.equal(output.double(), tensor)
+        factors = case.normal(*whole.shape)
+        given = (factors * (1 + layout.cp_rank)).transpose(1, dimension).to(case.dtype)
+        kept = given.clone()
+        (back,) = torch.autograd.grad(output, mine, given)
+        ranks = sum(range(1, layout.cp + 1))
+        rounding = {"rtol": 2**-7, "atol": 2**-6} if case.dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(
+            back, (factors[:, held] * ranks).transpose(1, dimension).to(case.dtype), **rounding
+        )
+        assert torch.equal(given, kept)  # the caller's gradient is left alone
+
+
+def chosen_logits(case):
+    layout, logits, count = case.layout, case.logits(), case.integer(1, 4)
+    for cut in (0, 1):
+        ids = case.tokens(case.batch, case.length - cut, count)
+        case.check(
+            logits,
+            logits[:, : ids.shape[1]].gather(-1, ids),
+            lambda x, ids=ids: mu.gather_logits_at_global_indices(
+                *(x, ids, layout.tp_group, layout.cp_group),
+                vocab_start_index=case.start,
+                vocab_end_index=case.end,
+                chunk_size=case.chunk,
+            ),
+            held=layout.positions(case.length),
+        )
+
+
+def distillation(case):
+    layout, count = case.layout, case.integer(1, 4)
+    logits = case.logits()
+    teacher = case.normal(case.batch, case.length, count)
+    ids = case.tokens(case.batch, case.length, count)
+    logprob = logits.log_softmax(-1)
+    entropy = (logprob.exp() * logprob).sum(-1)[:, :-1]
+    for outside in (True, False):
+        student = logprob.gather(-1, ids) if outside else logits.gather(-1, ids).log_softmax(-1)
+        student = student[:, :-1]
+        upstream, more = case.upstream(*student.shape), case.upstream(*entropy.shape)
+        whole = layout.columns(
+            torch.autograd.grad((student, entropy), logits, (upstream, more), retain_graph=True)[0]
+        )
+        local = case.local(logits.detach()[:, layout.positions(case.length)])
+        output = mu.get_distillation_topk_logprobs_from_logits(
+            local, teacher, ids, outside, True, layout.tp_rank, layout.tp_group, layout.cp_group
+        )
+        forward, backward = DTYPES[case.dtype]
+        expected = (student.detach(), teacher.log_softmax(-1)[:, :-1], entropy.detach())
+        for actual, value in zip(output, expected, strict=True):
+            torch.testing.assert_close(actual.double(), value, **forward)
+        weighted = (output[0] * upstream).sum() + (output[2] * more).sum()
+        (back,) = torch.autograd.grad(weighted, local)
+        mine = whole[:, layout.positions(case.length)] * layout.cp
+        loose = {"rtol": 2**-6, "atol": 2e-2} if case.dtype == torch.bfloat16 else backward
+        torch.testing.assert_close(back.double(), mine, **loose)
+        nothing = mu.get_distillation_topk_logprobs_from_logits(
+            local, teacher, ids, outside, False, layout.tp_rank, layout.tp_group, layout.cp_group
+        )
+        assert nothing[2] is None
+
+
+def dtensors(case):
+    layout = case.layout
+    vocab = case.vocab - (layout.tp - 1)  # does not divide
+    order = [position for r in range(layout.cp) for position in layout.positions(case.length, r)]
+    order = torch.tensor(order)
+    logits = case.normal(case.batch, case.length, vocab).requires_grad_()
+    tokens = case.tokens(case.batch, case.length) % vocab
+    mesh, sequence = layout.mesh, layout.cp > 1
+    places = [Shard(1) if sequence else Replicate(), Shard(2)]
+    for options in SAMPLING:
+        params = options and mu.TrainingSamplingParams(**options)
+        seq_index = order if sequence else None
+        wanted = reference(logits[:, :-1], tokens[:, 1:], options)
+        upstream = case.upstream(*wanted.shape)
+        whole = gradient(wanted, logits, upstream)
+        arranged = logits.detach()[:, order].to(case.dtype)
+        everywhere = DTensor.from_local(arranged, mesh, [Replicate()] * 2, run_check=False)
+        sharded = everywhere.redistribute(placements=places).requires_grad_()
+        given = tokens
+        if sequence:
+            given = DTensor.from_local(
+                tokens[:, order], mesh, [Replicate()] * 2, run_check=False
+            ).redistribute(placements=[Shard(1), Replicate()])
+        output = mu.get_logprobs_from_vocab_parallel_logits(
+            sharded, given, seq_index=seq_index, chunk_size=case.chunk, sampling_params=params
+        )
+        forward, backward = DTYPES[case.dtype]
+        torch.testing.assert_close(output.double(), wanted.detach(), **forward)
+        (back,) = torch.autograd.grad(output, sharded, upstream.to(output.dtype))
+        torch.testing.assert_close(back.full_tensor().double(), whole[:, order], **backward)
+        other = mu.get_next_token_logprobs_from_logits(
+            given, sharded, seq_index=seq_index, sampling_params=params
+        )
+        assert torch.equal(other, output)

@@ -6,26 +6,21 @@ rank 0 keeps them, and the file is the same to the byte.
 """
 
 import dataclasses
-import sys
 import weakref
-from pathlib import Path
 from unittest import mock
 
+import nemo_writers as writers
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "unit" / name) for name in ("", "checkpoint")]
-
-import nemo_writers as writers
-from ranks import run_ranks
+from ranks import on_ranks
 from test_nemo_kinds import GPT, LLAMA, distinct_weights
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.checkpoint.gpt_weights import GatheredWeights, canonical_parameters, load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.parallel.groups import ParallelConfig, initialize_parallel, shutdown_parallel
+from aligner.parallel.groups import ParallelConfig, initialize_parallel
 
 RANKS = 4
 MODELS = {
@@ -121,20 +116,14 @@ def check_layout(folder, name, tp, pp):
     assert (folder / "again.nemo").read_bytes() == (folder / f"{name}.nemo").read_bytes()
 
 
-def run_rank(folder):
-    torch.set_num_threads(1)
+def check_layouts(folder):
     for name in MODELS:
         for tp, pp in [(2, 2), (4, 1), (1, 4), (1, 2), (2, 1)]:
             check_layout(folder, name, tp, pp)
-    shutdown_parallel()
 
 
 @pytest.mark.timeout(300)
 def test_every_layout_loads_its_share_and_gives_it_back(tmp_path):
     for name, architecture in MODELS.items():
         save_nemo(tmp_path / f"{name}.nemo", distinct_weights(architecture), architecture, {})
-    run_ranks(Path(__file__), RANKS, [tmp_path], timeout_s=280)
-
-
-if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]))
+    on_ranks(RANKS, check_layouts, tmp_path)

@@ -10,73 +10,361 @@
 """
 
 import dataclasses
+import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import run_state_worker as worker
+import torch
+from batches import ppo_batch
 from newest_state import newest
-from ranks import run_ranks
+from ranks import on_ranks
+from rich.console import Console
 
+from aligner.algorithms.run.loop import RunLoop, Schedule, StepResult
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.run_state.store import RunStateStore
-from aligner.checkpoint.run_state.worker_state import SavedShares, load_worker_state
-from aligner.errors import CheckpointError
+from aligner.checkpoint.run_state.worker_state import SavedShares, ShareWriter, load_worker_state
+from aligner.config import OptimConfig, ParallelConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.errors import CheckpointError, DamagedStateError, StorageError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
+from aligner.models.gpt.megatron import state as sharded_state
+from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.collectives import gather_objects
 
-WORKER = Path(worker.__file__)
-HANDOVERS = [f"{before}-{after}" for before, after in worker.HANDOVERS]
+LLAMA = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
+GPT = dataclasses.replace(  # tied, with biases and learned positions
+    LLAMA,
+    activation="gelu",
+    normalization="layernorm",
+    position_embedding="learned_absolute",
+    bias_linear=True,
+    tie_embeddings=True,
+)
+MODELS = {"llama": LLAMA, "tied llama": dataclasses.replace(LLAMA, tie_embeddings=True), "gpt": GPT}
+CASES = {  # role, model, precision
+    "untied": (MegatronGPTActorModel, "llama", "32"),
+    "tied": (MegatronGPTActorModel, "gpt", "32"),
+    "critic": (MegatronGPTCriticModel, "tied llama", "bf16"),  # its head stays float32
+}
+ONE = ParallelConfig()
+PAIRS = {
+    "data": ParallelConfig(),
+    "tensor": ParallelConfig(tensor=2),
+    "pipe": ParallelConfig(pipeline=2),
+}
+AROUND = [("tensor", "pipe"), ("pipe", "data"), ("data", "tensor")]
+FROM_ONE = [("one", layout) for layout in PAIRS]
+HANDOVERS = {"untied": [*FROM_ONE, *AROUND], "tied": AROUND, "critic": AROUND}
+
+
+def write_models(folder):
+    for name, architecture in MODELS.items():
+        weights = random_weights(architecture, scale=0.1)
+        save_nemo(folder / f"{name}.nemo", weights, architecture, byte_level_tokenizer().files())
+
+
+def make_batch():
+    return ppo_batch([12, 7, 10, 12], [3] * 4)
+
+
+def build(folder, case, parallel):
+    cls, model, precision = CASES[case]
+    settings = RoleSettings(
+        parallel=parallel,
+        precision=precision,
+        optim=OptimConfig(lr=1e-3, eps=1e-3, weight_decay=0.1),
+        micro_batch_size=2,
+    )
+    role = load_from_nemo(cls, settings, restore_path=folder / f"{model}.nemo")
+    role.setup_training()
+    is_critic = cls is MegatronGPTCriticModel
+    role.loss_fn = PPOValueLoss(value_clip=None) if is_critic else PPOPolicyLoss()
+    return role
+
+
+def train(role, updates):
+    rank, ranks = role.parallel.dp_rank, role.parallel.dp_size
+    share = {key: value.chunk(ranks)[rank] for key, value in make_batch().items()}
+    role.prepare_for_training()
+    for _ in range(updates):
+        role.training_update(share)
+
+
+def store(folder, role):
+    state = role.parallel
+    return RunStateStore(folder, save_top_k=2, rank=state.rank, exchange=gather_objects)
+
+
+def worker_of(role):
+    return SimpleNamespace(
+        parallel=role.parallel, state_dict=role.run_state, load_state_dict=role.load_run_state
+    )
+
+
+class Saved:
+    """A role as the run loop saves it."""
+
+    def __init__(self, role):
+        self.num_shares = role.parallel.world_size
+        self._writer = ShareWriter(worker_of(role))
+
+    def begin_saving(self, folder, in_background):
+        self._writer.begin(str(folder), in_background)
+
+    def check_saving(self, wait):
+        if (failure := self._writer.failure(wait)) is not None:
+            raise StorageError(failure)
+
+
+def save(folder, role, meanwhile=None):
+    """Save a state; what happens ``meanwhile`` is not in it."""
+    states = store(folder, role)
+    saved = {"role": Saved(role)}
+    states.save(role.optimizer.steps, {}, roles=saved, in_background=meanwhile is not None)
+    if meanwhile is not None:
+        meanwhile()
+        states.finish()
+
+
+def restore(folder, role):
+    load_worker_state(worker_of(role), str(newest(store(folder, role)) / "role"))
+
+
+def tensors(role):
+    """Weights of this process, and what its optimizer keeps of them."""
+    names = {parameter: name for name, parameter in role.gpt.named_parameters()}
+    found = {name: parameter.detach().clone() for parameter, name in names.items()}
+    for owned in role.optimizer.owned_slices():
+        kept = {"main": owned.main.detach(), **owned.moments()}
+        found |= {f"{names[owned.parameter]} {kind}": t.clone() for kind, t in kept.items()}
+    return found
+
+
+def check_equal(case, seen, wanted):
+    assert seen.keys() == wanted.keys(), case
+    odd = [name for name, value in wanted.items() if not torch.equal(seen[name], value)]
+    assert not odd, (case, odd)
+
+
+def continues_to_the_bit(models, folder, case, parallel):
+    """A role saved and restored on its own layout goes on as if nothing had happened."""
+    role = build(models, case, parallel)
+    save(folder / "untrained", role)
+    train(role, 2)
+    trained = tensors(role)
+    save(folder, role, meanwhile=lambda: train(role, 1))
+
+    again = build(models, case, parallel)
+    restore(folder, again)
+    check_equal(case, tensors(again), trained)
+    train(again, 1)
+    assert again.optimizer.steps == 3
+    check_equal(case, tensors(again), tensors(role))
+
+    restore(folder / "untrained", again)  # no moments yet: none are kept
+    train(again, 2)
+    check_equal(case, tensors(again), trained)
+
+
+def mapped_bytes(folder):
+    """Bytes of files below ``folder`` that this process has in memory because it read them."""
+    found = {}
+    name = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            name = line.split()[-1]
+        elif line.startswith("Rss:") and name is not None and name.startswith(str(folder)):
+            found[Path(name).name] = found.get(Path(name).name, 0) + 1024 * int(line.split()[1])
+    return found
+
+
+def a_rank_reads_its_own(folder, case, layout, before):
+    """Restored on its layout a rank maps its own file alone; on another, it reads what it needs."""
+    role = build(folder, case, PAIRS[layout])
+    path = newest(store(folder / case / before, role)) / "role"
+    rank, asked = role.parallel.rank, []
+    real = sharded_state._SavedRole._saved
+
+    def counting(saved, name, kind, index, place):
+        asked.append((kind, len(place)))
+        return real(saved, name, kind, index, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_state._SavedRole, "_saved", counting)
+        gc.collect()  # earlier restores have mapped the same files
+        shares = SavedShares(path, rank)
+        role.load_run_state(shares)
+    own = sum(owned.main.numel() for owned in role.optimizer.owned_slices())
+    by_kind = {kind: sum(n for each, n in asked if each == kind) for kind, _ in asked}
+    sizes = {file.name: file.stat().st_size for file in path.glob("*.pt")}
+    mapped = mapped_bytes(path)
+    if before == layout:
+        assert by_kind == {"weight": own, "exp_avg": own, "exp_avg_sq": own}, (by_kind, own)
+        assert mapped.keys() == {f"rank_{rank:05d}.pt"}, mapped
+    else:  # rows of a weight that is split along its columns are read whole
+        assert by_kind.keys() == {"weight", "exp_avg", "exp_avg_sq"}
+        assert all(own <= count <= 1.6 * own for count in by_kind.values()), (by_kind, own)
+    assert sum(mapped.values()) <= sum(sizes.values()) + 2**16 * len(sizes), (mapped, sizes)
+
+
+def damage_of_one_share_is_known_to_every_rank(folder, role):
+    """Each rank reads its own file; none restores anything where one of them is not whole."""
+    save(folder, role)
+    path = newest(store(folder, role)) / "role"
+    torch.distributed.barrier()  # until both have found it whole
+    if torch.distributed.get_rank() == 1:
+        share = path / "rank_00001.pt"
+        content = bytearray(share.read_bytes())
+        content[len(content) // 2] ^= 1
+        share.write_bytes(bytes(content))
+    before = tensors(role)
+    with pytest.raises(DamagedStateError, match=r"rank_00001\.pt is damaged"):
+        restore(folder, role)
+    check_equal("damage", tensors(role), before)
+
+
+class Idle:
+    """A learner that does nothing."""
+
+    is_out_of_data = False
+
+    def step(self, step, timers):
+        return StepResult({})
+
+    validate = step
+
+
+class FullDisk:
+    """Metrics and samples that only rank 0 writes, and cannot."""
+
+    def write(self, *args):
+        assert not torch.distributed.get_rank()
+        raise StorageError("No space left on device")
+
+
+def a_full_disk_stops_every_rank(folder):
+    """What rank 0 cannot write is known to its peer before it waits for anything else."""
+    full = FullDisk()
+    loop = RunLoop(
+        Idle(),
+        Schedule(1, 0, 0),
+        store=RunStateStore(folder),
+        metrics=full,
+        samples=full,
+        console=Console(quiet=True),
+        config={},
+        monitor="none",
+    )
+    loop.resumed_step = 0
+    with pytest.raises(StorageError, match="No space left"):
+        loop.run()
+
+
+def what_counts_nowhere_moves_nothing(folder, parallel):
+    """Momentum and weight decay would; a batch that counts on one rank alone moves both."""
+    role = build(folder, "untied", parallel)
+    train(role, 1)
+    before = {name: value.clone() for name, value in tensors(role).items()}
+    rank, ranks = role.parallel.dp_rank, role.parallel.dp_size
+    whole = make_batch()
+    for counting, empty in (([0, 0, 0, 0], 1.0), ([0, 0, 1, 1], 0.0)):
+        whole["sample_mask"] = torch.tensor(counting).float()
+        share = {key: value.chunk(ranks)[rank] for key, value in whole.items()}
+        assert role.training_update(share)["empty"] == empty
+        assert role.optimizer is not None
+        assert role.optimizer.steps == (1 if empty else 2)
+        after = tensors(role)
+        moved = [name for name in before if not torch.equal(before[name], after[name])]
+        assert bool(moved) == (not empty), moved
+
+
+def hand_around(folder):
+    """Two processes restore one's states in each layout, train, and hand over to one another."""
+    for parallel in PAIRS.values():
+        what_counts_nowhere_moves_nothing(folder, parallel)
+    for case in CASES:
+        for layout, parallel in PAIRS.items():
+            continues_to_the_bit(folder, folder / case / layout, case, parallel)
+        for before, after in HANDOVERS[case]:
+            role = build(folder, case, PAIRS[after])
+            restore(folder / case / before, role)
+            save(folder / case / f"{before}-{after}", role)
+            train(role, 1)
+            save(folder / case / f"{before}-{after}", role)
+    for layout in PAIRS:
+        a_rank_reads_its_own(folder, "untied", layout, layout)
+        a_rank_reads_its_own(folder, "untied", layout, "one")
+    a_rank_reads_its_own(folder, "critic", "data", "data")
+    damage_of_one_share_is_known_to_every_rank(folder / "damage", role)
+    a_full_disk_stops_every_rank(folder / "full")
+
+
+HANDED_OVER = [
+    (case, f"{before}-{after}") for case, pairs in HANDOVERS.items() for before, after in pairs
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """One process has trained two updates in each case; two have handed them around."""
     folder = tmp_path_factory.mktemp("layouts")
-    worker.write_models(folder)
-    for case in worker.CASES:
-        role = worker.build(folder, case, worker.ONE)
-        worker.train(role, 2)
-        worker.save(folder / case / "one", role)
-    run_ranks(WORKER, 2, [folder], timeout_s=280)
+    write_models(folder)
+    for case in CASES:
+        role = build(folder, case, ONE)
+        train(role, 2)
+        save(folder / case / "one", role)
+    on_ranks(2, hand_around, folder)
     return folder
 
 
 def restored(folder, case, name, step):
     """What one process has after restoring a state; ``step`` says after how many updates."""
-    role = worker.build(folder, case, worker.ONE)
+    role = build(folder, case, ONE)
     state = RunStateStore(folder / case / name).path(step)
-    load_worker_state(worker.worker_of(role), str(state / "role"))
+    load_worker_state(worker_of(role), str(state / "role"))
     assert role.optimizer.steps == step
-    return worker.tensors(role)
+    return tensors(role)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder):
     """After two and after three updates of one process."""
     seen = {}
-    for case in worker.CASES:
-        role = worker.build(folder, case, worker.ONE)
-        worker.train(role, 2)
-        two = worker.tensors(role)
-        worker.train(role, 1)
-        seen[case] = two, worker.tensors(role)
+    for case in CASES:
+        role = build(folder, case, ONE)
+        train(role, 2)
+        two = tensors(role)
+        train(role, 1)
+        seen[case] = two, tensors(role)
     return seen
 
 
-@pytest.mark.parametrize("case", worker.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_one_process_continues_to_the_bit(case, tmp_path):
-    worker.write_models(tmp_path)
-    worker.continues_to_the_bit(tmp_path, tmp_path / case, case, worker.ONE)
+    write_models(tmp_path)
+    continues_to_the_bit(tmp_path, tmp_path / case, case, ONE)
 
 
-@pytest.mark.parametrize("case", worker.CASES)
-@pytest.mark.parametrize("handover", HANDOVERS)
-def test_no_bit_is_lost_on_the_way(handover, case, folder):
+@pytest.mark.parametrize(("case", "handover"), HANDED_OVER)
+def test_no_bit_is_lost_on_the_way(case, handover, folder):
     before = handover.split("-")[0]
     source = restored(folder, case, before, 2)
-    worker.check_equal(handover, restored(folder, case, handover, 2), source)
+    check_equal(handover, restored(folder, case, handover, 2), source)
 
 
-@pytest.mark.parametrize("case", ["untied", "tied"])
-@pytest.mark.parametrize("name", ["one", *worker.PAIRS, *HANDOVERS])
-def test_training_goes_on_as_if_on_one_process(name, case, folder, uninterrupted):
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        *((case, name) for case in ("untied", "tied") for name in ("one", *PAIRS)),
+        *((case, handover) for case, handover in HANDED_OVER if case != "critic"),
+    ],
+)
+def test_training_goes_on_as_if_on_one_process(case, name, folder, uninterrupted):
     two, three = uninterrupted[case]
     step = 3 if "-" in name else 2
     found = restored(folder, case, name, step)
@@ -111,10 +399,10 @@ def test_another_model_and_missing_shares_are_refused(folder):
     beginning = {kind: tensor[:-1] for kind, tensor in piece["tensors"].items()}
     gap = {**states[0]["slices"], name: {**piece, "tensors": beginning}}
     with pytest.raises(CheckpointError, match=f"weight of {name} from element .* earlier state"):
-        worker.build(folder, "untied", worker.ONE).load_run_state([{**states[0], "slices": gap}])
+        build(folder, "untied", ONE).load_run_state([{**states[0], "slices": gap}])
     with pytest.raises(CheckpointError, match="explicit_log_dir"):
-        worker.build(folder, "tied", worker.ONE).load_run_state(states)
-    role = worker.build(folder, "untied", worker.ONE)
+        build(folder, "tied", ONE).load_run_state(states)
+    role = build(folder, "untied", ONE)
     role.architecture = dataclasses.replace(role.architecture, num_layers=1)
     with pytest.raises(CheckpointError, match=r"unexpected decoder\.layers\.1"):
         role.load_run_state(states)

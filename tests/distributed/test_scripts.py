@@ -1,9 +1,12 @@
 """The scripts as a launcher starts them: two processes write the metrics of one.
 
 PPO's layouts are compared number by number in `test_layouts`. Here the other algorithms pass
-through the same machinery, and the launcher says how many processes there are.
+through the same machinery, and the launcher says how many processes there are. Of own code a loss
+is asked on the last pipeline stage alone, an estimator on every rank, and callbacks on one process,
+whose stop or error ends both.
 """
 
+import json
 import re
 
 import pytest
@@ -96,3 +99,57 @@ def test_a_dry_run_of_two_processes_looks_at_both(tmp_path, tiny_nemo):
     assert rank in (0, 1)
     assert float(share[1]) > 1.5 * resident  # both processes are on this machine
     assert "fullest in" not in second
+
+
+EXTEND = EXAMPLES / "extend"
+SCRIPT = ("train_gpt_reinforce.py", "grpo_tiny_cpu")
+OWN = [
+    f"model.ppo.loss={EXTEND}/my_loss.py:ClippedLoss",
+    f"trainer.ppo.advantage.estimator={EXTEND}/my_advantage.py:leave_one_out",
+    "trainer.ppo.max_steps=3",
+    "trainer.ppo.val_check_interval=2",
+    "trainer.ppo.save_interval=1",
+]
+STOP = f"{{callback: {EXTEND}/my_callback.py:StopWhenGood, kwargs: {{at: 0.0, patience: 2}}}}"
+JOURNAL = f"{EXTEND}/my_callback.py:Journal"
+
+
+def test_own_code_on_two_stages(tmp_path, tiny_nemo):
+    stages = ["model.pipeline_model_parallel_size=2", "model.micro_batch_size=8"]
+    callbacks = f"trainer.callbacks=[{STOP},{JOURNAL}]"
+    one = metrics(tmp_path / "one", tiny_nemo, *SCRIPT, 1, OWN)
+    two = metrics(tmp_path / "two", tiny_nemo, *SCRIPT, 2, [*OWN, *stages, callbacks])
+    assert one[1]["custom/outside_fraction"] >= 0
+    compare(one[:3], two)  # stopped after step 2 of 3
+    told = [json.loads(line) for line in (tmp_path / "two" / "journal.jsonl").open()]
+    assert [(line["event"], line["step"]) for line in told if line["event"] != "save"] == [
+        ("run_start", 0),
+        ("validation_end", 0),
+        ("step_end", 1),
+        ("step_end", 2),
+        ("validation_end", 2),
+        ("run_end", 2),
+    ]
+    assert [line["step"] for line in told if line["event"] == "save"] == [1, 2]
+
+
+def test_an_error_in_a_callback_ends_both(tmp_path, tiny_nemo):
+    (tmp_path / "bad.py").write_text(
+        "from aligner.algorithms.callbacks import Callback\n"
+        "class Bad(Callback):\n"
+        "    def on_save(self, run, step, path):\n"
+        "        raise OSError('no room for a copy')\n"
+    )
+    arguments = [
+        *("--config-name", f"recipes/{SCRIPT[1]}"),
+        *settings(tmp_path / "run", tiny_nemo),
+        f"trainer.callbacks=[{tmp_path}/bad.py:Bad]",
+        *OWN,
+    ]
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(EXAMPLES / SCRIPT[0], 2, arguments, timeout_s=200)
+    said = str(caught.value)
+    for rank in (0, 1):
+        _, _, of_rank = said.partition(f"--- rank {rank}, exit code 2")
+        assert "CallbackError: trainer.callbacks[0]=" in of_rank.partition("--- rank")[0]
+    assert "on_save raised OSError: no room for a copy" in said

@@ -1,23 +1,17 @@
 """SmolLM2 over three processes, tensor parallel, is SmolLM2 in one.
 
-Nine heads, three groups and 49,152 tokens divide by 3 and by nothing that other tests use. Run as a
-script, this file is one of the processes:
-
-    torchrun --nproc-per-node N test_smollm2_tp3.py MODEL OUTPUT TENSOR
+Nine heads, three groups and 49,152 tokens divide by 3 and by nothing that other tests use.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks
 
 from aligner.config import LengthParams, ParallelConfig, SamplingParams
-from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.parallel.groups import shutdown_parallel
 
 MODEL = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct.nemo"
 TEXTS = (
@@ -28,7 +22,7 @@ TEXTS = (
 )
 
 
-def encode(tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(tokenizer):
     """Tokens [B, S], right-padded, and their numbers [B]."""
     rows = [tokenizer.encode(text) for text in TEXTS]
     tokens = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_id)
@@ -37,10 +31,10 @@ def encode(tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.tensor([len(ids) for ids in rows])
 
 
-def worker(model: str, output: str, tensor: int) -> None:
+def answered(tensor):
     """Log-probs and greedy responses of this many tensor-parallel ranks."""
     settings = RoleSettings(parallel=ParallelConfig(tensor=tensor))
-    role = load_from_nemo(MegatronGPTActorModel, settings, restore_path=model)
+    role = load_from_nemo(MegatronGPTActorModel, settings, restore_path=MODEL)
     role.configure_generation(LengthParams(max_length=8), SamplingParams(use_greedy=True), 4)
     tokens, lengths = encode(role.tokenizer)
     position = torch.arange(tokens.shape[1])
@@ -50,31 +44,17 @@ def worker(model: str, output: str, tensor: int) -> None:
         "token_mask": ((position > 0) & (position < lengths[:, None])).float(),
     }
     role.prepare_for_inference()
-    seen = {"logprobs": role.get_logprobs(batch), **role.infer({"text": tokens, "length": lengths})}
-    if torch.distributed.get_rank() == 0:
-        torch.save(seen, output)
-    shutdown_parallel()
-
-
-def launch(processes: int, output: Path) -> dict[str, torch.Tensor]:
-    """What so many processes saw."""
-    run_ranks(Path(__file__), processes, [MODEL, output, str(processes)], timeout_s=600)
-    return torch.load(output, weights_only=True)
+    return {"logprobs": role.get_logprobs(batch), **role.infer({"text": tokens, "length": lengths})}
 
 
 @pytest.mark.extended
 @pytest.mark.smollm2
 @pytest.mark.timeout(1200)
-def test_tensor_parallel_3_equals_one_process(tmp_path):
+def test_tensor_parallel_3_equals_one_process():
     if not MODEL.exists():
         pytest.skip("needs models/smollm2-135m-instruct.nemo; make it with `make` and that name")
-    one, three = launch(1, tmp_path / "1.pt"), launch(3, tmp_path / "3.pt")
+    one, three = (on_ranks(ranks, answered, ranks, timeout_s=600) for ranks in (1, 3))
     assert one["logprobs"].min() < -1  # there was something to compare
     difference = (one["logprobs"] - three["logprobs"]).abs().max()
     assert difference / one["logprobs"].abs().max() < 1e-5
     assert torch.equal(one["response_tokens"], three["response_tokens"])
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    worker(sys.argv[1], sys.argv[2], int(sys.argv[3]))

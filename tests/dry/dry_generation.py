@@ -14,7 +14,7 @@ from aligner.errors import DryDeviceError
 from aligner.logprobs import top_k_top_p as kept_set
 from aligner.logprobs.output_layer import VocabShard
 from aligner.losses.policy import PPOPolicyLoss
-from aligner.models.gpt.layers.attention import attend_rows
+from aligner.models.gpt.layers.dot_product import attend_rows
 from aligner.models.gpt.role.offload import ModelOffload
 from aligner_plan.dry.device import DryDevice
 

@@ -104,39 +104,22 @@ def test_conversations_that_fork_are_learned(tmp_path, tiny_nemo, forking):
         assert line["train_rollouts/forks"] == 8 * (line["train_rollouts/turns"] - 1) > 0
 
 
-@pytest.mark.parametrize("credit", ["turn", "trajectory"])
-def test_forks_without_a_critic(credit, tmp_path, tiny_nemo, forking):
+def test_without_a_critic_turns_are_compared(tmp_path, tiny_nemo, forking):
     options = [
-        *("trainer.ppo.advantage.estimator=grpo", f"trainer.ppo.advantage.credit={credit}"),
-        "model.sequence_packing.enabled=true",
+        *("trainer.ppo.advantage.estimator=grpo", "trainer.ppo.advantage.credit=turn"),
+        *("model.sequence_packing.enabled=true", *forking),
     ]
-    script = "gpt_reinforce"
-    lines = run(
-        tmp_path / "run", tiny_nemo, *GAME, *short("ppo"), *options, *forking, script=script
-    )
+    game = [*GAME, *short("ppo"), *options]
+    lines = run(tmp_path / "run", tiny_nemo, *game, script="gpt_reinforce")
     check_forks(lines)
     assert lines[-1]["train_rollouts/forks"] > 0
 
 
-def test_forks_of_the_best_conversations(tmp_path, tiny_nemo, forking):
+def test_the_best_conversations_are_learned(tmp_path, tiny_nemo, forking):
     options = ["model.rs.num_rollouts_per_prompt=4", "model.global_batch_size=4", *forking]
-    folder = tmp_path / "run"
-    game = [*GAME, *short("rs", 16), *options]
-    lines = run(folder, tiny_nemo, *game, script="gpt_rs")
+    lines = run(tmp_path / "run", tiny_nemo, *GAME, *short("rs", 16), *options, script="gpt_rs")
     check_forks(lines)
     assert lines[-1]["train_rollouts/forks"] > 0
-
-
-def test_without_a_critic_turns_are_compared(tmp_path, tiny_nemo):
-    options = ["trainer.ppo.advantage.estimator=grpo", "trainer.ppo.advantage.credit=turn"]
-    lines = run(tmp_path, tiny_nemo, *GAME, *short("ppo"), *options, script="gpt_reinforce")
-    assert len(lines) == 3  # before the first step, and two
-    assert lines[-1]["train_rollouts/turns"] > 1
-
-
-def test_the_best_conversations_are_learned(tmp_path, tiny_nemo):
-    options = ["model.rs.num_rollouts_per_prompt=4", "model.global_batch_size=4"]
-    lines = run(tmp_path, tiny_nemo, *GAME, *short("rs", 16), *options, script="gpt_rs")
     for line in lines[1:]:
         assert line["train_rollouts/kept_rewards"] >= line["train_rollouts/rewards"]
 
@@ -205,20 +188,6 @@ def test_other_passes_have_the_same_numbers(tmp_path, tiny_nemo, way):
     plain, other = (numbers(tmp_path / name) for name in ("plain", "other"))
     for line, changed in zip(plain, other, strict=True):
         assert {name: changed[name] for name in line} == near(line)
-
-
-@pytest.mark.extended
-def test_adapters_learn_from_conversations(tmp_path, tiny_nemo):
-    lines = run(
-        tmp_path,
-        tiny_nemo,
-        *(*short("ppo"), "critic.global_batch_size=8", "critic.micro_batch_size=4"),
-        *("data.validation=null", "environment.concurrency=4", "trainer.ppo.val_check_interval=0"),
-        *("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"),
-    )
-    assert all(line["sampler/logprob_gap_max"] < 1e-4 for line in lines[1:])
-    assert lines[-1]["train_optim/grad_norm"] > 0  # the first step may earn nothing
-    assert (tmp_path / "policy.nemo").exists()
 
 
 @pytest.mark.extended

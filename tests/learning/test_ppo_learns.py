@@ -26,14 +26,6 @@ def test_the_rewarded_token_is_learned(tmp_path, tiny_nemo, seed):
 
 
 @pytest.mark.extended
-def test_without_a_learning_rate_nothing_is_learned(tmp_path, tiny_nemo):
-    before, after, _ = accuracy(
-        tmp_path, tiny_nemo, "model.optim.lr=1e-12", "trainer.ppo.max_steps=10"
-    )
-    assert after < before + 0.1
-
-
-@pytest.mark.extended
 def test_several_passes_and_mini_batches_learn_too(tmp_path, tiny_nemo):
     """Off-policy mini-batches: old log-probs, clipping and both KL terms are in play."""
     before, after, lines = accuracy(

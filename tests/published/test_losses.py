@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from aligner.algorithms.losses.interfaces import LossInputType, PublishedLoss, as_loss
+from aligner.algorithms.losses.interfaces import LossInputType, PublishedLoss
 from aligner.algorithms.losses.value import MseValueLossFn, PPOValueLoss
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import (
@@ -177,15 +177,13 @@ def test_what_cannot_be_a_loss_is_refused():
             raise AssertionError
 
     with pytest.raises(ConfigError, match=r"loss_fn\.input_type=.*LOGIT, LOGPROB"):
-        as_loss(Distillation())
+        PublishedLoss(Distillation())
     with pytest.raises(ConfigError, match="loss_fn='mse'"):
-        as_loss("mse")
-    ours = PPOValueLoss()
-    assert as_loss(ours) is ours
+        PublishedLoss("mse")
 
     def refused(function, message):
         with pytest.raises(DataError, match=message):
-            as_loss(function)(
+            PublishedLoss(function)(
                 TokenOutputs(torch.zeros(ROWS, WIDTH)),
                 batch(),
                 Denominators(torch.tensor(1.0), torch.tensor(1.0)),
@@ -199,8 +197,8 @@ def test_what_cannot_be_a_loss_is_refused():
 
 
 def test_the_input_is_told_by_type_or_by_name():
-    assert as_loss(nll_of_logits).input_type is LossInputType.LOGIT
-    assert as_loss(NLLOfLogprobs()).input_type is LossInputType.LOGPROB
+    assert PublishedLoss(nll_of_logits).input_type is LossInputType.LOGIT
+    assert PublishedLoss(NLLOfLogprobs()).input_type is LossInputType.LOGPROB
     by_name = PublishedLoss(
         lambda next_token_logprobs, data, global_valid_seqs, global_valid_toks: (data, {})
     )

@@ -21,21 +21,21 @@ def test_a_policy_worker_killed_in_the_middle_of_conversations(
     """Two policy workers and two of the critic end as two processes do."""
     finished(start(tmp_path / "local", tiny_nemo, *OPTIONS[:2], recipe=GAME))
     calls, seats = [], {}
-    real_call, real_start = RayWorkerGroup._call, RayWorkerGroup._start_workers
+    start_call, real_start = RayWorkerGroup._start_call, RayWorkerGroup._start_workers
 
     def begin(group, *arguments):
         seats[group.name_prefix] = group._seats[0]
         real_start(group, *arguments)
 
-    def call(group, rank, method_name, *arguments):
-        answer = real_call(group, rank, method_name, *arguments)
-        if (group.name_prefix, rank, method_name) == ("lm_policy", 0, "generate"):
+    def call(group, method_name, *arguments):
+        future = start_call(group, method_name, *arguments)
+        if (group.name_prefix, method_name) == ("lm_policy", "generate"):
             calls.append(method_name)
             if len(calls) == KILLED_AT:
                 os.kill(seats["lm_policy"].pid, signal.SIGKILL)
-        return answer
+        return future
 
-    monkeypatch.setattr(RayWorkerGroup, "_call", call)
+    monkeypatch.setattr(RayWorkerGroup, "_start_call", call)
     monkeypatch.setattr(RayWorkerGroup, "_start_workers", begin)
     ended = train(tmp_path / "ray", tiny_nemo, ON_RAY, *OPTIONS, recipe=GAME)
     assert len(calls) > KILLED_AT
@@ -46,16 +46,16 @@ def test_a_policy_worker_whose_call_fails_begins_again(tmp_path, tiny_nemo, ray,
     """No worker is started anew, and the numbers are those of two processes that never failed."""
     finished(start(tmp_path / "local", tiny_nemo, *OPTIONS[:2], recipe=GAME))
     calls = []
-    real_call = RayWorkerGroup._call
+    start_call = RayWorkerGroup._start_call
 
-    def call(group, rank, method_name, *arguments):
-        if (group.name_prefix, rank, method_name) == ("lm_policy", 0, "generate"):
+    def call(group, method_name, *arguments):
+        if (group.name_prefix, method_name) == ("lm_policy", "generate"):
             calls.append(method_name)
             if len(calls) == KILLED_AT:
                 method_name = "no_such_method"
-        return real_call(group, rank, method_name, *arguments)
+        return start_call(group, method_name, *arguments)
 
-    monkeypatch.setattr(RayWorkerGroup, "_call", call)
+    monkeypatch.setattr(RayWorkerGroup, "_start_call", call)
     numbers, weights = train(
         tmp_path / "ray", tiny_nemo, ON_RAY, *OPTIONS, "cluster.max_restarts=0", recipe=GAME
     )

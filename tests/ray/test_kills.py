@@ -29,22 +29,22 @@ class Killer:
     def __init__(self, monkeypatch, victim, phases):
         self.victim, self.phases = victim, list(phases)
         self.seats, self.killed, self.step = {}, [], 0
-        real_call, real_start = RayWorkerGroup._call, RayWorkerGroup._start_workers
+        start_call, real_start = RayWorkerGroup._start_call, RayWorkerGroup._start_workers
 
         def start(group, *arguments):
             self.seats[group.name_prefix] = group._seats[0]
             real_start(group, *arguments)
 
-        def call(group, rank, method_name, *arguments):
-            answer = real_call(group, rank, method_name, *arguments)
+        def call(group, method_name, *arguments):
+            future = start_call(group, method_name, *arguments)
             self.step = current_step() or self.step  # a state is saved after its step
             if group.name_prefix == "lm_policy" and (self.step, method_name) in self.phases[:1]:
                 del self.phases[0]
                 self.killed.append(self.seats[victim].pid)
                 os.kill(self.killed[-1], signal.SIGKILL)
-            return answer
+            return future
 
-        monkeypatch.setattr(RayWorkerGroup, "_call", call)
+        monkeypatch.setattr(RayWorkerGroup, "_start_call", call)
         monkeypatch.setattr(RayWorkerGroup, "_start_workers", start)
 
 

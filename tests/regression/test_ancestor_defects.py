@@ -1,12 +1,11 @@
-"""Defects that this library's ancestor was known for, and that cannot happen here. A test each.
+"""Defects that this library's ancestor was known for, and that cannot happen here.
 
-What other files show on real processes is named in `ELSEWHERE` and not repeated.
+Tests of ranks that share samples, of losses that need micro-batches of 1, and of errors of remote
+workers are with their subjects.
 """
 
-import ast
 import json
 import re
-from pathlib import Path
 
 import pytest
 import recipes
@@ -17,7 +16,7 @@ from newest_state import newest
 from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, RunConfig, parse_config
-from aligner.data.prompts import PromptBatch
+from aligner.data.batches import PromptBatch
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
@@ -33,41 +32,8 @@ from aligner.observe.metrics import MetricsWriter, read_metrics
 from aligner.observe.samples import read_samples
 from aligner.parallel.groups import initialize_parallel
 
-TESTS = Path(__file__).parents[1]
 EOS = 2
 PAST_FLOAT32 = 2**24 + 1  # float32 makes 2**24 of it
-
-# The same defects on several processes, on Ray and over HTTP: where that is tested.
-ELSEWHERE = {
-    "ranks that share samples": [
-        "distributed/test_data_in_motion.py::"
-        "test_a_group_joins_uneven_and_empty_shards_in_rank_order",
-        "distributed/test_scripts.py::test_two_processes_write_the_metrics_of_one",
-    ],
-    "a loss that needs micro-batches of 1": [
-        "unit/models/test_roles.py::test_micro_batches_padding_and_masked_samples_change_nothing",
-        "unit/losses/test_policy_loss.py::test_what_every_variant_must_pass",
-        "unit/losses/test_value_loss.py::test_what_every_loss_must_pass",
-    ],
-    "errors of remote workers and servers": [
-        "ray/test_worker_group.py::test_an_error_comes_back_as_itself_or_with_its_trace",
-        "distributed/test_data_in_motion.py::test_a_failure_on_one_rank_is_raised_on_all",
-        "learning/test_reward_model_learns.py::"
-        "test_a_run_stops_with_the_servers_name_and_the_cause",
-    ],
-    "config keys from the wrong section": [
-        "unit/config/test_overrides.py::test_misspelt_overrides_are_refused"
-    ],
-}
-
-
-@pytest.mark.parametrize("defect", ELSEWHERE)
-def test_what_is_named_exists(defect):
-    for place in ELSEWHERE[defect]:
-        file, _, test = place.partition("::")
-        tree = ast.parse((TESTS / file).read_text())
-        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-
 
 # Masks padded with the EOS id -----------------------------------------------------------------
 
@@ -108,19 +74,7 @@ def test_a_mask_is_padded_with_zero_where_eos_is_the_pad_token():
         assert set(shard["token_mask"].unique().tolist()) <= {0.0, 1.0}
 
 
-# Data-parallel ranks that share the same samples ----------------------------------------------
-
-
-def test_every_data_parallel_rank_has_samples_of_its_own():
-    batch = BatchedDataDict({"sample_ids": torch.arange(24)})
-    shards = [shard["sample_ids"].tolist() for shard in batch.shard_by_batch_size(4, batch_size=8)]
-    assert sorted(number for shard in shards for number in shard) == list(range(24))
-    for step in range(3):  # and every global batch is shared out among all
-        seen = [number for shard in shards for number in shard[2 * step : 2 * step + 2]]
-        assert sorted(seen) == list(range(8 * step, 8 * step + 8))
-
-
-# A loss that needs micro-batches of 1, and NaN from a micro-batch of padding ------------------
+# NaN from a micro-batch of padding ------------------------------------------------------------
 
 
 def responses(rows=4):
@@ -145,16 +99,6 @@ def loss_and_gradient(actor, loss, batch, mbs):
     actor.optimizer.zero_grad()
     value, _ = actor.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
     return value, torch.cat([p.main_grad.flatten() for p in actor.gpt.parameters()])
-
-
-def test_rejection_sampling_learns_the_same_from_any_micro_batch(actor):
-    loss = NegativeLogLikelihoodLoss()
-    whole, gradient = loss_and_gradient(actor, loss, responses(), 4)
-    assert gradient.abs().max() > 0
-    for mbs in (1, 3):
-        value, other = loss_and_gradient(actor, loss, responses(), mbs)
-        assert value == pytest.approx(whole, rel=1e-5)
-        torch.testing.assert_close(other, gradient, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("loss", [NegativeLogLikelihoodLoss(), PPOPolicyLoss(entropy_bonus=0.01)])

@@ -5,7 +5,7 @@ from recipes import numbers, run_steps
 from variants import extended_except
 
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.data.dataset import PromptSampler, epoch_order
+from aligner.data.batches import PromptSampler, epoch_order
 from aligner.errors import ConfigError
 
 RECIPES = ("distill", "grpo", "ppo_tiny_guessing", "reward", "rs", "sft")

@@ -5,7 +5,7 @@ import torch
 from test_resume_algorithms import run
 from variants import extended_except
 
-from aligner.data.dataset import PromptSampler
+from aligner.data.batches import PromptSampler
 from aligner.observe.metrics import read_metrics
 
 ROWS = 64

@@ -108,16 +108,16 @@ class Killer:
     def __init__(self, monkeypatch, moments):
         self.moments, self.killed, self.step = list(moments), [], 0
         seats = {}
-        real_call = RayWorkerGroup._call
+        start_call = RayWorkerGroup._start_call
 
-        def call(group, rank, method_name, *arguments):
-            answer = real_call(group, rank, method_name, *arguments)
+        def call(group, method_name, *arguments):
+            future = start_call(group, method_name, *arguments)
             seats[group.name_prefix] = group._seats[0]
             self.step = current_step() or self.step
             if (self.step, group.name_prefix, method_name) in self.moments[:1]:
                 del self.moments[0]
                 self.killed.append(seats["vllm"].pid)
                 os.kill(self.killed[-1], signal.SIGKILL)
-            return answer
+            return future
 
-        monkeypatch.setattr(RayWorkerGroup, "_call", call)
+        monkeypatch.setattr(RayWorkerGroup, "_start_call", call)

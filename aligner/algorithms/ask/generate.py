@@ -21,7 +21,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError, TokenizerError
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import is_rank_zero, on_rank_zero
-from aligner.rewards.sequences import response_texts
+from aligner.rewards.interface import response_texts
 
 RESET, HELP = "/reset", "/help"
 _HELP = f"Ctrl-D ends. {RESET} forgets the conversation. Ctrl-C stops an answer"

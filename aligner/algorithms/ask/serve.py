@@ -1,4 +1,9 @@
-"""An HTTP server with OpenAI's API for a model, until Ctrl-C or SIGTERM."""
+"""An HTTP server with OpenAI's API for a model, until Ctrl-C or SIGTERM.
+
+clients ◄── HTTP ──► server thread ── rows ──► JobQueue ──► main thread, engine
+                          ▲                                      │
+                          └─────────────── tokens ───────────────┘
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.algorithms.rollout.rollout import VALIDATION_SEED_OFFSET, RolloutSource, prompts_batch
+from aligner.algorithms.rollout.rollout import (
+    VALIDATION_SEED_OFFSET,
+    SingleResponses,
+    prompts_batch,
+)
 from aligner.algorithms.run.engine import Workers, run_settings
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_room
@@ -21,8 +25,9 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.archive import named_by
 from aligner.config import DistillRunConfig, PeftConfig, StudentConfig
+from aligner.data.batches import collate_prompts
 from aligner.data.dataset import Dataset, Split
-from aligner.data.prompts import PromptDataset, collate_prompts
+from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset, collate_examples
 from aligner.data.tokenizers.tokenizer import Tokenizer, differing_token
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
@@ -50,7 +55,7 @@ class TeacherTargets:
         if self.seed is not None:  # the student's responses replace the prompts
             seed = self.seed + (VALIDATION_SEED_OFFSET if consumed is None else 0)
             batch["sample_ids"] = batch["sample_ids"] + (consumed or 0)
-            rollout = RolloutSource().collect(student, batch, seed=seed)
+            rollout = SingleResponses().collect(student, batch, seed=seed)
             batch.data = columns_of(rollout, TRAINED_COLUMNS).data
         self.teacher.prepare_for_lp_inference()
         topk = self.teacher.get_topk_logits(batch, self.top_k, self.vocab_size)

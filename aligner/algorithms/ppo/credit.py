@@ -14,13 +14,12 @@ from aligner.algorithms.ppo.user_estimator import UserEstimator
 from aligner.algorithms.rollout.rollout import shape_rewards, shape_turn_rewards
 from aligner.config import TrainerPPOConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.losses.advantages import (
+from aligner.losses.advantages import generalized_advantage_estimate, token_rewards
+from aligner.losses.groups import (
     CriticFreeEstimator,
-    generalized_advantage_estimate,
     has_reward_variance,
     soft_overlong_penalty,
     token_advantages,
-    token_rewards,
 )
 from aligner.losses.kl import kl_estimate
 from aligner.losses.masked import masked_whiten

@@ -289,10 +289,11 @@ class Driver:
         Raises `EnvironmentCallError` if a repetition would fail, or after ``environment.retries``.
         Conversations that waited for one failed engine call share a `Failure`, which counts once.
         """
-        if failure.is_final:
+        earns_zero = self._config.failed == "zero" and turns and failure.reason != "engine_error"
+        if failure.kind == "final" or (failure.kind == "fault" and not earns_zero):
             text = f"{failure.text}. The conversation is not repeated: it would fail again"
             raise EnvironmentCallError(text) from failure.cause
-        if self._config.failed == "zero" and turns and failure.reason != "engine_error":
+        if earns_zero:
             log.warning("a conversation failed and earns 0 (%s): %s", failure.reason, failure.text)
             return True
         if any(failure is earlier for earlier in self._failures):

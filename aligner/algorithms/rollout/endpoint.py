@@ -1,5 +1,11 @@
 """Rollouts of agents: programs that query the policy over HTTP and return a reward.
 
+    agent process ◄── HTTP ──► server thread ── rows ──► JobQueue ──► main thread, engine
+     ▲   │                          ▲                                       │
+    call reward                     └──────────────── tokens ───────────────┘
+     │   ▼
+    driver thread
+
 The tokens of a trajectory depend only on the run's seed, the sample id and the agent's requests.
 """
 

@@ -7,7 +7,7 @@ conversation runs between steps, so a resumed run starts the conversations of it
 
 import logging
 import traceback
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,12 +17,13 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from aligner.algorithms.rollout.driver import ConversationFailedError, Driver, Episode, Steps
 from aligner.algorithms.rollout.rollout import ConversationsAhead, RolloutSource
 from aligner.architecture import GPTArchitecture
 from aligner.config import SamplingOptions, SamplingRunConfig
-from aligner.data.prompts import pad_right
+from aligner.data.batches import pad_right
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.calls import form_of
@@ -54,7 +55,7 @@ _TURN, _ATTEMPT = 1 << 40, 1 << 51
 _QUEUE_ROWS = 4096  # at least 4 rows per conversation
 
 
-class ConversationRollouts(RolloutSource, ABC):
+class ConversationRollouts(RolloutSource):
     """Base of the kinds of environments: conversations in place of single responses."""
 
     gather_s: ClassVar[float]  # a batch waits at most this long for conversations without a row
@@ -101,7 +102,10 @@ class ConversationRollouts(RolloutSource, ABC):
 
     @abstractmethod
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
-        """Conduct one attempt of a conversation (see `Steps`), with ``options`` of `collect`."""
+        """Run one attempt of a conversation, as the generator `Steps`.
+
+        ``options``: the ``sampling_options`` of `collect`.
+        """
 
     def collect(
         self,
@@ -210,7 +214,8 @@ class EnvironmentRollouts(ConversationRollouts):
         except Exception as error:  # any exception of a tokenizer or a template
             assert self._pool is not None
             text = f"{self._pool.name}: {describe_exception(error)}"
-            failure = Failure("env_error", text, error)
+            is_begun = conversation is not None and conversation.turns
+            failure = Failure("env_error", text, error, "fault" if is_begun else "final")
         if is_alive:
             try:
                 yield self._call(episode, "close")
@@ -316,14 +321,13 @@ def rollout_batch(
     counts = [float(row.is_scored or row.end_reason in counted) for row in rows]
     # Columns per token, padded to the longest row.
     ids, lengths = pad_right([row.ids[: row.length] for row in rows], pad_id)
-    width = ids.shape[1]
-    turn_ids = _padded([row.turn_ids[: row.length] for row in rows], width, torch.int64)
-    logprobs = _padded([row.logprobs[: row.length] for row in rows], width, torch.float32)
+    turn_ids = _padded([row.turn_ids[: row.length] for row in rows], torch.int64)
+    logprobs = _padded([row.logprobs[: row.length] for row in rows], torch.float32)
     optional: dict[str, Tensor] = {}
     if with_positions:
-        optional["position_ids"] = _padded([row.positions for row in rows], width, torch.int64)
+        optional["position_ids"] = _padded([row.positions for row in rows], torch.int64)
     if any(row.kept_tokens for row in rows):
-        optional["kept_ids"] = _kept_ids([row.kept_tokens for row in rows], width)
+        optional["kept_ids"] = _kept_ids([row.kept_tokens for row in rows], ids.shape[1])
     return BatchedDataDict(
         {
             "input_ids": ids,
@@ -336,7 +340,7 @@ def rollout_batch(
             "sample_mask": torch.tensor(counts),
             "generation_logprobs": logprobs,
             "turn_ids": turn_ids,
-            "turn_rewards": _padded([row.rewards for row in rows], width, torch.float32),
+            "turn_rewards": _padded([row.rewards for row in rows], torch.float32),
             "is_scored": torch.tensor([float(row.is_scored) for row in rows]),
             "prompts": [row.prompt for row in rows],
             "responses": [row.text for row in rows],
@@ -361,9 +365,6 @@ def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
     return result
 
 
-def _padded(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:
-    """Return the rows as [B, width] of ``dtype``, right-padded with 0."""
-    result = torch.zeros(len(rows), width, dtype=dtype)
-    for index, row in enumerate(rows):
-        result[index, : len(row)] = torch.tensor(row, dtype=dtype)
-    return result
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """Return the rows as [B, S] of ``dtype``, right-padded with 0."""
+    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)

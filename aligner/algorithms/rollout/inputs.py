@@ -198,7 +198,7 @@ class RewardSource:
     model: RatingModel | None = None
 
     def start(self, workers: Workers, value: Value | None = None) -> RewardInterface:
-        """Return the reward. A dry run has no real responses and calls no function or server."""
+        """Return the reward. In a dry run, return a stand-in that calls no function or server."""
         model = None if self.model is None else self._started(self.model, workers, value)
         if self.config.dry_run:
             return MadeUpRewards(model, self.config.seed)

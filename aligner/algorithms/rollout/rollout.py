@@ -1,5 +1,6 @@
 """Collection of rollouts: prompts → responses → rewards, for every algorithm that samples."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from aligner.config import ImproperEndConfig, RewardShapingConfig, SamplingOptions
-from aligner.data.prompts import PromptBatch
+from aligner.data.batches import PromptBatch
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.losses.advantages import has_reward_variance, token_rewards
+from aligner.losses.advantages import token_rewards
+from aligner.losses.groups import has_reward_variance
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.observe.diagnostics import rollout_metrics, statistics
 from aligner.observe.samples import Sample
@@ -47,9 +49,10 @@ def prompts_batch(
     return data
 
 
-class RolloutSource:
-    """Source of rollout batches: one response per row, or in a subclass conversations."""
+class RolloutSource(ABC):
+    """Interface of a source of rollout batches."""
 
+    @abstractmethod
     def collect(
         self,
         generation: GenerationInterface,
@@ -64,6 +67,27 @@ class RolloutSource:
         ``data``: a `prompts_batch`, whose lists the batch contains. ``per_prompt`` adjacent rows
         belong to one prompt. ``sampling_options`` replaces the engine's lengths and sampling.
         """
+
+    @abstractmethod
+    def begin(
+        self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
+    ) -> PendingGeneration:
+        """Begin `collect`. The result may be an engine's output, which `rollout_of` converts."""
+
+
+class SingleResponses(RolloutSource):
+    """Source of rollouts of one response per row."""
+
+    def collect(
+        self,
+        generation: GenerationInterface,
+        data: BatchedDataDict,
+        *,
+        seed: int,
+        per_prompt: int = 1,
+        sampling_options: SamplingOptions | None = None,
+    ) -> BatchedDataDict:
+        """See `RolloutSource`."""
         generation.prepare_for_generation()
         output = generation.generate(data, seed=seed, sampling_options=sampling_options).to("cpu")
         generation.finish_generation()
@@ -72,7 +96,7 @@ class RolloutSource:
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
     ) -> PendingGeneration:
-        """Begin `collect`. The result may be an engine's output, which `rollout_of` converts."""
+        """See `RolloutSource`."""
         return generation.generate_in_background(data, seed=seed)
 
 
@@ -230,12 +254,12 @@ def fill_with_varied_groups(
     """Return a scored rollout batch of ``prompts`` groups and the number of samples drawn for it.
 
     Dynamic sampling of DAPO (Yu et al., 2025): if all responses to a prompt earn the same reward,
-    their advantages are 0, so other groups replace them. After the first rollout only missing
-    groups are sampled: all groups come from the same weights, and none with signal is dropped.
+    their advantages are 0, so other groups replace them. Later rollouts sample only as many groups
+    as are missing. No group with signal is dropped.
 
     Args:
-        sample: returns the next scored rollout of n prompts, with ``sample_mask`` and
-            ``shaped_rewards`` and ``rollouts_per_prompt`` adjacent responses to each prompt.
+        sample: returns the next scored rollout of n prompts, with the columns ``sample_mask`` and
+            ``shaped_rewards``. The ``rollouts_per_prompt`` responses to a prompt are adjacent.
         prompts: number of groups.
         rollouts_per_prompt: number of responses in a group.
         max_rollouts: sampling ends after ``max_rollouts * prompts`` prompts. Groups without signal
@@ -252,10 +276,10 @@ def fill_with_varied_groups(
         batch = sample(count)
         allowed -= count
         sampled += batch.size
-        signal = teaches(batch, rollouts_per_prompt, credit)
-        with_signal.append(batch.select_indices(signal.nonzero().flatten()))
-        without_signal.append(batch.select_indices((~signal).nonzero().flatten()))
-        missing -= int(signal.sum()) // rollouts_per_prompt
+        has_signal = teaches(batch, rollouts_per_prompt, credit)
+        with_signal.append(batch.select_indices(has_signal.nonzero().flatten()))
+        without_signal.append(batch.select_indices((~has_signal).nonzero().flatten()))
+        missing -= int(has_signal.sum()) // rollouts_per_prompt
         count = min(missing, allowed, prompts_left())
     # Groups without signal fill up the batch.
     batch = BatchedDataDict.from_batches(

@@ -27,6 +27,7 @@ from aligner.algorithms.rollout.inputs import (
 from aligner.algorithms.rollout.rollout import (
     ConversationsAhead,
     RolloutSource,
+    SingleResponses,
     prompts_batch,
     rollout_of,
 )
@@ -38,8 +39,8 @@ from aligner.algorithms.run.loop import Learner, StepResult
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import role_memory, startup_summary
 from aligner.config import RunConfig, SamplingRunConfig
-from aligner.data.dataset import PromptSampler
-from aligner.data.prompts import PromptDataset, collate_prompts, columns_of_rows
+from aligner.data.batches import PromptSampler, collate_prompts
+from aligner.data.prompts import PromptDataset, columns_of_rows
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.models.policy.lm_policy import Policy
@@ -61,11 +62,14 @@ class Rollouts:
     prompts: PromptDataset
     sampler: PromptSampler
     pad_id: int
-    source: RolloutSource = field(default_factory=RolloutSource)
+    source: RolloutSource = field(default_factory=SingleResponses)
     # Prompts of the next rollout if it has begun, and its future or its batch.
     _indices: list[int] | None = field(default=None, init=False)
     _pending: PendingGeneration | None = field(default=None, init=False)
     _batch: BatchedDataDict | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._per_prompt = self.config.model.rollout.num_rollouts_per_prompt
 
     def take(
         self, first_sample_id: int, *, more: bool, prompts: int | None = None
@@ -83,7 +87,7 @@ class Rollouts:
         if indices is None:
             indices = self.sampler.next_batch(prompts)
         data = self._data(indices, first_sample_id)
-        seed, per_prompt = self.config.seed, self.config.model.rollout.num_rollouts_per_prompt
+        seed, per_prompt = self.config.seed, self._per_prompt
         if batch is None:
             batch = self.source.collect(self.generation, data, seed=seed, per_prompt=per_prompt)
         elif "output_ids" in batch:  # the output of an engine
@@ -119,7 +123,11 @@ class Rollouts:
         return {"indices": self._indices, "output": output}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Invert `state_dict`. If settings may have changed, responses are sampled again."""
+        """Invert `state_dict`.
+
+        Responses of the state are sampled again if the run accepts changed settings, because other
+        settings may have sampled them.
+        """
         indices, output = state["indices"], state["output"]
         if self.config.exp_manager.resume_changed or self.config.exp_manager.accept_changed:
             output, indices = None, indices if max(indices or [0]) < len(self.prompts) else None
@@ -133,9 +141,8 @@ class Rollouts:
             self._pending = None
 
     def _data(self, indices: list[int], first_sample_id: int) -> BatchedDataDict:
-        prompts = collate_prompts([self.prompts[index] for index in indices], self.pad_id)
-        per_prompt = self.config.model.rollout.num_rollouts_per_prompt
-        return prompts_batch(prompts, first_sample_id, per_prompt)
+        prompts = collate_prompts([self.prompts.items[index] for index in indices], self.pad_id)
+        return prompts_batch(prompts, first_sample_id, self._per_prompt)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -151,7 +158,7 @@ class SamplingTrainer(Learner):
     generation: GenerationInterface  # the policy or its engines
     pad_id: int
     total_steps: int | None = None  # the last step that a rollout may begin for, if known
-    rollout_source: RolloutSource = field(default_factory=RolloutSource)
+    rollout_source: RolloutSource = field(default_factory=SingleResponses)
     consumed_samples: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -243,7 +250,7 @@ class SamplingInputs:
             generation=engines or policy,
             pad_id=workers.tokenizer.pad_id,
             total_steps=steps,
-            rollout_source=self.environments or RolloutSource(),
+            rollout_source=self.environments or SingleResponses(),
             **options,
         )
         workers.closing.callback(trainer.rollouts.close)
@@ -271,7 +278,7 @@ class SamplingInputs:
             parts = layout.model_parallel_size
             size = layout.data_size(workers.clusters.value.world_size())
             batches = (critic.global_batch_size, critic.micro_batch_size)
-            roles.insert(0, TrainedRole("critic", *batches, size, parts))
+            roles.insert(0, TrainedRole("critic", *batches, size))
             memory += [role_memory(config, architecture, size, "critic", model_parallel_size=parts)]
         if with_reference and model.peft.lora is None:  # with LoRA: the policy without adapters
             memory += [role_memory(config, architecture, data_size, "reference", trainable=False)]

@@ -8,6 +8,7 @@ import torch
 from aligner.algorithms.rollout.rollout import (
     VALIDATION_SEED_OFFSET,
     RolloutSource,
+    SingleResponses,
     prefixed,
     prompts_batch,
     samples_of,
@@ -15,8 +16,8 @@ from aligner.algorithms.rollout.rollout import (
 )
 from aligner.algorithms.run.loop import StepResult
 from aligner.config import SamplingOptions, SamplingRunConfig
-from aligner.data.dataset import sequential_batches
-from aligner.data.prompts import PromptDataset, collate_prompts
+from aligner.data.batches import collate_prompts, sequential_batches
+from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.importing import load_function
 from aligner.models.interfaces import GenerationInterface
@@ -35,7 +36,7 @@ class PromptSampling:
     rows: int
     samples_per_prompt: int = 1
     sampling_options: SamplingOptions | None = None
-    source: RolloutSource = field(default_factory=RolloutSource)
+    source: RolloutSource = field(default_factory=SingleResponses)
 
 
 def sample_responses(

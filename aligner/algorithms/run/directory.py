@@ -19,7 +19,8 @@ from aligner.checkpoint.durable import atomic_file, storing, sync_path
 from aligner.checkpoint.run_state.store import RunStateStore, SavedState
 from aligner.config import BaseRunConfig, SamplingRunConfig, SupervisedRunConfig
 from aligner.config.parse import defaults_of
-from aligner.data.dataset import Dataset, PromptSampler
+from aligner.data.batches import PromptSampler
+from aligner.data.dataset import Dataset
 from aligner.errors import CheckpointError, ConfigError, DamagedStateError
 from aligner.observe.jsonl import read_lines
 from aligner.observe.run_lock import LOCK_FILE

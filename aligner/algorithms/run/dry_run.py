@@ -26,9 +26,9 @@ from aligner.catalog import ENGINES
 from aligner.config import BaseRunConfig, RunConfig, SamplingRunConfig, SupervisedRunConfig
 from aligner.config.commands.changes import overrides_of, single_changes
 from aligner.config.commands.lengths import longest_lengths, samples_responses
+from aligner.data.batches import Prompt
 from aligner.data.dataset import Dataset
 from aligner.data.preferences import Labelled, Pair, Rated
-from aligner.data.prompts import Prompt
 from aligner.data.supervised import Example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator

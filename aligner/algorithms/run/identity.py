@@ -150,7 +150,7 @@ class RunIdentity:
                 yield key, "".join([text, *accept])
 
     def _is_of_a_version(self, key: str, saved: "RunIdentity", defaults: Mapping[str, Any]) -> bool:
-        """Return whether ``key`` differs only because one of the versions lacks it."""
+        """Return whether ``key`` differs only because one version of the library lacks it."""
         if any(name in key.split(".") for name in _USER_MAPPINGS):
             return False
         if key not in saved.settings:
@@ -271,7 +271,10 @@ def model_fingerprint(source: str) -> str | None:
 
 
 def fingerprint_of(files: Sequence[Path]) -> str | None:
-    """Return the fingerprint of ordered files without their names, or None if one is unreadable."""
+    """Return a fingerprint of the contents of ``files`` in their order, or None if unreadable.
+
+    File names do not matter.
+    """
     try:
         return hashlib.sha256(json.dumps([*map(file_fingerprint, files)]).encode()).hexdigest()[:32]
     except OSError:

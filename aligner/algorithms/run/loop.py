@@ -23,7 +23,7 @@ from aligner.checkpoint.background import stop_all_tasks
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import capture_rng, restore_rng
 from aligner.config.parse import without_new_defaults
-from aligner.data.dataset import PromptSampler
+from aligner.data.batches import PromptSampler
 from aligner.data.tokenizers.tokenizer import TEMPLATE_TIME
 from aligner.device import accelerator
 from aligner.errors import (
@@ -36,7 +36,7 @@ from aligner.errors import (
 from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import MetricsWriter, PhaseTimers
 from aligner.observe.progress import ConsoleProgress
-from aligner.observe.samples import Sample, SampleWriter, sample_table
+from aligner.observe.samples import Sample, sample_table
 from aligner.parallel.collectives import from_rank_zero, gather_objects, is_rank_zero, on_rank_zero
 
 
@@ -106,8 +106,7 @@ class Schedule:
 
     def validates(self, step: int) -> bool:
         """Return whether ``step`` is followed by a validation."""
-        interval = self.val_check_interval
-        return step == self.total_steps or (interval > 0 and step % interval == 0)
+        return self._is_due(step, self.val_check_interval)
 
     @property
     def saves_in_background(self) -> bool:
@@ -116,7 +115,9 @@ class Schedule:
 
     def saves(self, step: int) -> bool:
         """Return whether ``step`` is followed by saving."""
-        interval = self.save_interval
+        return self._is_due(step, self.save_interval)
+
+    def _is_due(self, step: int, interval: int) -> bool:
         return step == self.total_steps or (interval > 0 and step % interval == 0)
 
 
@@ -139,7 +140,6 @@ class RunLoop:
     _: KW_ONLY
     store: RunStateStore
     metrics: MetricsWriter
-    samples: SampleWriter
     console: Console
     config: Mapping[str, Any]  # part of run states, as ``identity``
     monitor: str  # metric that ranks run states
@@ -163,6 +163,7 @@ class RunLoop:
         total, resumed_step = self.schedule.total_steps, self.resumed_step or 0
         with (
             self._running(),
+            training_step(resumed_step) as current_step,
             stop_signal(is_rank_zero()) as stopped,
             ConsoleProgress(
                 total, done_steps=resumed_step, console=self.console, enabled=is_rank_zero()
@@ -176,8 +177,8 @@ class RunLoop:
                     self.ended_by = "max_epochs is reached"
                     self._say(f"{self.ended_by} after step {step - 1} of at most {total}")
                     break
-                with training_step(step):
-                    result = self.learner.step(step, timers)
+                current_step.set(step)
+                result = self.learner.step(step, timers)
                 self.step = step
                 self.callbacks.notify("on_step_end", step, result.metrics)
                 # All ranks agree on whether the run ends here.
@@ -282,7 +283,6 @@ class RunLoop:
         self.resumed_step = None if restored is None else restored.step
         last = -1 if restored is None else restored.step
         on_rank_zero(lambda: self.metrics.truncate_after(last))
-        on_rank_zero(lambda: self.samples.truncate_after(last))
         return restored
 
     def _continue_from(self, path: Path) -> Restoration:
@@ -308,8 +308,7 @@ class RunLoop:
     ) -> dict[str, float]:
         metrics = {**result.metrics, **timers.flush()}
         # If rank 0's disk is full, the other ranks must not wait for rank 0 in the next step.
-        on_rank_zero(lambda: self.metrics.write(step, metrics))
-        on_rank_zero(lambda: self.samples.write(result.samples))
+        on_rank_zero(lambda: self.metrics.write(step, metrics, result.samples))
         progress.step(step, metrics)
         for warning in result.warnings:
             self._say(f"step {step}: {warning}", "yellow")

@@ -29,7 +29,6 @@ from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import MetricsWriter, make_loggers
 from aligner.observe.report.run import RunRecord, write_report
 from aligner.observe.run_lock import RunLock
-from aligner.observe.samples import SampleWriter
 from aligner.observe.startup import StartupSummary, startup_report
 from aligner.packages import describe_environment
 from aligner.parallel.collectives import gather_objects, is_rank_zero, on_rank_zero, this_rank
@@ -186,7 +185,6 @@ class Attempt(Workers):
             schedule,
             store=store,
             metrics=MetricsWriter(folder, rank=this_rank(), loggers=loggers),
-            samples=SampleWriter(folder, rank=this_rank()),
             console=run.console,
             config=config.as_dict(),
             monitor=config.monitor,
@@ -197,7 +195,6 @@ class Attempt(Workers):
             defaults=defaults_of(config),
         )
         self.closing.callback(loop.metrics.close)
-        self.closing.callback(loop.samples.close)
         return loop
 
     def _finish(self, loop: RunLoop, trainer: Learner, saved_as: str, device: str) -> None:

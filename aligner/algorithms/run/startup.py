@@ -210,12 +210,13 @@ def working_memory(
     tokens //= model.context_parallel_size
     hidden = tokens * architecture.hidden_size
     recomputes = model.activations_checkpoint_granularity == "full"
-    stored = hidden * value_bytes * (layers + 17 if recomputes else 17 * layers)
-    memory["activations"] = stored // model.tensor_model_parallel_size
+    values_per_unit = (layers + 17) if recomputes else 17 * layers
+    activations = hidden * values_per_unit * value_bytes
+    memory["activations"] = activations // model.tensor_model_parallel_size
     # The output layer.
     columns = architecture.padded_vocab_size(model.tensor_model_parallel_size)
-    logits = tokens * columns // model.tensor_model_parallel_size * 4
-    tile = min(logits, tile_bytes("accelerator" if on_gpus else "cpu"))
+    logit_bytes = tokens * columns // model.tensor_model_parallel_size * 4  # float32
+    tile = min(logit_bytes, tile_bytes("accelerator" if on_gpus else "cpu"))
     memory["output layer"] = 2 * hidden * 4 + 2 * tile
     return memory
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from aligner.algorithms.rollout.rollout import prefixed
 from aligner.algorithms.run.loop import Learner, StepResult
-from aligner.data.dataset import PromptSampler
+from aligner.data.batches import PromptSampler
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.handle import RoleHandle
 from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics

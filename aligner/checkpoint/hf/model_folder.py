@@ -39,6 +39,7 @@ from aligner.errors import (
     json_object,
     raised_as,
 )
+from aligner.hub import hub_remedy
 
 _MAX_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -77,7 +78,10 @@ def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
     else:
         kind = CheckpointError if path.exists() else CheckpointNotFoundError
         problem = "is neither of these" if path.exists() else "does not exist"
-        raise kind(f"{str(path)!r} {problem}. Give a Hugging Face directory or a .gguf file")
+        raise kind(
+            f"{str(path)!r} {problem}. Give a Hugging Face directory or a .gguf file"
+            f"{hub_remedy(str(path))}"
+        )
     # The tensors are checked against the architecture and read later.
     architecture = architecture_from_hf(config)
     weights = HuggingFaceWeights(state, family_of(architecture.family).table, architecture)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Interval
@@ -219,7 +220,7 @@ class TrainedModelConfig(ModelSourceConfig):
         """Choice of layer implementations."""
         return LayerOptions(self.layer_spec, self.fusions)
 
-    @property
+    @cached_property
     def token_budgets(self) -> SequencePackingConfig | DynamicBatchingConfig | None:
         """Token budgets of micro-batches. None means batches of ``micro_batch_size`` sequences."""
         if self.sequence_packing.enabled is True:

@@ -3,11 +3,22 @@
 from collections.abc import Sequence
 
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.errors import TokenizerError
 
 # A token's text depends on few earlier tokens: SentencePiece drops the space of a first piece, and
 # a character may consist of up to four byte tokens.
 _CONTEXT = 8
 _INCOMPLETE = "�"
+
+
+def known_ids(ids: Sequence[int], size: int) -> list[int]:
+    """Return the ids below ``size``, without ids of surplus rows of an embedding.
+
+    Raises `TokenizerError` if an id is negative.
+    """
+    if min(ids, default=0) < 0:
+        raise TokenizerError(f"token id {min(ids)} is negative. A vocabulary starts at 0")
+    return [int(token) for token in ids if token < size]
 
 
 def decode_response(

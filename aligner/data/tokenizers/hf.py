@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
+from aligner.data.tokenizers.decoding import known_ids
 from aligner.data.tokenizers.tokenizer import (
     GENERATION_CONFIG,
     RunClock,
     config_of,
     generation_ends,
-    known_ids,
 )
 from aligner.errors import DataError, TokenizerError, raised_as
 

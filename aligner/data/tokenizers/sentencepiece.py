@@ -5,7 +5,8 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
-from aligner.data.tokenizers.tokenizer import generation_file, known_ids
+from aligner.data.tokenizers.decoding import known_ids
+from aligner.data.tokenizers.tokenizer import generation_file
 from aligner.errors import DataError, TokenizerError, raised_as
 
 

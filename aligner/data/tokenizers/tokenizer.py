@@ -82,16 +82,6 @@ class Tokenizer(Protocol):
         """Return name → content of the files for ``tokenizer_from_files``."""
 
 
-def known_ids(ids: Sequence[int], size: int) -> list[int]:
-    """Return the ids below ``size``, without ids of surplus rows of an embedding.
-
-    Raises `TokenizerError` if an id is negative.
-    """
-    if min(ids, default=0) < 0:
-        raise TokenizerError(f"token id {min(ids)} is negative. A vocabulary starts at 0")
-    return [int(token) for token in ids if token < size]
-
-
 def differing_token(first: Tokenizer, second: Tokenizer) -> str | None:
     """Describe the first token that differs between two tokenizers, or return None."""
     if first.files() == second.files():

@@ -17,10 +17,10 @@ from aligner.distributed.model_utils.context_shard import (
     unpack,
 )
 from aligner.errors import LayoutError
-from aligner.logprobs.fused import shard_logprobs
+from aligner.logprobs.fused import hidden_states_to_logprobs
 from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
-from aligner.parallel.collectives import SumGradient, gather_first
+from aligner.parallel.collectives import SumGradient
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -68,11 +68,12 @@ def from_parallel_hidden_states_to_logprobs(
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         # All positions on every rank. In backward, the ranks' gradients are summed.
-        hidden = tensor_parallel_hidden_states
-        if shard.group is not None:
-            gather = gather_first if sequence_parallel else SumGradient.apply
-            hidden = gather(hidden, shard.group)
-        length, batch, _ = hidden.shape
+        hidden, length = tensor_parallel_hidden_states, tensor_parallel_hidden_states.shape[0]
+        if shard.group is not None and not sequence_parallel:
+            hidden = SumGradient.apply(hidden, shard.group)
+        elif shard.group is not None:
+            length *= dist.get_world_size(shard.group)
+        batch = hidden.shape[1]
         # The token that each local position predicts.
         target = target.to(hidden.device)
         if cu_seqlens_padded is not None:
@@ -80,12 +81,13 @@ def from_parallel_hidden_states_to_logprobs(
         else:
             local = scatter_context(target.roll(-1, dims=-1), length, cp_group)
         assert local.shape == (batch, length), (local.shape, hidden.shape)
-        logprobs, _ = shard_logprobs(
+        logprobs, _ = hidden_states_to_logprobs(
             hidden.flatten(0, 1),
             weight,
             local.t().reshape(-1),
             shard,
             sampling_params or TrainingSamplingParams(),
+            gather_group=shard.group if sequence_parallel else None,
             chunk_size=chunk_size,
         )
         if cu_seqlens_padded is not None and unpacked_seqlen is not None:
@@ -95,7 +97,10 @@ def from_parallel_hidden_states_to_logprobs(
 
 
 class ChunkedDistributedHiddenStatesToLogprobs:
-    """Log-probs of targets from hidden states, without [B, S, V] in memory. Call ``apply``."""
+    """Log-probs of targets from hidden states, without [B, S, V] in memory. Call ``apply``.
+
+    Backward uses the local hidden states, which are gathered again.
+    """
 
     @staticmethod
     def forward(
@@ -118,16 +123,15 @@ class ChunkedDistributedHiddenStatesToLogprobs:
         del ctx
         shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-            hidden = gather_first(tensor_parallel_hidden_states, tp_group)
-            assert target.shape == hidden.shape[1::-1], (target.shape, hidden.shape)
-            logprobs, _ = shard_logprobs(
-                hidden.flatten(0, 1),
+            logprobs, _ = hidden_states_to_logprobs(
+                tensor_parallel_hidden_states.flatten(0, 1),
                 output_weight_layer,
                 target.t().reshape(-1),
                 shard,
                 TrainingSamplingParams(),
+                gather_group=shard.group,
                 chunk_size=chunk_size,
             )
-        return logprobs.view(hidden.shape[:2]).t()
+        return logprobs.view(target.shape[::-1]).t()
 
     apply = partial(forward, None)

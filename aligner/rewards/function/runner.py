@@ -6,7 +6,7 @@ batch ─► parts ─► a process for each part ─► scores, or a timeout �
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -86,9 +86,9 @@ class RewardFunction(ProcessPool):
         """Start the processes of a function: the constructor's name in version 0.2.0."""
         return cls(name, **options)
 
-    def check_columns(self, columns: Mapping[str, Any]) -> None:
+    def check_columns(self, available: Collection[str]) -> None:
         """Raise `DataError` if the function requires a column that is missing."""
-        self.signature.check_columns(columns)
+        self.signature.check_columns(available)
 
     def __call__(
         self,

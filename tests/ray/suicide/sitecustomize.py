@@ -23,17 +23,17 @@ def _change():
     from aligner.errors import current_step
 
     step, method = os.environ["ALIGNER_TEST_DIE_IN"].split()
-    real_call, seen = RayWorkerGroup._call, [0]
+    start_call, seen = RayWorkerGroup._start_call, [0]
 
-    def call(group, rank, method_name, *arguments):
-        answer = real_call(group, rank, method_name, *arguments)
+    def call(group, method_name, *arguments):
+        future = start_call(group, method_name, *arguments)
         seen.append(current_step() or seen[-1])  # a state is saved after its step
         called = (group.name_prefix, method_name, seen[-1])
         if called == ("lm_policy", method, int(step)):
             os.kill(os.getpid(), signal.SIGKILL)
-        return answer
+        return future
 
-    RayWorkerGroup._call = call
+    RayWorkerGroup._start_call = call
 
 
 if "ALIGNER_TEST_DIE_IN" in os.environ:

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -294,31 +292,6 @@ def test_prompts_arrive_as_they_were_typed():
 def test_settings_that_cannot_work_are_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         asked("m.nemo", **changes)
-
-
-@pytest.mark.extended
-def test_the_commands_of_the_page(tmp_path, models, prompts):
-    """As a user types them: printed answers, a text file, a conversation through a pipe."""
-    (tmp_path / "p.txt").write_text("1+1=\n\n2+2=\n")
-
-    def run(*arguments, said=""):
-        done = subprocess.run(
-            [sys.executable, "-m", "aligner.commands", *arguments],
-            cwd=tmp_path,
-            input=said,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    model = ("--model", models["nemo"], "sampling.max_length=4")
-    assert run("generate", *model, "--prompt", "1+1=").strip()
-    run("generate", *model, "--prompts", "p.txt", "--output", "a.jsonl")
-    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
-    two = run("generate", *model, "--prompts", "p.txt", "trainer.devices=2")
-    assert two == run("generate", *model, "--prompts", "p.txt")
 
 
 @pytest.mark.parametrize(

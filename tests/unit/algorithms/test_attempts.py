@@ -1,15 +1,22 @@
-"""Attempts of a run: workers that died are started again, and everything else ends the run."""
+"""Attempts of a run: dead workers are restarted, other errors end it. The driver uses no GPU."""
 
 import io
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
+from user_code import configured
 
 from aligner.algorithms.callbacks import Callbacks
+from aligner.algorithms.run.engine import RayEngine
 from aligner.algorithms.run.run import Run
+from aligner.device import accelerator
+from aligner.device.accelerator import DeviceInfo
+from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError, WorkerDiedError
+from aligner.models.handle import RoleHandle
 
 
 class Engine:
@@ -111,3 +118,35 @@ def test_anything_else_ends_the_run_at_once(error):
     with pytest.raises(type(error)):
         attempted(engine, raising(error))
     assert engine.log == ["clusters 0 end"]
+
+
+def test_the_driver_leaves_gpus_to_its_workers(monkeypatch, tmp_path):
+    """A machine with a GPU, as torch would say, that is never asked."""
+    monkeypatch.delenv("ALIGNER_FORCE_CPU", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for question in ("synchronize", "mem_get_info", "get_device_name", "get_rng_state"):
+        monkeypatch.setattr(torch.cuda, question, None)  # to call it is an error
+    config = configured(critic=True, cluster__engine="ray")
+    accelerator.has_gpu.cache_clear()
+    try:
+        assert accelerator.has_gpu()
+        with ExitStack() as closing:
+            RayEngine(config, tmp_path, closing)
+            accelerator.synchronize()
+            assert accelerator.generator_state() is None
+            assert not accelerator.device_info().has_gpu
+            assert accelerator.device() == torch.device("cpu")
+        assert accelerator.has_gpu()  # the run is over
+    finally:
+        monkeypatch.undo()
+        accelerator.has_gpu.cache_clear()
+
+
+def test_a_report_says_what_the_workers_compute_on():
+    facts = [DeviceInfo("H200", True, 90), DeviceInfo("H200", True, 70)]
+    group = SimpleNamespace(
+        run_all_workers_single_data=lambda name: LocalFuture(facts),
+        get_all_worker_results=lambda future: future.get_results(),
+    )
+    handle = SimpleNamespace(worker_group=group)
+    assert RoleHandle.device_info(handle) == DeviceInfo("H200", True, 70)

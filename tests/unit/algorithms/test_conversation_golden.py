@@ -22,7 +22,7 @@ from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import TrainerPPOConfig, parse_config
 from aligner.config.algorithms.trainer import AdvantageConfig
-from aligner.data.prompts import Prompt, collate_prompts
+from aligner.data.batches import Prompt, collate_prompts
 from aligner.data.tokenizers.loading import with_chat_template
 from aligner.distributed.workers import LocalCluster
 from aligner.models.policy.lm_policy import Policy

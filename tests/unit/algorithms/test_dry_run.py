@@ -12,7 +12,7 @@ from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, l
 from aligner.algorithms.run.engine import Workers
 from aligner.catalog import ALGORITHMS, imported
 from aligner.config import load_config
-from aligner.data.dataset import Shares
+from aligner.data.batches import Shares
 from aligner.data.supervised import Example, ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator

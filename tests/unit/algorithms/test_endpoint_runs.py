@@ -1,9 +1,10 @@
-"""Runs over agents that ask the policy: PPO and GRPO of the tiny model, and what is refused."""
+"""Runs over agents that query the policy, and over a kind of environment from outside."""
 
 import json
 import sys
 
 import pytest
+import toy_kind
 import user_agents
 from test_conf import composed
 
@@ -57,14 +58,10 @@ def answers_of_an_evaluation(tiny_nemo, folder, environment, **sampling):
     return [json.loads(line) for line in (folder / "out" / "answers.jsonl").open()]
 
 
-@pytest.mark.parametrize(
-    "script", ["gpt_ppo", pytest.param("gpt_reinforce", marks=pytest.mark.extended)]
-)
-def test_a_step(script, tiny_nemo, tmp_path):
+def test_a_step(tiny_nemo, tmp_path):
     more = [f"+data.validation.source={tmp_path / 'rows.jsonl'}"]
-    if script == "gpt_ppo":
-        more += ["critic.global_batch_size=4", "critic.micro_batch_size=2"]
-    metrics = metrics_of_a_step(script, tiny_nemo, tmp_path, AGENT, *more)
+    more += ["critic.global_batch_size=4", "critic.micro_batch_size=2"]
+    metrics = metrics_of_a_step("gpt_ppo", tiny_nemo, tmp_path, AGENT, *more)
     for prefix in ("train_rollouts", "val_rollouts"):
         assert metrics[f"{prefix}/turns"] == 2
         assert metrics[f"{prefix}/ended_done"] == 1
@@ -113,3 +110,28 @@ def test_a_command_is_a_text_or_words():
         config = load_config(composed("gpt_ppo", [*BASE, "environment.kind=endpoint", given]))
         assert config.environment.words == ["python", "my.py", "-a", "b c"]
         assert config.environment.setting == "environment.command=\"python my.py -a 'b c'\""
+
+
+TOY = f"{toy_kind.__file__}:Toy"
+GAME = f"{toy_kind.__file__}:Game"
+
+
+def test_a_step_over_another_kind(tiny_nemo, tmp_path):
+    environment = {"kind": TOY, "factory": GAME, "max_turns": 1}
+    metrics = metrics_of_a_step("gpt_reinforce", tiny_nemo, tmp_path, environment)
+    assert metrics["train_rollouts/turns"] == metrics["train_rollouts/ended_done"] == 1
+    assert metrics["train_rollouts/rewards"] == metrics["train_rollouts/generated_tokens"] / 4
+    assert 0 < metrics["sampler/logprob_gap_max"] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"environment.kind={TOY}"], "a toy has one turn"),
+        (["environment.kind=mesages"], "environment.kind: must be one of .*mean messages"),
+        (["environment.kind=no.such:Kind"], "environment.kind='no.such:Kind'"),
+    ],
+)
+def test_what_a_kind_refuses(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(composed("gpt_ppo", [*BASE, f"environment.factory={GAME}", *overrides]))

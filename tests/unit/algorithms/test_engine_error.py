@@ -5,22 +5,20 @@ sampled, in the middle of its decoding.
 """
 
 import dataclasses
-import math
 
 import pytest
 import user_environments as envs
 from test_conversations_ahead import Played
 from test_environment_rollout import HerePool, rollouts_with, same
-from test_evaluate_environments import evaluated
 from test_overlap import ThreadedEngine, configuration
 
 from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config.environment import EnvironmentConfig
-from aligner.data.prompts import Prompt, collate_prompts
+from aligner.data.batches import Prompt, collate_prompts
 from aligner.distributed.workers import LocalCluster
-from aligner.errors import ConfigError, EnvironmentCallError, NonFiniteError, WorkerError
+from aligner.errors import ConfigError, EnvironmentCallError, WorkerError
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel
@@ -96,8 +94,7 @@ def without_failures(batch, *others):
     return {name: column for name, column in batch.items() if name not in ("failures", *others)}
 
 
-@pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize("concurrency", [16, 3])
+@pytest.mark.parametrize(("at", "concurrency"), [(1, 16), (2, 3)])
 def test_the_samples_are_those_of_a_calm_engine(game, breaking, at, concurrency):
     """Groups of two: all that waited for the call that failed are played again, and no other."""
     calm = game.collect(concurrency=concurrency)
@@ -160,16 +157,7 @@ def test_what_the_failed_call_held_is_let_go(game, breaking):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        ConfigError("a key"),
-        NonFiniteError("logits are NaN"),
-        ValueError("a shape"),
-        TypeError("an argument"),
-        KeyError("a column"),
-        KeyboardInterrupt(),
-    ],
-    ids=lambda error: type(error).__name__,
+    "error", [ConfigError("a key"), ValueError("a shape"), KeyboardInterrupt()]
 )
 def test_what_is_not_the_engine_s_fault_ends_the_run_at_once(game, breaking, error):
     breaking("all", error)
@@ -178,16 +166,16 @@ def test_what_is_not_the_engine_s_fault_ends_the_run_at_once(game, breaking, err
     assert (breaking.calls, caught.value) == (1, error)
 
 
-@pytest.mark.parametrize("error", [WorkerError("a worker"), MemoryError(), OSError("a device")])
+@pytest.mark.parametrize("error", [WorkerError("a worker"), MemoryError()])
 def test_what_a_worker_or_a_device_raises_is_the_engine_s(game, breaking, error):
     breaking({1}, error)
     assert game.collect()["failures"] == [["engine_error"]] * 8
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "expert"])
+@pytest.mark.parametrize("axis", ["tensor_model", "pipeline_model", "context", "expert_model"])
 def test_workers_that_generate_together_end_the_run(game, breaking, axis):
     """One that fails by itself has left the others in a collective of the call."""
-    name = f"{axis}{'_model' if axis != 'context' else ''}_parallel_size"
+    name = f"{axis}_parallel_size"
     game.policy.model = dataclasses.replace(game.policy.model, **{name: 2})
     breaking({1})
     with pytest.raises(RuntimeError, match="CUDA error"):
@@ -213,15 +201,3 @@ def test_conversations_ahead(tiny_nemo, breaking, monkeypatch):
     assert failed[0] == 0 < failed[1]
     for one, other in zip(calm, shaken, strict=True):
         same(without_failures(one), without_failures(other))
-
-
-def test_an_evaluation(tiny_nemo, tmp_path, breaking):
-    calm, lines = evaluated(tiny_nemo, tmp_path)
-    breaking({2})
-    shaken, again = evaluated(tiny_nemo, tmp_path)
-    assert again == lines
-    metrics, others = calm["prompts"]["metrics"], shaken["prompts"]["metrics"]
-    assert (metrics.pop("failed_engine_error"), others.pop("failed_engine_error")) == (0, 3)
-    assert set(metrics) == set(others)
-    for name, value in metrics.items():
-        assert others[name] == value or math.isnan(value), name

@@ -1,8 +1,6 @@
 """An evaluation with an environment: the numbers of validation, and conversations with turns."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,6 @@ from aligner.algorithms.rs.trainer import train_rs
 from aligner.config import EvaluateConfig, RSRunConfig, parse_config
 from aligner.errors import ConfigError
 from aligner.observe.metrics import read_metrics
-from aligner.rewards.answers import final_answer
 
 pytestmark = pytest.mark.integration
 
@@ -59,20 +56,6 @@ def validated(tiny_nemo, folder):
     return {key.removeprefix(prefix): one for key, one in line.items() if key.startswith(prefix)}
 
 
-def test_a_chat_template_of_ones_own(tiny_nemo, tmp_path):
-    """It shows the last two messages only, so that every further turn is a fork."""
-    template = tmp_path / "own.jinja"
-    template.write_text(
-        "{% for m in messages[-2:] %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    game = {**GAME, "chat_template": str(template)}
-    sets, lines = evaluated(tiny_nemo, tmp_path, environment=game)
-    assert sets["prompts"]["metrics"]["forks"] > 0
-    assert all(line["prompt"].startswith("<user>") for line in lines)
-    assert all(line["prompt"].endswith("<assistant>") for line in lines)
-
-
 def test_the_numbers_are_those_of_validation(tiny_nemo, tmp_path):
     sets, lines = evaluated(tiny_nemo, tmp_path)
     asked, expected = sets["prompts"], validated(tiny_nemo, tmp_path)
@@ -90,25 +73,6 @@ def test_the_numbers_are_those_of_validation(tiny_nemo, tmp_path):
         assert 1 <= line["columns"]["secret"] <= 9
     page = (tmp_path / "out" / "report.html").read_text()
     assert lines[0]["turns"][0]["answer"][0]["content"] in page
-
-
-def test_what_is_not_scored_is_wrong(tiny_nemo, tmp_path):
-    shutil.copy(Path(__file__).parents[1] / "user_environments.py", tmp_path / "mine.py")
-    rows = [{"what": None}, {"what": "is_not_scored"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    game = {**GAME, "factory": f"{tmp_path / 'mine.py'}:Does", "kwargs": {"turns": 2}}
-    data = {"sets": {"mine": {"source": str(tmp_path / "rows.jsonl")}}}
-    sets, lines = evaluated(tiny_nemo, tmp_path, data=data, environment=game)
-    found = {name: one["value"] for name, one in sets["mine"]["estimates"].items()}
-    assert found["rewards"] == 1.5  # 1 and 2 of the first row, 0 of the other
-    assert found["accuracy"] == sets["mine"]["metrics"]["accuracy"] == 0.5
-    assert sets["mine"]["metrics"]["accuracy_of_answered"] == 1.0
-    assert found["pass@2"] == found["mean@2"] == 0.5
-    assert sets["mine"]["metrics"]["unscored_samples"] == 2
-    assert [line["is_scored"] for line in lines] == [True, True, False, False]
-    # Roles and rewards of the transcript are no answer.
-    for line in lines:
-        assert line["answer"] == final_answer(line["turns"][-1]["content"])
 
 
 @pytest.mark.parametrize(

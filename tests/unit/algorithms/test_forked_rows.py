@@ -12,7 +12,7 @@ from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.config import TrainerPPOConfig
 from aligner.config.environment import EnvironmentConfig
-from aligner.data.prompts import Prompt, collate_prompts
+from aligner.data.batches import Prompt, collate_prompts
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.distributed.sequences import Sequences
 from aligner.environments import Start, Turn

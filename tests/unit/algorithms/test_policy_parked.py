@@ -3,8 +3,6 @@
 Memory is parked by a copy on the CPU, as it would be on a GPU: what is read while it is away fails.
 """
 
-import dataclasses
-
 import pytest
 import torch
 from test_role_checkpoint import OPTIM, ROWS, assert_equal, make_batch
@@ -149,8 +147,3 @@ def test_every_phase_is_the_same_with_and_without(tiny_nemo, tmp_path, variant, 
     with open_nemo(tmp_path / "goes.nemo") as one, open_nemo(tmp_path / "again.nemo") as other:
         assert_equal(dict(one.weights), dict(other.weights))
     assert goes.worker.has_finite_weights()
-
-
-def test_it_is_a_key_of_every_policy_that_samples():
-    names = {each.name for each in dataclasses.fields(PolicyPPOConfig)}
-    assert {"offload_adam_states", "offload_gradients", "offload_weights"} <= names

@@ -9,8 +9,8 @@ from aligner.algorithms.ppo.build import make_policy_loss, needs_reference, rows
 from aligner.algorithms.ppo.trainer import PPOTrainer
 from aligner.algorithms.rollout.inputs import Prompts
 from aligner.config import parse_config
-from aligner.data.dataset import PromptSampler
-from aligner.data.prompts import Prompt, PromptDataset
+from aligner.data.batches import Prompt, PromptSampler
+from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import PhaseTimers

@@ -1,23 +1,25 @@
-"""Masks, reward shaping, metrics of updates and rewards, and shared prompts, by hand."""
+"""Parts of a step: rewards, metrics of updates, the best responses, options of the loss."""
 
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from user_code import configured
 
+from aligner.algorithms.ppo.build import make_policy_loss, run_notes
 from aligner.algorithms.rollout.inputs import shared_note
-from aligner.algorithms.rollout.rollout import response_mask, shape_rewards
+from aligner.algorithms.rollout.rollout import RolloutSource, shape_rewards
+from aligner.algorithms.rs.trainer import RSTrainer, best_of_each
 from aligner.config import ImproperEndConfig, RewardShapingConfig
-from aligner.data.prompts import Prompt, PromptDataset
+from aligner.data.batches import Prompt
+from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.models.gpt.megatron.actor import training_columns
 from aligner.observe.diagnostics import count_updates, update_metrics
 from aligner.rewards.interface import ScoredResponses
 from aligner.rewards.model import VerifiedReward
-
-
-def test_response_mask_comes_from_lengths():
-    mask = response_mask(torch.tensor([1, 3, 2]), torch.tensor([3, 3, 4]), 4)
-    assert mask.tolist() == [[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,15 @@ def test_a_rating_of_the_verifiers_name_leaves_the_verifiers_alone():
     }
 
 
+def test_a_source_without_collect_cannot_be_made():
+    class Silent(RolloutSource):
+        def begin(self, generation, data, *, seed, per_prompt):
+            raise NotImplementedError
+
+    with pytest.raises(TypeError, match=r"abstract class Silent .*collect"):
+        Silent()
+
+
 def test_validation_prompts_that_are_learned_are_counted():
     def prompts(*texts):
         items = [Prompt(i, text, [ord(c) for c in text], None) for i, text in enumerate(texts)]
@@ -89,3 +100,80 @@ def test_validation_prompts_that_are_learned_are_counted():
     (note,) = shared_note(train, prompts("b", "d", "a"))
     assert note.startswith("2 of 3 validation prompts are training prompts")
     assert shared_note(train, prompts("x")) == shared_note(train, None) == []
+
+
+def test_the_best_of_each_prompt():
+    rewards = torch.tensor([0.1, 0.9, 0.5, 0.0, 2.0, 3.0])
+    assert best_of_each(rewards, 3, 1).tolist() == [1, 5]
+    assert best_of_each(rewards, 3, 2).tolist() == [1, 2, 4, 5]
+    assert best_of_each(rewards, 2, 1).tolist() == [1, 2, 5]
+    assert best_of_each(torch.tensor([0.0, 1.0, 1.0, 1.0]), 4, 2).tolist() == [1, 2]
+    # Prompts are told apart by their place: two draws of one prompt keep a response each.
+    assert best_of_each(torch.tensor([1.0, 0.0, 0.5, 0.0]), 2, 1).tolist() == [0, 2]
+
+
+def test_columns_of_what_infer_returns():
+    rollout = {
+        "response_tokens": torch.tensor([[5, 6, 7, 0], [5, 6, 7, 8]]),
+        "response_lengths": torch.tensor([3, 4]),
+        "prompt_lengths": torch.tensor([1, 3]),
+        "is_end": torch.tensor([True, False]),
+    }
+    columns = training_columns(rollout)
+    assert columns["token_mask"].tolist() == [[0, 1, 1, 0], [0, 0, 0, 1]]
+    assert columns["sample_mask"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "longest"),
+    [({}, 8), ({"max_tokens": 200, "max_turns": 3}, 24), ({"max_tokens": 20, "max_turns": 3}, 20)],
+)
+def test_fixed_length_is_that_of_the_longest_sample(limits, longest):
+    overrides = {"model__ppo__loss_aggregation": "fixed_length"}
+    overrides["model__ppo__length_params"] = {"max_length": 8}
+    if limits:
+        overrides["environment"] = {"factory": "a.b:C", **limits}
+        overrides["reward"] = {"kind": "environment"}
+    assert make_policy_loss(configured(**overrides)).max_response_length == longest
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_of_adapters_is_noted(dropout):
+    peft = {"peft_scheme": "lora", "lora_tuning": {"adapter_dropout": dropout}}
+    notes = run_notes(configured(model__peft=peft))
+    assert [f"adapter_dropout={dropout:g}" in note for note in notes] == [True] * (dropout > 0)
+
+
+def test_kept_rewards_are_of_what_is_learned():
+    """Of the second prompt's two conversations none counts, and one of them is kept."""
+    batch = BatchedDataDict(
+        {
+            "input_ids": torch.zeros(4, 3, dtype=torch.int64),
+            "input_lengths": torch.full((4,), 3),
+            "prompt_lengths": torch.ones(4, dtype=torch.int64),
+            "is_end": torch.ones(4, dtype=torch.bool),
+            "token_mask": torch.ones(4, 3),
+            "sample_mask": torch.tensor([1.0, 1.0, 0.0, 0.0]),
+            **{name: [None] * 4 for name in ("prompts", "ground_truths", "columns")},
+            "sample_ids": torch.arange(4),
+        }
+    )
+    scored = ScoredResponses(["x"] * 4, torch.tensor([2.0, 1.0, 0.0, 0.0]), {})
+    policy = SimpleNamespace(
+        prepare_for_training=lambda: None,
+        train=lambda batch, loss: {"all_mb_metrics": {"loss": [1.0]}},
+        finish_training=lambda: None,
+    )
+    rs = SimpleNamespace(num_rollouts_per_prompt=2, top_n_rollouts=1)
+    manager = SimpleNamespace(samples_per_step=0)
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(model=SimpleNamespace(rs=rs), exp_manager=manager),
+        rollouts=SimpleNamespace(take=lambda first, more: batch),
+        reward=SimpleNamespace(get_rewards=lambda batch: scored),
+        generation=SimpleNamespace(weights_changed=lambda: None),
+        sampler=SimpleNamespace(epoch=0),
+        has_next=lambda step: True,
+        **{"policy": policy, "loss": None, "consumed_samples": 0, "updates": 0},
+    )
+    metrics = RSTrainer.step(trainer, 1, lambda name: nullcontext()).metrics
+    assert metrics["train_rollouts/kept_rewards"] == 2.0

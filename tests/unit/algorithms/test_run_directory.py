@@ -85,24 +85,13 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_the_same_command_continues_and_free_settings_may_change(configured):
-    folder = begun(configured("ppo"))
-    before = files_of(folder)
-    free = {"model__optim__lr": 1e-5, "model__ppo__num_rollout_samples": 128}
-    assert prepared(configured("ppo")) == []
-    assert prepared(configured("ppo", **free, trainer__devices=2)) == []
-    assert files_of(folder) == before
-
-
 @pytest.mark.parametrize("knows_identity", [True, False], ids=["new state", "old state"])
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
         ("ppo", "grpo", "PPO and this command's is GRPO"),
-        ("grpo", "ppo", "GRPO and this command's is PPO"),
         ("rloo", "sft", "RLOO and this command's is Fine-tuning"),
         ("dpo", "kto", "(DPO) and this command's is Preference optimisation (KTO)"),
-        ("ppo", "rs", "Rejection sampling"),
     ],
 )
 def test_another_algorithm_is_refused(configured, first, second, words, knows_identity):

@@ -18,7 +18,7 @@ from aligner.checkpoint.run_state.tree import read_tree
 from aligner.checkpoint.run_state.worker_state import ShareWriter
 from aligner.errors import CheckpointError, NonFiniteError, StorageError
 from aligner.observe.metrics import MetricsWriter, read_metrics
-from aligner.observe.samples import Sample, SampleWriter, read_samples
+from aligner.observe.samples import Sample, read_samples
 
 
 class Counter:
@@ -105,7 +105,6 @@ def run(folder, learner, *, total=6, save=2, val=3, seconds=None, said=None, **o
         Schedule(total, val, save, seconds, max_skipped_steps=3, async_save=in_background),
         store=RunStateStore(folder / "run_state", 1, "val_rollouts/accuracy", save_last_k=2),
         metrics=MetricsWriter(folder),
-        samples=SampleWriter(folder),
         console=Console(quiet=said is None, file=said, width=200),
         config=config,
         monitor="val_rollouts/accuracy",
@@ -114,7 +113,6 @@ def run(folder, learner, *, total=6, save=2, val=3, seconds=None, said=None, **o
     restored = loop.restore()
     loop.run()
     loop.metrics.close()
-    loop.samples.close()
     return not loop.interrupted, restored
 
 

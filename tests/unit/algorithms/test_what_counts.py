@@ -1,12 +1,10 @@
 """Which conversations are samples, and what they earn: cut ones, failed ones, unusable ones."""
 
-import itertools
 import logging
 from pathlib import Path
 
 import pytest
 import test_environment_rollout
-import torch
 import user_environments as envs
 from test_chat_data import chatml
 from test_endpoint_rollout import COMMAND, RUN, task
@@ -15,16 +13,14 @@ from test_environment_rollout import TOKENIZER, HerePool, collected
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.endpoint import trajectory_of
-from aligner.algorithms.rollout.environments import EnvironmentReward, rollout_batch
+from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import score
 from aligner.algorithms.rollout.validation import evaluate_responses
 from aligner.algorithms.rs.trainer import best_of_each
 from aligner.config import ImproperEndConfig, TrainerPPOConfig
 from aligner.config.algorithms.trainer import AdvantageConfig
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments import Start, Turn
 from aligner.environments.protocol import check_turn
-from aligner.environments.trajectory import Trajectory, TurnRecord
 from aligner.errors import DataError, EnvironmentCallError
 from aligner.serving.sessions import Session
 
@@ -106,6 +102,8 @@ def test_validation_counts_every_conversation(unscored):
     asked = rows(*[CALLS] * 6, WITHOUT, ANSWERS)
     batch = collected(Scripted, asked, max_turns=2, unscored=unscored)
     found = evaluate_responses(batch, 4, EnvironmentReward(), str)
+    # Roles and rewards of the transcript are no answer.
+    assert batch["answers"] == [turns[-1]["content"] for turns in batch["turns"]]
     assert found.metrics["accuracy"] == found.metrics["rewards"] == 0.125
     assert found.metrics["accuracy_of_answered"] == 1.0
     assert found.metrics["unscored_samples"] == 7
@@ -121,62 +119,6 @@ def test_a_rollout_that_limits_ended_is_no_error(unscored, caplog):
     assert "scored none of the 1 conversations" in caplog.text
     found = evaluate_responses(batch, 1, EnvironmentReward(), str)
     assert found.metrics["accuracy"] == 0.0
-
-
-def outcomes():
-    """Of a game of two turns in which "ask again" is a = 1: (actions, chance, reward or None)."""
-    for first, right in itertools.product((0, 1), (0.0, 1.0)):
-        if first == 0:
-            yield (0,), 0.5, right
-        else:
-            yield (1, 0), 0.5, right
-    yield (1, 1), 1.0, None
-
-
-def ended(actions, reward):
-    turns = len(actions)
-    records = [TurnRecord("", 1, True) for _ in actions]
-    records[-1].reward = reward
-    return Trajectory(
-        TOKENIZER,
-        ids=[1] * turns,
-        starts=[0],
-        logprobs=[0.0] * turns,
-        turn_ids=list(range(1, turns + 1)),
-        turns=records,
-        end_reason="done" if reward is not None else "max_turns",
-    )
-
-
-@pytest.mark.parametrize("credit", ["trajectory", "turn"])
-@pytest.mark.parametrize(("unscored", "first"), [("zero", -0.0625), ("mask", 0.0)])
-def test_the_expected_gradient_pushes_against_asking_for_ever(credit, unscored, first):
-    """All groups of three; both logits are 0, so that each action has the chance 1/2.
-
-    An answer is right with 1/2 at either turn. Answering at once earns 1/2 on average, asking again
-    1/2 · 1/2: the gradient of the logit of "ask again" is 1/4 · (1/4 - 1/2) = -1/16.
-    """
-    group, gradient = 3, 0.0
-    trainer = TrainerPPOConfig(
-        normalize_advantages=False, advantage=AdvantageConfig(estimator="rloo", credit=credit)
-    )
-    how = Credit(trainer, kl_in_reward=False, rollouts_per_prompt=group, max_length=2)
-    lists = {"ground_truths": [None] * group, "columns": [{}] * group}
-    data = BatchedDataDict({"sample_ids": torch.arange(group), **lists})
-    for chosen in itertools.product(list(outcomes()), repeat=group):
-        chance = 1.0
-        for actions, share, _ in chosen:
-            chance *= share * 0.5 ** len(actions)
-        sampled = [ended(actions, reward) for actions, _, reward in chosen]
-        batch = rollout_batch(data, sampled, 0, with_positions=False, unscored=unscored)
-        if not batch["sample_mask"].any():
-            continue
-        score(EnvironmentReward(), batch)
-        how.shape(batch)
-        how.assign(batch, 0.0)
-        for row, (actions, _, _) in enumerate(chosen):
-            gradient += chance * batch["advantages"][row, 0].item() * (actions[0] - 0.5) / group
-    assert gradient == pytest.approx(first, abs=1e-6)
 
 
 def test_a_conversation_that_failed_earns_nothing_on_request():
@@ -260,17 +202,18 @@ class CountsClosed(HerePool):
 
 
 @pytest.mark.parametrize("make", [SpeaksAsATool, BeginsTooLong, EarnsTooMuch])
-def test_one_conversation_that_cannot_be_used_costs_a_retry(make, tmp_path, monkeypatch):
+def test_a_conversation_that_cannot_be_used_is_not_repeated(make, tmp_path, monkeypatch):
     monkeypatch.setattr(test_environment_rollout, "TOKENIZER", chatml(NO_TOOLS))
     asked = [{"marker": str(tmp_path / "x")} for _ in range(2)]
     pool = CountsClosed(make)
-    batch = collected(make, asked, retries=1, pool=pool)
-    assert sorted(batch["failures"]) == [[], ["env_error"]]
-    assert batch["turn_rewards"].sum(1).tolist() == [6.0, 6.0]
-    assert pool.names.count("close") == 3  # that of the one that could not be used, too
-    (tmp_path / "x").unlink()
-    with pytest.raises(EnvironmentCallError, match="retries=0"):
-        collected(make, asked, retries=0)
+    with pytest.raises(EnvironmentCallError, match=r"environment 'here': .* is not repeated"):
+        collected(make, asked, pool=pool, failed="zero" if make is BeginsTooLong else "retry")
+    assert pool.names.count("close") == 1
+    if make is not BeginsTooLong:
+        (tmp_path / "x").unlink()
+        batch = collected(make, asked, failed="zero")
+        assert sorted(batch["end_reasons"]) == ["done", "failed"]
+        assert sorted(batch["turn_rewards"].sum(1).tolist()) == [0.0, 6.0]
 
 
 @pytest.mark.integration
@@ -284,10 +227,12 @@ def test_accuracy_is_the_last_that_was_reported():
         return Turn([] if done else ON, {"reward": 1.0, "accuracy": value, "late": 1.0}, done)
 
     script = [turn(1.0), turn(0.5), Turn(ON, 1.0), turn(None), turn(0.25, done=True)]
-    again = [turn(1.0), Turn(ON, 1.0), Turn([], 0.0, done=True)]
+    again = [Turn(ON, {"reward": 1.0, "accuracy": 1.0}), Turn([], 0.0, done=True)]
     batch = collected(Scripted, rows(script, again))
-    assert batch["reward_parts"] == [{"accuracy": 0.25, "late": 4.0}, {"accuracy": 1.0, "late": 1}]
-    assert score(EnvironmentReward(), batch)["accuracy"] == 0.625
+    assert batch["reward_parts"] == [{"accuracy": 0.25, "late": 4.0}, {"accuracy": 1.0}]
+    metrics = score(EnvironmentReward(), batch)
+    assert metrics["accuracy"] == 0.625
+    assert metrics["reward_parts/late"] == 2.0  # a missing part is 0
 
 
 @pytest.mark.parametrize("value", [1.5, -0.1, 2])

@@ -1,9 +1,15 @@
 """Names of the Hugging Face hub: the local cache, a download from a server, and the refusals."""
 
+import shutil
+
 import pytest
+from hf_models import save_random_model
 from hub import REVISION, hub
 
+import aligner
 from aligner.checkpoint.model_source import open_model
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.commands import main
 from aligner.config import SFTRunConfig
 from aligner.config.load import parse_config
 from aligner.data.readers import read_rows, source_files
@@ -79,6 +85,26 @@ def test_names_are_downloaded_only_if_the_run_asks_and_then_found_in_the_cache(
 def test_a_download_without_a_result_is_refused_by_key(served, settings, message):
     with pytest.raises(ConfigError, match=message):
         paths(**settings, download=True)
+
+
+@pytest.mark.integration
+def test_a_model_is_downloaded_to_be_loaded_or_converted(served, tmp_path, capsys):
+    save_random_model("llama", {}, tmp_path / "served/models/Org/Parts")
+    command = ["convert", "--input", "Org/Parts", "--output", "m.nemo"]
+    with pytest.raises(CheckpointNotFoundError, match="set download=true"):
+        aligner.load_model("Org/Parts")
+    with pytest.raises(SystemExit, match="set download=true"):
+        main(command)
+    assert served == []
+    with aligner.load_model("Org/Parts", download=True) as model:
+        assert len(model.generate(["2+3="], max_new_tokens=1)) == 1
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(SystemExit, match="input=Org/None: the model cannot be downloaded"):
+        main([*command[:2], "Org/None", *command[3:], "download=true"])
+    main([*command, "download=true"])
+    assert "wrote m.nemo: llama" in capsys.readouterr().out
+    with open_nemo("m.nemo") as nemo:
+        assert nemo.tokenizer.encode("a") == [97]
 
 
 def test_existing_files_precede_the_hub(served, tmp_path):

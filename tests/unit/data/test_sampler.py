@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from aligner.data.dataset import PromptSampler, Shares, epoch_order, sequential_batches
-from aligner.data.prompts import Prompt, collate_prompts, pad_right
+from aligner.data.batches import (
+    Prompt,
+    PromptSampler,
+    Shares,
+    collate_prompts,
+    epoch_order,
+    pad_right,
+    sequential_batches,
+)
 from aligner.errors import DataError
 
 

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import torch
+from hidden_logprobs import logprobs_of
 
 from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import SamplingParams, parse_config
-from aligner.data.prompts import PromptBatch
+from aligner.data.batches import PromptBatch
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.model_utils import hidden_states_to_logprobs
 from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.logprobs import output_layer
@@ -84,7 +84,7 @@ def test_values_and_gradients_over_a_recorded_set(temperature):
     kept, target = recorded_sets(generator)
     g, e = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
     options = {"vocab_size": VOCAB, "temperature": temperature, "top_p": 0.8, "kept_ids": kept}
-    found = hidden_states_to_logprobs(hidden, weight, target, **options, with_entropy=True)
+    found = logprobs_of(hidden, weight, target, **options, with_entropy=True)
     logprobs, entropies = [], []
     for row in range(TOKENS):
         ids = kept[row][kept[row] >= 0].long()
@@ -105,10 +105,10 @@ def test_what_was_not_recorded_is_found_again():
     hidden, weight, generator = inputs()
     kept, target = recorded_sets(generator)
     options = {"vocab_size": VOCAB, "top_k": 4, "with_entropy": True}
-    own = hidden_states_to_logprobs(hidden, weight, target, **options)
-    recorded = hidden_states_to_logprobs(hidden, weight, target, kept_ids=kept, **options)
+    own = logprobs_of(hidden, weight, target, **options)
+    recorded = logprobs_of(hidden, weight, target, kept_ids=kept, **options)
     kept[5] = -1
-    mixed = hidden_states_to_logprobs(hidden, weight, target, kept_ids=kept, **options)
+    mixed = logprobs_of(hidden, weight, target, kept_ids=kept, **options)
     for found, again, before in zip(mixed, own, recorded, strict=True):
         assert found[5] == again[5]
         assert found[5] != before[5]
@@ -144,7 +144,7 @@ def test_the_mean_ratio_at_top_p_of_eight_tenths():
             if there.any():
                 given = {**options, "kept_ids": None if kept_ids is None else kept_ids[there]}
                 rows = hidden[there], weight, target[there]
-                sums[there] += hidden_states_to_logprobs(*rows, vocab_size=VOCAB, **given)[0].exp()
+                sums[there] += logprobs_of(*rows, vocab_size=VOCAB, **given)[0].exp()
         return sums
 
     unfiltered, own = ratios(), ratios(top_p=0.8)

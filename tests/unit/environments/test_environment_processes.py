@@ -288,9 +288,9 @@ def test_what_environments_return_is_checked():
         check_start(3)
     with pytest.raises(DataError, match="the assistant's"):
         check_start(Start([{"role": "assistant", "content": "a"}]))
-    with pytest.raises(DataError, match="has no key 'reward'"):
+    with pytest.raises(ConfigError, match="has no key 'reward'"):
         check_turn(Turn(reward={"other": 1.0}, done=True))
-    with pytest.raises(DataError, match="reward is 'much', which is not a number"):
+    with pytest.raises(ConfigError, match="reward is 'much', which is not a number"):
         check_turn(Turn(reward="much", done=True))
     scored = check_turn(Turn(reward={"reward": None, "part": 2}, done=True))
     assert (scored.score, scored.parts) == (None, {"part": 2.0})

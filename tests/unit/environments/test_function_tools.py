@@ -35,21 +35,20 @@ def trl(prompts, completions, level, **kwargs):
 def score(solution_str, ground_truth):
     return float(solution_str == ground_truth)
 
-class Broken:
-    def __init__(self, *, seed, **columns):
-        if seed == 1:
-            raise OSError("busy")
-    def init(self):
-        return ["text"]
-    def step(self, message):
-        if message["content"] == "list":
-            return []
-        raise NameError if message["content"] == "name" else AssertionError
-
-class Answers(Broken):
+class Fails:
+    def __init__(self, *, seed, init="None", step="None"):
+        self._init, self._step = init, step
     def init(self):
         from aligner.environments import Start
-        return Start([{"role": "user", "content": "2+3?"}])
+        start = Start([{"role": "user", "content": "?"}])
+        return start if self._init == "None" else self.do(self._init)
+    def step(self, message):
+        return self.do(self._step)
+    def do(self, code):
+        from aligner.environments import Turn
+        return eval(code)
+    def fail(self, kind):
+        raise {**vars(__import__("builtins")), **vars(__import__("json"))}[kind]("x", "", 0)
 '''
 
 
@@ -113,26 +112,23 @@ def test_tools_are_an_environment_that_brings_its_tasks():
 
 
 @pytest.mark.integration
-def test_a_refused_start_is_final_and_an_exception_is_not(file):
-    pool = EnvironmentPool(f"{file}:Broken", {}, [])
-    try:
-        refused, raised = (pool.call([Call(0, "begin", (seed, {}), 30.0)])[0] for seed in (0, 1))
-    finally:
-        pool.close()
-    assert isinstance(refused, Failure)
-    assert refused.is_final
-    assert "init returned ['text']; it must return a Start" in refused.text
-    assert not raised.is_final
-    assert "OSError: busy" in raised.text
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(("content", "is_final"), [("list", True), ("name", True), ("5", False)])
-def test_an_error_of_the_code_is_final(file, content, is_final):
-    pool = EnvironmentPool(f"{file}:Answers", {}, [])
-    try:
-        pool.call([Call(0, "begin", (0, {}), 30.0)])
-        failure = pool.call([Call(0, "step", {"content": content}, 30.0)])[0]
-    finally:
-        pool.close()
-    assert failure.is_final == is_final
+def test_a_repetition_mends_no_error_of_the_code(file):
+    """An error of `begin` is final if it depends on seed and row only; others may be temporary."""
+    begin = {
+        "final": ["['text']", "nothing", "1 + 'a'", "[].a", "{}['key']", "int('x')", "[][0]"],
+        "raised": ["self.fail('OSError')", "self.fail('JSONDecodeError')"],
+    }
+    step = {
+        "final": ["[]", "nothing", "__import__('no')", "Turn()", "Turn([{}])", "Turn((), '1', 1)"],
+        "fault": ["None.group()", "len(1)"],
+        "raised": ["{}['key']", "int('x')", "Turn((), 1e99, True)", "self.fail('OSError')"],
+    }
+    cases = [("init", k, code) for k, codes in begin.items() for code in codes]
+    cases += [("step", k, code) for k, codes in step.items() for code in codes]
+    with EnvironmentPool(f"{file}:Fails", {}, ["init", "step"]) as pool:
+        for name, kind, code in cases:
+            answer = pool.call([Call(0, "begin", (0, {name: code}), 30.0)])[0]
+            if name == "step":
+                assert not isinstance(answer, Failure), answer
+                answer = pool.call([Call(0, "step", {"content": "5"}, 30.0)])[0]
+            assert (name, code, answer.kind) == (name, code, kind)

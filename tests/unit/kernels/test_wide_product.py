@@ -6,8 +6,8 @@ sums and result in float32. Everything around it is the library's own code for G
 
 import pytest
 import torch
+from hidden_logprobs import logprobs_of
 
-from aligner.distributed.model_utils import hidden_states_to_logprobs
 from aligner.kernels import linear_product
 from aligner.kernels.linear_product import wide_linear, wide_mm
 from aligner.logprobs import output_layer
@@ -67,8 +67,8 @@ def test_logprobs_and_gradients(sampling, tile_bytes, monkeypatch):
     """Forward: float32's error. Gradients: each logit's is off by one rounding, then added up."""
     monkeypatch.setitem(output_layer._TILE_BYTES, "cpu", tile_bytes)
     hidden, weight, target, scale = _inputs()
-    logprobs, entropy = hidden_states_to_logprobs(
-        hidden, weight, target, vocab_size=VOCAB, chunk_size=5, with_entropy=True, **sampling
+    logprobs, entropy = logprobs_of(
+        hidden, weight, target, VOCAB, chunk_size=5, with_entropy=True, **sampling
     )
     assert logprobs.dtype == entropy.dtype == torch.float32
     restrict = {name: sampling[name] for name in ("top_k", "top_p") if name in sampling}
@@ -108,9 +108,7 @@ def test_nothing_becomes_float32_before_it_is_multiplied(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", counted)
     hidden, weight, target, _ = _inputs()
-    logprobs, _ = hidden_states_to_logprobs(
-        hidden, weight, target, vocab_size=VOCAB, temperature=0.5, top_k=7
-    )
+    logprobs, _ = logprobs_of(hidden, weight, target, VOCAB, temperature=0.5, top_k=7)
     logprobs.sum().backward()
     assert len(seen) == 5  # thresholds, logits, logits again, two gradients
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from hidden_logprobs import logprobs_of
 
-from aligner.distributed.model_utils import hidden_states_to_logprobs
 from aligner.errors import ConfigError
 from aligner.logprobs import output_layer
 from aligner.logprobs.top_k_top_p import threshold
@@ -69,8 +69,8 @@ def test_values_and_gradients(sampling, chunk_size):
     hidden, weight, target = _inputs()
     generator = torch.Generator().manual_seed(9)
     g, e = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
-    options = {"vocab_size": VOCAB, "chunk_size": chunk_size, "with_entropy": True, **sampling}
-    logprobs, entropy = hidden_states_to_logprobs(hidden, weight, target, **options)
+    options = {"chunk_size": chunk_size, "with_entropy": True, **sampling}
+    logprobs, entropy = logprobs_of(hidden, weight, target, VOCAB, **options)
     expected = _reference(hidden, weight, target, **sampling)
     torch.testing.assert_close((logprobs, entropy), expected)
     for outputs, references in [
@@ -85,10 +85,10 @@ def test_values_and_gradients(sampling, chunk_size):
 
 def test_gradcheck():
     hidden, weight, target = _inputs(tokens=3)
-    options = {"vocab_size": VOCAB, "temperature": 0.9, "with_entropy": True}
+    options = {"temperature": 0.9, "with_entropy": True}
 
     def logprobs(hidden, weight):
-        return hidden_states_to_logprobs(hidden, weight, target, **options)
+        return logprobs_of(hidden, weight, target, VOCAB, **options)
 
     assert torch.autograd.gradcheck(logprobs, (hidden, weight), fast_mode=True)
 
@@ -97,14 +97,14 @@ def test_padding_rows_take_no_part_and_no_tokens_are_fine():
     hidden, weight, target = _inputs()
     with torch.no_grad():
         weight[VOCAB:] = 1e4  # would swallow the softmax
-    logprobs, _ = hidden_states_to_logprobs(hidden, weight, target, vocab_size=VOCAB)
+    logprobs, _ = logprobs_of(hidden, weight, target, VOCAB)
     torch.testing.assert_close(logprobs, _reference(hidden, weight, target)[0])
     logprobs.sum().backward()
     assert (weight.grad[VOCAB:] == 0).all()
     hidden, weight, target = _inputs(tokens=0)
     for sampling in SAMPLING:
-        logprobs, entropy = hidden_states_to_logprobs(
-            hidden, weight, target, vocab_size=VOCAB, with_entropy=True, **sampling
+        logprobs, entropy = logprobs_of(
+            hidden, weight, target, VOCAB, with_entropy=True, **sampling
         )
         assert logprobs.shape == entropy.shape == (0,)
         actual = torch.autograd.grad(logprobs.sum(), (hidden, weight))
@@ -116,9 +116,7 @@ def test_padding_rows_take_no_part_and_no_tokens_are_fine():
 def test_bfloat16_accumulates_in_float32(sampling):
     """Inputs rounded to bfloat16, arithmetic exact: float32's error, not bfloat16's (4e-3)."""
     hidden, weight, target = _inputs(torch.bfloat16)
-    logprobs, entropy = hidden_states_to_logprobs(
-        hidden, weight, target, vocab_size=VOCAB, with_entropy=True, **sampling
-    )
+    logprobs, entropy = logprobs_of(hidden, weight, target, VOCAB, with_entropy=True, **sampling)
     expected = _reference(hidden, weight, target, **sampling)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), expected[0], atol=2e-5, rtol=1e-5)
@@ -134,7 +132,7 @@ def test_bfloat16_accumulates_in_float32(sampling):
 def test_extreme_logits_stay_finite():
     hidden = torch.tensor([[1.0], [-1.0]], requires_grad=True)
     weight = torch.tensor([[300.0], [-300.0], [0.0]], requires_grad=True)
-    logprobs, entropy = hidden_states_to_logprobs(
+    logprobs, entropy = logprobs_of(
         hidden, weight, torch.tensor([0, 0]), vocab_size=3, with_entropy=True
     )
     assert logprobs.tolist() == [0.0, -600.0]
@@ -146,12 +144,12 @@ def test_extreme_logits_stay_finite():
 
 def test_one_frozen_input():
     hidden, weight, target = _inputs()
-    logprobs, _ = hidden_states_to_logprobs(hidden, weight, target, vocab_size=VOCAB)
+    logprobs, _ = logprobs_of(hidden, weight, target, VOCAB)
     both = torch.autograd.grad(logprobs.sum(), (hidden, weight))
     for frozen in (0, 1):
         inputs = [hidden.detach(), weight.detach()]
         inputs[1 - frozen].requires_grad_()
-        hidden_states_to_logprobs(*inputs, target, vocab_size=VOCAB)[0].sum().backward()
+        logprobs_of(*inputs, target, VOCAB)[0].sum().backward()
         torch.testing.assert_close(inputs[1 - frozen].grad, both[1 - frozen])
         assert inputs[frozen].grad is None
 
@@ -179,9 +177,7 @@ def test_kept_sets_by_hand():
     assert kept.tolist() == [[True, True, True, False]]
     # Logits 3, 2, 1, 0, top-k 2, target 3: the set is {0, 1, 3}.
     weight = torch.tensor([[3.0], [2.0], [1.0], [0.0]])
-    logprobs, _ = hidden_states_to_logprobs(
-        torch.ones(1, 1), weight, torch.tensor([3]), vocab_size=4, top_k=2
-    )
+    logprobs, _ = logprobs_of(torch.ones(1, 1), weight, torch.tensor([3]), vocab_size=4, top_k=2)
     assert logprobs.item() == pytest.approx(-math.log(math.exp(3) + math.exp(2) + 1))
 
 
@@ -196,4 +192,4 @@ def test_kept_sets_by_hand():
 def test_bad_sampling_is_refused(options, message):
     hidden, weight, target = _inputs()
     with pytest.raises(ConfigError, match=message):
-        hidden_states_to_logprobs(hidden, weight, target, vocab_size=VOCAB, **options)
+        logprobs_of(hidden, weight, target, VOCAB, **options)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from aligner.config import SamplingParams
+from aligner.kernels.linear_product import running_sum, sum_by_products
 from aligner.logprobs import top_k_top_p
-from aligner.logprobs.top_k_top_p import running_sum, sum_by_products
 from aligner.models.gpt.decode import sampling
 
 

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from aligner.losses.advantages import (
+from aligner.losses.groups import (
     discounted_returns,
     group_advantages,
     has_reward_variance,

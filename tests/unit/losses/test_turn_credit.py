@@ -7,13 +7,8 @@ from random import Random
 import pytest
 import torch
 
-from aligner.losses.advantages import (
-    generalized_advantage_estimate,
-    group_advantages,
-    token_advantages,
-    token_rewards,
-    turn_advantages,
-)
+from aligner.losses.advantages import generalized_advantage_estimate, token_rewards
+from aligner.losses.groups import group_advantages, token_advantages, turn_advantages
 
 NAN = float("nan")
 

@@ -16,7 +16,8 @@ from aligner.logprobs.output_layer import bypassed_output_layer
 from aligner.models.gpt.forward.schedule import placed_positions
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
 from aligner.models.gpt.layers import elementwise, short_attention
-from aligner.models.gpt.layers.attention import SegmentParams, attend_rows
+from aligner.models.gpt.layers.attention import SegmentParams
+from aligner.models.gpt.layers.dot_product import attend_rows
 from aligner.models.gpt.layers.elementwise import SwiGLU, rms_norm, swiglu
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.groups import initialize_parallel

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.device import accelerator
-from aligner.models.gpt.layers.attention import attend_rows
+from aligner.models.gpt.layers.dot_product import attend_rows
 
 ALIGNMENT = 16
 # torch has a separate algorithm for matrix products with fewer multiplications.

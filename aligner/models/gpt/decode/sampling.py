@@ -20,7 +20,8 @@ from torch import Tensor
 from aligner.config import SamplingParams
 from aligner.device.counter_hash import UNIFORM_BITS, counter_hash, uniform_bits
 from aligner.errors import NonFiniteError
-from aligner.logprobs.top_k_top_p import running_sum, threshold
+from aligner.kernels.linear_product import running_sum
+from aligner.logprobs.top_k_top_p import threshold
 
 _BLOCK = 128  # tokens of a block, in which probabilities are summed
 _ONE_LEVEL = 2048  # largest vocabulary that is summed without blocks

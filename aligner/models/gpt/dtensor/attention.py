@@ -17,12 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from aligner.errors import LayoutError
-from aligner.models.gpt.layers.attention import (
-    attend_buckets,
-    attend_rows,
-    attend_segments,
-    by_sequence,
-)
+from aligner.models.gpt.layers.attention import attend_buckets, attend_segments
+from aligner.models.gpt.layers.dot_product import attend_rows, by_sequence
 from aligner.models.gpt.layers.segments import Bucket, Segments, take_rows
 
 NAME = "aligner"

@@ -21,6 +21,7 @@ from aligner.checkpoint.model_source import ModelSource
 from aligner.config import check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointError, ConfigError
+from aligner.losses.interfaces import AnyLossFunction
 from aligner.models.gpt.dtensor.adapters import check_that_all_learn
 from aligner.models.gpt.dtensor.build import build_sharded
 from aligner.models.gpt.dtensor.module import TransformersModel
@@ -34,7 +35,6 @@ from aligner.models.gpt.role.model import RoleModel, count_denominators, reduce_
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
-from aligner.types import LossFunction
 
 # Names of a head in files of adapters, by those in the module.
 _HEAD_NAMES = dict(zip(("score.weight", "score.bias"), REWARD_HEAD, strict=True))
@@ -174,7 +174,7 @@ class DTensorModel(RoleModel, LightningModule):
         self,
         batch: Mapping[str, Tensor],
         forward_only: bool,
-        loss_fn: LossFunction | None = None,
+        loss_fn: AnyLossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> dict[str, float]:
         """See `RoleModel.run_batch`."""

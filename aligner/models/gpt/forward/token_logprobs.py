@@ -14,12 +14,12 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from aligner.config import SamplingParams
 from aligner.distributed.model_utils.distillation import logprobs_of, mean_logprob
 from aligner.distributed.model_utils.vocab_topk import distributed_vocab_topk
 from aligner.kernels.linear_product import wide_linear
 from aligner.logprobs.fused import hidden_states_to_logprobs
 from aligner.logprobs.output_layer import VocabShard
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 from aligner.models.gpt.forward.token_layout import BoolArray, TokenLayout
 from aligner.types import TokenOutputs
 
@@ -67,7 +67,7 @@ def token_logprobs(
     selected: BoolArray,
     layout: TokenLayout,
     *,
-    sampling: SamplingParams,
+    sampling: TrainingSamplingParams,
     with_entropy: bool = False,
     kept_ids: Tensor | None = None,
 ) -> TokenOutputs:
@@ -75,7 +75,7 @@ def token_logprobs(
 
     The hidden state at t - 1 predicts token t. ``input_ids``: int64 ``[B, S]``. ``selected``: ``[B,
     S]`` on the host, true to compute token t, except position 0, which no hidden state predicts.
-    ``sampling``: top-k and top-p of the distribution. ``kept_ids``: int ``[B, S, K]``, see
+    ``sampling``: parameters of the distribution. ``kept_ids``: int ``[B, S, K]``, see
     `hidden_states_to_logprobs`.
     """
     # Only rows that predict a selected token reach the output layer.
@@ -84,12 +84,9 @@ def token_logprobs(
         layout.take(projection.rows, rows),
         projection.weight,
         input_ids.flatten()[tokens],
-        tp_group=projection.tp_group,
-        vocab_size=projection.vocab_size,
-        temperature=projection.temperature,
+        projection.shard,
+        sampling,
         cap=projection.cap,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
         with_entropy=with_entropy,
         kept_ids=None if kept_ids is None else kept_ids.flatten(0, 1)[tokens],
     )

@@ -12,13 +12,13 @@ from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.device.counter_hash import CallSeeds
 from aligner.logprobs.output_layer import output_weight
+from aligner.losses.interfaces import AnyLossFunction
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.gpt.forward.schedule import MicroBatches, full_hidden_states
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.policy import SamplingPolicy
 from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import AlignableGenerativeInterface
-from aligner.types import LossFunction
 
 
 class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativeInterface):
@@ -123,7 +123,7 @@ class MegatronGPTRSModel(MegatronGPTActorModel):
         self,
         batch: Mapping[str, Tensor],
         forward_only: bool,
-        loss_fn: LossFunction | None = None,
+        loss_fn: AnyLossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> dict[str, float]:
         """See `RoleModel.run_batch`. ``batch`` may also be a result of `infer`."""

@@ -28,6 +28,7 @@ from aligner.checkpoint.nemo.connector import GPTSaveRestoreConnector
 from aligner.config import TrainedModelConfig, as_omegaconf, check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
+from aligner.losses.interfaces import AnyLossFunction
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Head,
@@ -164,6 +165,13 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     # The model -------------------------------------------------------------------------------
 
+    @property
+    def gpt(self) -> GPTModel:
+        """Model of megatron-core without the data-parallel wrapper."""
+        return self.model.module if self.optimizer is not None else self.model
+
+    unwrapped = gpt
+
     def build_gpt(self, initialize: bool) -> GPTModel:
         """Build this process's share of the architecture, with the role's head."""
         gpt = build_gpt(
@@ -229,16 +237,15 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         self,
         batch: Mapping[str, Tensor],
         forward_only: bool,
-        loss_fn: LossFunction | None = None,
+        loss_fn: AnyLossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> dict[str, float]:
         """See `RoleModel.run_batch`."""
-        loss_fn = self.require_loss(loss_fn)
         # The dropout of adapters changes with every update.
         if self.adapters is not None and self.optimizer is not None:
             self.adapters.begin_update(self.optimizer.steps)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
-        step = self.loss_step(loss_fn, denominators)
+        step = self.loss_step(self.require_loss(loss_fn), denominators)
         microbatches = self.split(batch, mbs or self.settings.micro_batch_size)
         if forward_only:
             results = [metrics for _, metrics in infer_microbatches(self.gpt, microbatches, step)]

@@ -12,7 +12,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
 
 from aligner.device import accelerator
@@ -104,11 +103,14 @@ class RoleOptimizer(StepOptimizer):
                 return StepOutcome(grad_norm=norm, lr=lr, skipped=True)
             for group in self.inner.param_groups:
                 group["lr"] = lr * group.get("lr_mult", 1.0)
-            if self.gradient_clip_val > 0:
-                for part in self.inner.chained_optimizers:
-                    clip_grad_by_total_norm_fp32(
-                        part.get_parameters(), self.gradient_clip_val, norm
-                    )
+            # megatron-core's function would copy each gradient where Apex is not installed.
+            factor = self.gradient_clip_val / (norm + 1e-6) if self.gradient_clip_val > 0 else 1.0
+            parameters = (
+                p for part in self.inner.chained_optimizers for p in part.get_parameters()
+            )
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if factor < 1.0 and gradients:
+                torch._foreach_mul_(gradients, factor)
             self.inner.step_with_ready_grads()
         self._collected = False
         self.steps += 1

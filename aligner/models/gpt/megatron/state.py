@@ -11,6 +11,7 @@ data-parallel ranks update are gathered from those ranks, as after a step.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
@@ -212,11 +213,9 @@ class RoleWeights(RoleModel):
     adapters: RoleAdapters | None
 
     @property
+    @abstractmethod
     def gpt(self) -> GPTModel:
         """Model of megatron-core without the data-parallel wrapper."""
-        return self.model.module if self.optimizer is not None else self.model
-
-    unwrapped = gpt
 
     @cached_property
     def gathered_weights(self) -> GatheredWeights:
@@ -228,11 +227,6 @@ class RoleWeights(RoleModel):
             pp_group=self.parallel.pp_group,
             ep_group=self.parallel.ep_group,
         )
-
-    def collect_weights(self) -> None:
-        """See `RoleOptimizer.collect_weights`."""
-        if self.optimizer is not None:
-            self.optimizer.collect_weights()
 
     def run_state(self) -> dict[str, Any]:
         """Return the state that this process saves. Tensors are flat views of its memory.

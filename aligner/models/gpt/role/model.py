@@ -18,6 +18,7 @@ from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.errors import ConfigError, NonFiniteError, current_step
+from aligner.losses.interfaces import AnyLossFunction, PublishedLoss
 from aligner.models.gpt.forward.schedule import (
     Head,
     Microbatch,
@@ -85,7 +86,7 @@ class RoleModel(ABC):
         self,
         batch: Mapping[str, Tensor],
         forward_only: bool,
-        loss_fn: LossFunction | None = None,
+        loss_fn: AnyLossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> tuple[float, dict[str, float]]:
         """Compute loss and metrics of one global batch, of which ``batch`` is this rank's share.
@@ -102,7 +103,7 @@ class RoleModel(ABC):
         self,
         batch: Mapping[str, Tensor],
         number: int = 0,
-        loss_fn: LossFunction | None = None,
+        loss_fn: AnyLossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> dict[str, float]:
         """Run one optimizer step on one global batch.
@@ -180,19 +181,22 @@ class RoleModel(ABC):
             bounds += [(end, end)] * (int(count) - len(bounds))
         return split_microbatches(batch, bounds, self.layout_rules)
 
-    def require_loss(self, loss_fn: LossFunction | None) -> LossFunction:
-        """Return ``loss_fn``, or else the role's loss, or else raise `ConfigError`."""
+    def require_loss(self, loss_fn: AnyLossFunction | None) -> LossFunction:
+        """Return ``loss_fn``, or else the role's loss, or else raise `ConfigError`.
+
+        A published loss is converted.
+        """
         loss_fn = loss_fn or self.loss_fn
         if loss_fn is None:
             raise ConfigError(f"loss_fn: the {self.role_name} has no default loss. Pass loss_fn")
-        return loss_fn
+        return loss_fn if isinstance(loss_fn, LossFunction) else PublishedLoss(loss_fn)
 
     @abstractmethod
     def run_batch(
         self,
         batch: Mapping[str, Tensor],
         forward_only: bool,
-        loss_fn: LossFunction | None = None,
+        loss_fn: AnyLossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> dict[str, float]:
         """Run the passes over ``batch``. For the arguments see `get_loss_and_metrics`.
@@ -281,8 +285,10 @@ class RoleModel(ABC):
         """Free the memory that inference cached, for other processes on the device."""
         accelerator.release_shared_memory()
 
-    def collect_weights(self) -> None:  # noqa: B027 - optional for a backend
+    def collect_weights(self) -> None:
         """Gather weights that other ranks updated, if updates defer it. All ranks must call it."""
+        if self.optimizer is not None:
+            self.optimizer.collect_weights()
 
     def drop_reused_forward(self) -> None:  # noqa: B027 - optional for a backend
         """Free the graph that a scoring pass keeps for training, if any."""

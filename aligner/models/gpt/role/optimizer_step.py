@@ -67,6 +67,9 @@ class StepOptimizer(ABC):
     def step(self, loss_is_finite: bool = True) -> StepOutcome:
         """Update the weights. A loss or gradient norm that is not finite changes nothing."""
 
+    def collect_weights(self) -> None:  # noqa: B027 - no effect if a step gathers them
+        """Gather the weights that other ranks updated. All data-parallel ranks must call it."""
+
     @abstractmethod
     def moment_states(self) -> Iterator[dict[str, Any]]:
         """Yield the optimizer state of each updated tensor."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
-from aligner.losses.interfaces import reads_logits
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
+from aligner.losses.interfaces import LossInputType, PublishedLoss
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.decode.model import SampledModel
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
@@ -115,10 +116,9 @@ class SamplingPolicy(RoleModel):
     def projection(self, model: Any, hidden: Tensor) -> Projection:
         """Combine `output_layer` of ``hidden`` [n, L, H] with vocabulary and temperature."""
         factors = self.output_layer(model, hidden)
-        size, temperature = self.architecture.vocab_size, self.sampling_params.temperature
-        scale, cap = self.logits_form
-        cap = None if cap is None else cap / temperature
-        return Projection(*factors, size, self.vocab_group, temperature / scale, cap)
+        cap, size = self.logits_form.cap, self.architecture.vocab_size
+        cap = None if cap is None else cap / self.sampling_params.temperature
+        return Projection(*factors, size, self.vocab_group, self.scored_sampling.temperature, cap)
 
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
@@ -140,7 +140,7 @@ class SamplingPolicy(RoleModel):
             columns["input_ids"],
             selected,
             layout,
-            sampling=self.sampling_params,
+            sampling=self.scored_sampling,
             with_entropy=with_entropy,
             kept_ids=columns.get("kept_ids"),
         )
@@ -149,9 +149,9 @@ class SamplingPolicy(RoleModel):
         self, model: Any, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
     ) -> TokenOutputs:
         """Compute `token_outputs`, or logits float32 ``[B, S, V]`` if ``loss_fn`` reads logits."""
-        if not reads_logits(loss_fn):
-            return super().loss_outputs(model, hidden, microbatch, loss_fn)
-        return TokenOutputs(token_logits(self.projection(model, hidden), microbatch.layout))
+        if isinstance(loss_fn, PublishedLoss) and loss_fn.input_type is LossInputType.LOGIT:
+            return TokenOutputs(token_logits(self.projection(model, hidden), microbatch.layout))
+        return super().loss_outputs(model, hidden, microbatch, loss_fn)
 
     def get_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
@@ -229,6 +229,11 @@ class SamplingPolicy(RoleModel):
         """Configure `generator`. The sampling temperature also applies to all log-probs."""
         self.length_params = length
         self.sampling_params = sampling
+        # The distribution of all log-probs. A target outside of the filter counts as kept.
+        temperature = sampling.temperature / self.logits_form.scale
+        self.scored_sampling = TrainingSamplingParams(
+            sampling.top_k, sampling.top_p, temperature, keep_target=True
+        )
         self.rollout_micro_batch_size = rollout_micro_batch_size
         self._generator = None
 
