@@ -3,9 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from aligner import foreign_keys
 from aligner.api.quiet import quiet
-from aligner.compat import nemo_aligner, paths
+from aligner.compat import paths
 
 if TYPE_CHECKING:
     from aligner.api.model import CriticModel, Model, load_critic, load_model
@@ -40,7 +39,6 @@ _MODULES = {
     "Result": "result",
 }
 paths.install()
-foreign_keys.register(nemo_aligner)
 
 
 def __getattr__(name: str) -> Any:

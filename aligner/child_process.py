@@ -156,8 +156,7 @@ class ChildProcess:
     def receive(self, deadline: float, time_limit_s: float) -> tuple[str, Any]:
         """Wait for the next answer to the last message, and return its kind and payload.
 
-        At ``deadline``, by ``time.monotonic()``, the child is killed, and the error names the
-        ``time_limit_s``.
+        The child is killed at ``deadline``, by ``time.monotonic()``. The error names the limit.
         """
         try:
             kind, payload = self._read(deadline)
@@ -369,7 +368,7 @@ class _Pipe:
             self.socket.sendall(part)
 
     def receive(self, most_bytes: int | None = None, deadline: float | None = None) -> bytearray:
-        """Return the next message, or bytes that do not begin with a header.
+        """Return the next message, or received bytes as they are if they begin with no header.
 
         Raises EOFError if the other end is closed, OverflowError for more than ``most_bytes``.
         """

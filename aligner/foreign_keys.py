@@ -1,41 +1,10 @@
-"""Lookup of configuration keys of other libraries in the tables that `aligner.compat` registers."""
+"""Text of configuration keys and values, in tables and in overrides."""
 
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 IGNORED: dict[str, None] = {}  # keys without effect in this run, for the start-up report
-
-
-class KeyTable(Protocol):
-    """Keys of one library."""
-
-    def remedy(self, key: str, /) -> str | None:
-        """Return the alternative to a dotted key, or None for a key that is not in the table."""
-        ...
-
-    def is_inert(self, key: str, value: Any, /) -> bool:
-        """Return whether ``key: value`` describes the fixed behaviour of this library."""
-        ...
-
-
-_tables: list[KeyTable] = []
-
-
-def register(keys: KeyTable) -> None:
-    """Add the table of a library, which may be a module with the two functions."""
-    if keys not in _tables:
-        _tables.append(keys)
-
-
-def remedy(key: str) -> str | None:
-    """Return the alternative to a key in the first table that contains it, or None."""
-    return next((text for keys in _tables if (text := keys.remedy(key)) is not None), None)
-
-
-def is_inert(key: str, value: Any) -> bool:
-    """Return whether a table accepts ``key: value`` as without effect."""
-    return any(keys.is_inert(key, value) for keys in _tables)
 
 
 def table(rows: list[tuple[str, Any, str]]) -> str:

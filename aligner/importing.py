@@ -23,11 +23,10 @@ Kind = Literal["function", "class"]
 
 
 def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[..., Any]:
-    """Import a function or a class.
+    """Import the function or class that the configuration key ``key`` names.
 
     ``name``: ``package.module:function``, ``package.module.function`` or
-    ``path/to/file.py:function``, the value of the configuration key ``key``. Raises `ConfigError`
-    if the path is invalid, or its module cannot be imported or lacks the object.
+    ``path/to/file.py:function``. Raises `ConfigError` if the object cannot be imported.
     """
     module_path, attribute = _split(name, key)
     module = _import_module(module_path, name, key)
@@ -107,10 +106,10 @@ def check_call(
 def construct(
     factory: Callable[..., Any], kwargs: Mapping[str, Any], name: str, remedy: str
 ) -> Any:
-    """Call a user's class with keyword arguments.
+    """Call a user's class with keyword arguments. Raise `ConfigError` if this fails.
 
-    ``name``, the configuration key and its value, begins a message. ``remedy`` ends the message if
-    the signature does not match. Raises `ConfigError` also if the constructor raised an exception.
+    ``name``, the configuration key and its value, begins the message. ``remedy`` ends the message
+    if the signature does not match.
     """
     check_call(factory, kwargs, f"{name}: its constructor", remedy)
     with user_errors(name, f"its constructor with the arguments {dict(kwargs)}"):

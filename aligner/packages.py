@@ -95,8 +95,7 @@ OPTIONAL_PACKAGES = (
 def require_extra(extra: str, purpose: str) -> None:
     """Raise `MissingPackageError` if packages of an extra in pyproject.toml are not installed.
 
-    ``purpose``: subject of the message, such as a setting that needs the packages. The message
-    names the missing packages and the command that installs them.
+    ``purpose``: subject of the message, such as a setting that needs the packages.
     """
     packages = [package for package in OPTIONAL_PACKAGES if package.extra == extra]
     missing = [package.name for package in packages if not _is_installed(package)]
@@ -191,8 +190,8 @@ def _version(name: str) -> str | None:
 
 
 _PACKAGES = (
-    *("aligner", "torch", "megatron-core", "nemo-toolkit", "lightning", "transformers", "ray"),
-    "numpy",
+    *("aligner", "torch", "megatron-core", "nemo-toolkit"),
+    *("lightning", "transformers", "ray", "numpy"),
 )
 
 

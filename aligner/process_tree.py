@@ -31,8 +31,7 @@ def adopt_orphans() -> None:
 def kill_tree(pid: int) -> None:
     """Kill process ``pid``, its process group and all its descendants, and remove scratch folders.
 
-    ``pid`` may be this process, which then ends. If ``pid`` is already dead, only its process group
-    is killed, and `kill_marked` finds its other descendants.
+    If ``pid`` is already dead, only its group is killed, and `kill_marked` finds its descendants.
     """
     folder = None
     with suppress(psutil.Error):

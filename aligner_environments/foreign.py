@@ -12,6 +12,7 @@ from typing import Any
 from aligner.data.chat import Message
 from aligner.environments.functions import loaded
 from aligner.errors import ConfigError, raised_as
+from aligner.plain import plain
 
 _MAX_CLOSE_S = 10.0
 
@@ -45,7 +46,7 @@ def as_text(observation: Any) -> str:
     """Return text unchanged. Return any other observation as JSON, with arrays as lists."""
     if isinstance(observation, str):
         return observation
-    return json.dumps(_plain(observation), default=str)
+    return json.dumps(plain(observation))
 
 
 class LoopThread:
@@ -105,11 +106,3 @@ class LoopThread:
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]
             value.set_exception(error)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value.tolist() if hasattr(value, "tolist") else value

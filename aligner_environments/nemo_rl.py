@@ -54,8 +54,8 @@ class NeMoRLEnv:
             self._metadata = columns if extra_env_info is None else dict(extra_env_info)
         if not self._log:
             raise DataError(
-                "the conversation begins with no message. Give the data a column prompt, or set a "
-                "function as environment.kwargs.start"
+                "the conversation begins with no message. Add a column 'prompt' to the data, or "
+                "set a function as environment.kwargs.start"
             )
 
     @classmethod

@@ -44,28 +44,15 @@ class DeviceRates:
         return (self.attention if is_attention else ARITHMETIC_REACHED) * self.low_precision
 
 
-def _device(
-    name: str,
-    gigabytes: int,
-    teraflops: tuple[float, float],
-    memory: float,
-    links: tuple[float, float, float],
-    attention: float,
-) -> DeviceRates:
-    """Build a row from binary gigabytes, TFLOP/s and GB/s."""
-    low, full = (rate * 1e12 for rate in teraflops)
-    nvlink, network, host = (rate * 1e9 for rate in links)
-    size = gigabytes << 30
-    return DeviceRates(name, size, low, full, memory * 1e9, nvlink, network, host, attention)
-
-
 _TABLE = (
-    _device("a100-40g", 40, (312.0, 19.5), 1555.0, (300.0, 25.0, 25.0), 0.9),
-    _device("a100-80g", 80, (312.0, 19.5), 2039.0, (300.0, 25.0, 25.0), 0.9),
-    _device("l40s", 48, (362.0, 91.6), 864.0, (25.0, 12.5, 25.0), 0.9),  # PCIe, no NVLink
-    _device("h100-80g", 80, (989.4, 66.9), 3350.0, (450.0, 50.0, 50.0), 0.7),
-    _device("h200", 140, (989.4, 66.9), 4800.0, (450.0, 50.0, 50.0), 0.7),
-    _device("b200", 180, (2250.0, 75.0), 8000.0, (900.0, 50.0, 50.0), 0.35),
+    DeviceRates("a100-40g", 40 << 30, 312e12, 19.5e12, 1555e9, 300e9, 25e9, 25e9, 0.9),
+    DeviceRates("a100-80g", 80 << 30, 312e12, 19.5e12, 2039e9, 300e9, 25e9, 25e9, 0.9),
+    DeviceRates(
+        "l40s", 48 << 30, 362e12, 91.6e12, 864e9, 25e9, 12.5e9, 25e9, 0.9
+    ),  # PCIe, no NVLink
+    DeviceRates("h100-80g", 80 << 30, 989.4e12, 66.9e12, 3350e9, 450e9, 50e9, 50e9, 0.7),
+    DeviceRates("h200", 140 << 30, 989.4e12, 66.9e12, 4800e9, 450e9, 50e9, 50e9, 0.7),
+    DeviceRates("b200", 180 << 30, 2250e12, 75e12, 8000e9, 900e9, 50e9, 50e9, 0.35),
 )
 DEVICES = {device.name: device for device in _TABLE}
 

@@ -61,22 +61,25 @@ def _grid(estimator: Estimator, config: BaseRunConfig, pipeline: int) -> Iterato
     for tensor, context, expert in product(_SIZES, repeat=3):
         if expert > experts or (context > 1 and longest < context * _CHUNK):
             continue
-        yield {
+        changes: dict[str, Any] = {
             "model.tensor_model_parallel_size": tensor,
             "model.pipeline_model_parallel_size": pipeline,
-            **({"model.context_parallel_size": context} if longest >= 2 * _CHUNK else {}),
-            **({"model.expert_model_parallel_size": expert} if experts > 1 else {}),
-            "model.sequence_parallel": tensor > 1 and config.policy.backend == "megatron",
-            "model.micro_batch_size": None,
-            **({"critic.micro_batch_size": None} if _has_critic(config) else {}),
         }
+        if longest >= 2 * _CHUNK:
+            changes["model.context_parallel_size"] = context
+        if experts > 1:
+            changes["model.expert_model_parallel_size"] = expert
+        changes["model.sequence_parallel"] = tensor > 1 and config.policy.backend == "megatron"
+        changes["model.micro_batch_size"] = None
+        if _has_critic(config):
+            changes["critic.micro_batch_size"] = None
+        yield changes
 
 
 def savings(config: BaseRunConfig, sizes: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield options that save memory in the order of their cost, beginning with none.
 
-    Each has an index in `batch_sizes`, which has ``sizes`` entries: the first, then the
-    last.
+    Each has an index in `batch_sizes`, which has ``sizes`` entries: the first, then the last.
     """
     offload: dict[str, Any] = {}
     if isinstance(config, SamplingRunConfig):

@@ -335,7 +335,9 @@ class _Rehearsal:
             "open_model": open_source,
             "open_nemo": open_source,
             "open_engine": lambda config, closing: self,
-            "longest_lengths": _short_lengths,
+            "longest_lengths": lambda config, *_, **__: (
+                (_PROMPT, _RESPONSE) if samples_responses(config) else (0, _PROMPT + _RESPONSE)
+            ),
             "startup_summary": lambda *_, **__: None,
             "start_generation": lambda *_: None,  # the policy samples instead of an engine
             "describe_model_of": lambda config: (tokenizer, self.architecture(None)),
@@ -378,13 +380,6 @@ def _rehearsal_config(config: BaseRunConfig) -> BaseRunConfig:
             generation=replace(config.generation, async_rollouts=False),
         )
     return replace(config, dry_run=True, trainer=replace(config.trainer, callbacks=()))
-
-
-def _short_lengths(config: BaseRunConfig, *_: Any, **__: Any) -> tuple[int, int]:
-    """Substitute for `longest_lengths`."""
-    if samples_responses(config):
-        return _PROMPT, _RESPONSE
-    return 0, _PROMPT + _RESPONSE
 
 
 def _synthetic_set(

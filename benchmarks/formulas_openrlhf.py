@@ -8,9 +8,8 @@ from torch import Tensor
 
 from aligner.losses.advantages import generalized_advantage_estimate
 from aligner.losses.groups import soft_overlong_penalty, token_advantages
-from aligner.losses.kl import kl_estimate
 from aligner.losses.language import NegativeLogLikelihoodLoss
-from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.policy import PPOPolicyLoss, kl_estimate
 from aligner.losses.preference import DPOLoss, IPOLoss
 from aligner.losses.reward import BradleyTerryLoss
 from aligner.losses.value import PPOValueLoss

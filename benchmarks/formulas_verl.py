@@ -15,9 +15,8 @@ from aligner.losses.corrections import (
     geometric_rejection,
 )
 from aligner.losses.groups import CriticFreeEstimator, token_advantages
-from aligner.losses.kl import kl_estimate
 from aligner.losses.masked import BatchAverage, masked_whiten
-from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.policy import PPOPolicyLoss, kl_estimate
 from aligner.losses.value import PPOValueLoss
 from aligner.types import Denominators
 from benchmarks.formulas_cases import Comparisons, Inputs, main

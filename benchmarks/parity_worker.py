@@ -38,7 +38,7 @@ from aligner.distributed.workers import LocalCluster
 from aligner.errors import LayoutError
 from aligner.observe.metrics import PhaseTimers
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel
-from aligner.rewards.interface import Reward
+from aligner.rewards.function.runner import Reward
 from tests.distributed.layout_worker import OPTIM, ROWS, fill_head, learn, model_config
 
 Row = Any  # tensor, float, dict of either, or a sentence

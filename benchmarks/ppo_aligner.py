@@ -30,7 +30,7 @@ from aligner.distributed.workers import LocalCluster
 from aligner.examples.tasks.tiny_model import random_weights
 from aligner.observe.metrics import PhaseTimers
 from aligner.parallel.groups import initialize_parallel
-from aligner.rewards.interface import Reward
+from aligner.rewards.function.runner import Reward
 from benchmarks.common import stdout_reserved
 from benchmarks.ppo_shape import (
     GAMMA,

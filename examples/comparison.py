@@ -16,7 +16,7 @@ from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.device import accelerator
 from aligner.errors import AlignerError, DataError
 from aligner.observe.estimates import Z95
-from aligner.observe.metrics import read_metrics
+from aligner.observe.metrics import Sample, read_metrics
 from aligner.observe.report.chart import (
     Change,
     ChartCard,
@@ -27,7 +27,6 @@ from aligner.observe.report.chart import (
     short_number,
 )
 from aligner.observe.report.page import render
-from aligner.observe.samples import Sample
 from aligner.packages import describe_environment
 
 _METRICS, _EVALUATION = "metrics.jsonl", "evaluation.json"

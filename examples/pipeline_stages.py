@@ -46,8 +46,7 @@ from aligner.examples.pipeline_config import (
     load_pipeline,
 )
 from aligner.foreign_keys import shown
-from aligner.observe.metrics import read_metrics
-from aligner.observe.samples import read_samples
+from aligner.observe.metrics import read_metrics, read_samples
 from aligner.packages import describe_environment
 
 if TYPE_CHECKING:  # it imports torch

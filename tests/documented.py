@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import yaml
@@ -24,40 +25,38 @@ ELLIPSES = ("...", "…")
 
 
 @dataclass(frozen=True)
-class Block:
-    """A fenced block: ``line`` is that of its first line of text."""
+class Passage:
+    """A part of ``page`` that begins at ``line``."""
 
     page: str
     line: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Block(Passage):
+    """A fenced block: ``line`` is that of its first line of text."""
+
     language: str
     text: str
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Passage):
     """A table: ``rows`` are the cells of each row as written."""
 
-    page: str
-    line: int
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
-    @property
-    def place(self) -> str:
-        return f"{self.page}:{self.line}"
-
 
 @dataclass(frozen=True)
-class Command:
-    """A command line as it stands in ``page``, continuation lines joined and comments removed."""
+class Command(Passage):
+    """A command line, continuation lines joined and comments removed."""
 
-    page: str
-    line: int
     text: str
-
-    @property
-    def place(self) -> str:
-        return f"{self.page}:{self.line}"
 
     @property
     def words(self) -> list[str]:
@@ -119,17 +118,11 @@ def tables() -> list[Table]:
     found = []
     for path in PAGES:
         lines = path.read_text().splitlines()
-        starts = [
-            number
-            for number, line in enumerate(lines)
-            if re.fullmatch(r"\|[-|: ]+\|", line) and number
-        ]
-        for start in starts:
-            end = start + 1
-            while end < len(lines) and lines[end].startswith("|"):
-                end += 1
-            rows = tuple(cells(line) for line in lines[start + 1 : end])
-            found.append(Table(name_of(path), start, cells(lines[start - 1]), rows))
+        for start, line in enumerate(lines):
+            if start and re.fullmatch(r"\|[-|: ]+\|", line):
+                below = takewhile(lambda line: line.startswith("|"), lines[start + 1 :])
+                header = cells(lines[start - 1])
+                found.append(Table(name_of(path), start, header, tuple(map(cells, below))))
     return found
 
 

@@ -8,55 +8,30 @@ import torch
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 
 LLAMA_SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 259,
-    "max_position_embeddings": 64,
+    **{"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"vocab_size": 259, "max_position_embeddings": 64},
     **dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"], 2),
 }
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 300.0}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "attention_factor": 1.3,
-    "beta_fast": 4.0,
-    "beta_slow": 0.5,
-    "original_max_position_embeddings": 32,
-}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "attention_factor": 1.3}
+YARN_ROPE |= {"beta_fast": 4.0, "beta_slow": 0.5, "original_max_position_embeddings": 32}
 LONGROPE = {
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 500.0,
-        "partial_rotary_factor": 0.75,
-        "short_factor": [1.0, 1.1, 1.5],
-        "long_factor": [2.0, 3.0, 4.0],
-    },
-    "original_max_position_embeddings": 48,
-    "max_position_embeddings": 96,
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75}
+    | {"short_factor": [1.0, 1.1, 1.5], "long_factor": [2.0, 3.0, 4.0]},
+    **{"original_max_position_embeddings": 48, "max_position_embeddings": 96},
 }
 MIXTRAL = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN3_MOE = {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+BIASES = {"attention_bias": True, "mlp_bias": True}
 CASES = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama_linear_rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-    ),
-    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_linear_rope": ("llama", {"rope_parameters": {**LINEAR_ROPE, "factor": 2.0}}),
+    "llama_biases": ("llama", BIASES),
     "smollm": ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
     "mistral_window": ("mistral", {"sliding_window": 5}),
@@ -69,7 +44,7 @@ CASES = {
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3_moe_normed": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "nemotron": ("nemotron", {"head_dim": 12}),
-    "nemotron_biases": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "nemotron_biases": ("nemotron", BIASES),
     "starcoder2": ("starcoder2", {"sliding_window": 5, "norm_epsilon": 1e-3}),
     "starcoder2_plain": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "phi3": ("phi3", {"sliding_window": 5}),
@@ -78,12 +53,9 @@ CASES = {
     "stablelm_biases": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "seed_oss": ("seed_oss", {"head_dim": 12}),
     "arcee": ("arcee", {"rope_parameters": YARN_ROPE}),
-    "arcee_biases": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "arcee_biases": ("arcee", BIASES),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
-    "smollm3_biases": (
-        "smollm3",
-        {"no_rope_layers": [0, 1], "attention_bias": True, "mlp_bias": True},
-    ),
+    "smollm3_biases": ("smollm3", {"no_rope_layers": [0, 1], **BIASES}),
     "glm": ("glm", {"head_dim": 12}),
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
     "ernie4_5_biases": ("ernie4_5", {"head_dim": 8, "use_bias": True}),
@@ -122,11 +94,7 @@ CASES = {
     "gpt2_n_inner": ("gpt2", {"n_inner": 40}),
 }
 GPT2_SIZES = {
-    "n_layer": 2,
-    "n_embd": 32,
-    "n_head": 4,
-    "vocab_size": 259,
-    "n_positions": 64,
+    **{"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 259, "n_positions": 64},
     **dict.fromkeys(["attn_pdrop", "resid_pdrop", "embd_pdrop"], 0.0),
 }
 

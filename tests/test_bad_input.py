@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from settings import tree
 
 from aligner.config import parse_config
 from aligner.errors import (
@@ -58,28 +59,18 @@ def settings_of(folder, nemo, overrides):
     """A run of one step of the tiny model, with other values for some keys."""
     settings = {
         "model.restore_from_path": str(nemo),
-        "model.micro_batch_size": 4,
-        "model.global_batch_size": 4,
+        **{f"{role}.micro_batch_size": 4 for role in ("model", "critic")},
+        **{f"{role}.global_batch_size": 4 for role in ("model", "critic")},
         "model.ppo.num_rollout_samples": 4,
         "model.ppo.length_params.max_length": 2,
-        "critic.micro_batch_size": 4,
-        "critic.global_batch_size": 4,
         "reward.function": f"{folder}/rewards.py:good",
         "data.train.source": f"{folder}/train.jsonl",
         "exp_manager.explicit_log_dir": f"{folder}/run",
         "exp_manager.create_tensorboard_logger": False,
         "trainer.ppo.initial_policy_kl_penalty": 0.0,
         "trainer.ppo.max_steps": 1,
-        **overrides,
     }
-    values = {}
-    for key, value in settings.items():
-        *path, last = key.split(".")
-        level = values
-        for name in path:
-            level = level.setdefault(name, {})
-        level[last] = value
-    return values
+    return tree(settings | overrides)
 
 
 @pytest.fixture
@@ -114,89 +105,70 @@ def test_the_settings_are_good_otherwise(run):
     assert (run.folder / "run" / "report.html").exists()
 
 
-SOURCE, FUNCTION = "data.train.source", "reward.function"
 PACKED = {
     "model.sequence_packing.enabled": True,
     "model.sequence_packing.train_mb_tokens": 32,
-    SOURCE: "FOLDER/longer.jsonl",
+    "data.train.source": "FOLDER/longer.jsonl",
 }
 HANGS = {
-    FUNCTION: "FOLDER/rewards.py:hangs",
+    "reward.function": "FOLDER/rewards.py:hangs",
     "reward.time_limit_s": 3.0,
     "reward.timeout_reward": None,
 }
-# Error, words of its message, what was set.
+
+
+def reward(name):
+    return {"reward.function": f"FOLDER/rewards.py:{name}"}
+
+
+def data(name):
+    return {"data.train.source": f"FOLDER/{name}.jsonl"}
+
+
+PATH, FOLDER = "model.restore_from_path", "exp_manager.explicit_log_dir"
+# Error, words of its message, overrides.
 CASES = {
-    "missing checkpoint": (
-        CheckpointNotFoundError,
-        ["gone.nemo", "model.restore_from_path"],
-        {"model.restore_from_path": "gone.nemo"},
-    ),
-    "foreign checkpoint": (
-        CheckpointError,
-        ["foreign.nemo"],
-        {"model.restore_from_path": "FOLDER/foreign.nemo"},
-    ),
+    "missing checkpoint": (CheckpointNotFoundError, ["gone.nemo", PATH], {PATH: "gone.nemo"}),
+    "foreign checkpoint": (CheckpointError, ["foreign.nemo"], {PATH: "FOLDER/foreign.nemo"}),
     "prompt longer than the model": (
-        ConfigError,
-        ["300 tokens", "256 positions", "data.max_prompt_length=254"],
-        {SOURCE: "FOLDER/long.jsonl"},
+        *(ConfigError, ["300 tokens", "256 positions", "data.max_prompt_length=254"]),
+        data("long"),
     ),
     "prompt longer than a token budget": (
-        ConfigError,
-        ["model.sequence_packing.train_mb_tokens=32", "60 tokens", "at least 62"],
+        *(ConfigError, ["sequence_packing.train_mb_tokens=32", "60 tokens", "at least 62"]),
         PACKED,
     ),
     "response longer than the model": (
-        ConfigError,
-        ["Lower max_length below 256"],
+        *(ConfigError, ["Lower max_length below 256"]),
         {"model.ppo.length_params.max_length": 256},
     ),
     "missing data column": (
-        DataError,
-        ["train.jsonl, line 1", "'answer' is missing", "ground_truth", "prompt"],
+        *(DataError, ["train.jsonl, line 1", "'answer' is missing", "ground_truth", "prompt"]),
         {"data.ground_truth_column": "answer"},
     ),
-    "empty data": (DataError, ["empty.jsonl", "no rows"], {SOURCE: "FOLDER/empty.jsonl"}),
+    "empty data": (DataError, ["empty.jsonl", "no rows"], data("empty")),
     "missing reward function": (
-        ConfigError,
-        ["reward.function", "'best'", "good"],
-        {FUNCTION: "FOLDER/rewards.py:best"},
+        *(ConfigError, ["reward.function", "'best'", "good"]),
+        reward("best"),
     ),
     "reward function that needs a missing column": (
-        DataError,
-        ["difficulty", "columns found"],
-        {FUNCTION: "FOLDER/rewards.py:wants_column"},
+        *(DataError, ["difficulty", "columns found"]),
+        reward("wants_column"),
     ),
     "reward function that raises": (
-        RewardError,
-        ["KeyError", "no such answer", "the batch as a whole"],
-        {FUNCTION: "FOLDER/rewards.py:raises"},
+        *(RewardError, ["KeyError", "no such answer", "the batch as a whole"]),
+        reward("raises"),
     ),
-    "too few rewards": (
-        RewardError,
-        ["1 rewards for 4 samples"],
-        {FUNCTION: "FOLDER/rewards.py:too_few"},
-    ),
-    "reward that is no number": (
-        RewardError,
-        ["nan", "sample 0"],
-        {FUNCTION: "FOLDER/rewards.py:not_a_number"},
-    ),
+    "too few rewards": (RewardError, ["1 rewards for 4 samples"], reward("too_few")),
+    "reward that is no number": (RewardError, ["nan", "sample 0"], reward("not_a_number")),
     "reward function that hangs": (RewardTimeoutError, ["hangs", "reward.time_limit_s"], HANGS),
-    "directory that cannot be made": (
-        StorageError,
-        ["FOLDER/file"],
-        {"exp_manager.explicit_log_dir": "FOLDER/file/run"},
-    ),
-    "directory where nobody may write, not even root": (
-        StorageError,
-        ["/proc/run"],
-        {"exp_manager.explicit_log_dir": "/proc/run"},
+    "file as directory": (StorageError, ["FOLDER/file"], {FOLDER: "FOLDER/file/run"}),
+    "directory that not even root may write": (
+        *(StorageError, ["/proc/run"]),
+        {FOLDER: "/proc/run"},
     ),
     "unknown monitor": (
-        ConfigError,
-        ["val_rollouts/acuracy", "val_rollouts/accuracy"],
+        *(ConfigError, ["val_rollouts/acuracy", "val_rollouts/accuracy"]),
         {"exp_manager.monitor": "val_rollouts/acuracy"},
     ),
 }

@@ -71,23 +71,9 @@ def test_ranges_hold_the_tested_versions():
 
 
 @pytest.mark.extended
-def test_an_installed_wheel_needs_no_checkout(tmp_path):
-    """Built from a copy of the sources: commands, a recipe and a conversion, from elsewhere."""
-    copy = tmp_path / "copy"
-    listed = ran("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).stdout.split()
-    for name in listed:
-        target = copy / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes((ROOT / name).read_bytes())
-    wheels, site, away = tmp_path / "wheels", tmp_path / "site", tmp_path / "away"
-    away.mkdir()
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    options = ("--no-deps", "--no-build-isolation", "--no-index")
-    built = ran(*pip, "wheel", *options, "-w", wheels, copy)
-    assert built.returncode == 0, built.stderr
-    [wheel] = wheels.glob("*.whl")
-    installed = ran(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel)
-    assert installed.returncode == 0, installed.stderr
+def test_an_installed_wheel_needs_no_checkout(tmp_path, installed):
+    """Commands, a recipe and a conversion, from another folder."""
+    site, away = installed, tmp_path
     environment = {**os.environ, "PYTHONPATH": str(site)}
 
     def aligner(*arguments):

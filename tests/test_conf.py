@@ -33,14 +33,8 @@ ROOTS = {
     "gpt_serve": (ServeConfig, [MODEL]),
 }
 GROUPS = {
-    "model": "model",
-    "critic": "critic",
-    "reward": "reward",
-    "data": "data",
-    "optim": "optim@model.optim",
-    "parallel": "parallel@model",
-    "cluster": "cluster",
-    "exp_manager": "exp_manager",
+    **{name: name for name in ("model", "critic", "reward", "data", "cluster", "exp_manager")},
+    **{"optim": "optim@model.optim", "parallel": "parallel@model"},
 }
 # Options that belong to one script alone; the others to gpt_ppo at least.
 OWNERS = {
@@ -83,7 +77,9 @@ def test_script_validates(name):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_validates_and_documents_itself(recipe):
-    load_config(composed(f"recipes/{recipe}"), ROOTS[root_of(recipe)][0])
+    run = load_config(composed(f"recipes/{recipe}"), ROOTS[root_of(recipe)][0])
+    if isinstance(run, BaseRunConfig):
+        assert run.exp_manager.explicit_log_dir == f"results/{recipe}"
     header = (CONF / "recipes" / f"{recipe}.yaml").read_text().split("defaults:")[0]
     for word in ("Launch:", "Hardware:", "Expected:"):
         assert word in header
@@ -105,19 +101,9 @@ def test_default_directories_differ():
         *(("gpt_reinforce", [f"trainer.ppo.advantage.estimator={e}"]) for e in ("grpo", "dr_grpo")),
         *(("gpt_dpo", [f"trainer.dpo.loss={loss}"]) for loss in ("ipo", "kto")),
     ]
-    folders = [
-        load_config(
-            composed(name, [*ROOTS[name][1], *extra]), ROOTS[name][0]
-        ).exp_manager.explicit_log_dir
-        for name, extra in variants
-    ]
+    trees = [(composed(name, [*ROOTS[name][1], *more]), ROOTS[name][0]) for name, more in variants]
+    folders = [load_config(*tree).exp_manager.explicit_log_dir for tree in trees]
     assert len(set(folders)) == len(folders)
-    recipes = [
-        load_config(composed(f"recipes/{recipe}"), ROOTS[root_of(recipe)][0]) for recipe in RECIPES
-    ]
-    assert [run.exp_manager.explicit_log_dir for run in recipes] == [
-        f"results/{recipe}" for recipe in RECIPES
-    ]
 
 
 @pytest.mark.parametrize("name", ROOTS)

@@ -1,76 +1,17 @@
 """What the documentation says of options, metrics, files and commands is so."""
 
-import dataclasses
-import json
 import re
 import runpy
 from contextlib import closing
-from typing import get_args
 
 import pytest
 from documented import PAGES, ROOT
 
-from aligner.config import RunConfig
-from aligner.config.fields import DERIVED
-from aligner.config.parse import field_types, section_in
-from aligner.observe.metric_names import METRICS, PREFIXES
+from aligner.observe.metrics import METRICS, PREFIXES
 from aligner.rewards.function.runner import RewardFunction
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PPO = (ROOT / "docs" / "ppo.md").read_text()
-OPTIONS = (ROOT / "docs" / "options.md").read_text()
-
-
-def options(cls, instance=None, prefix=""):
-    """Every dotted key below ``cls`` and its default as YAML shows it."""
-    for field in dataclasses.fields(cls):
-        key, inner = f"{prefix}{field.name}", section_in(field_types(cls)[field.name])
-        default = dataclasses.MISSING
-        if DERIVED in get_args(field_types(cls)[field.name]):
-            default = None
-        elif instance is not None:
-            default = getattr(instance, field.name)
-        elif field.default is not dataclasses.MISSING:
-            default = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if inner is None or default is None:
-            yield key, shown(default)
-        if inner is not None:
-            known = default if dataclasses.is_dataclass(default) else None
-            yield from options(inner, known, f"{key}.")
-
-
-def shown(default):
-    if default is dataclasses.MISSING:
-        return "required"
-    return default if isinstance(default, str) else json.dumps(default)
-
-
-def rows_of(text):
-    """Return keys and defaults of the tables of options, without rows that refer to other rows."""
-    rows = re.findall(r"^\| `([\w.]+)` \| `?([^|`]+)`? \| \S", text, re.MULTILINE)
-    assert len(rows) == len(dict(rows))
-    return dict(rows)
-
-
-def references_of(text, rows):
-    """Return keys and defaults of the rows that refer to other rows, such as `critic.optim`."""
-    found = {}
-    pattern = r"^\| `([\w.]+)`: (.+) \| as there \| As in \[`([\w.]+)`\]\([\w.#]+\)\.(.*) \|$"
-    for section, names, origin, changed in re.findall(pattern, text, re.MULTILINE):
-        defaults = dict(re.findall(r"`([\w.]+)=([^`]+)`", changed))
-        for name in re.findall(r"`([\w.]+)`", names):
-            found[f"{section}.{name}"] = defaults.get(name, rows[f"{origin}.{name}"])
-    return found
-
-
-def test_every_option_of_ppo_stands_in_the_tables_with_its_default():
-    own, shared = rows_of(PPO[PPO.index("## Options") : PPO.index("## Metrics")]), rows_of(OPTIONS)
-    assert own.keys() & shared.keys() == set()
-    shared |= references_of(PPO + OPTIONS, own | shared)
-    script = {"exp_manager.explicit_log_dir": "results/ppo"}  # its own, which YAML alone gives
-    assert own | shared == dict(options(RunConfig)) | script
 
 
 def test_every_metric_is_explained_as_the_registry_explains_it():

@@ -25,7 +25,7 @@ from aligner.checkpoint.hf.families import FAMILIES
 from aligner.config.cli import check_key, check_overrides
 from aligner.config.parse import build
 from aligner.errors import AlignerError
-from aligner.observe.metric_names import describe
+from aligner.observe.metrics import describe
 from benchmarks.parity import COLUMNS
 
 # The configuration that a page is about.
@@ -138,27 +138,18 @@ def measured(table):
 
 def paths(*columns):
     """Files and folders that are there, named in full or below a place that tables are about."""
-    places = [
-        ROOT,
-        ROOT / "examples",
-        ROOT / "tests",
-        ROOT / "tests/vllm",
-        ROOT / "aligner/losses",
-        ROOT / "aligner/distributed",
-    ]
+    folders = (".", "docs", "examples", "tests", "tests/vllm", "aligner/losses")
+    places = [ROOT / folder for folder in (*folders, "aligner/distributed")]
 
     def check(table):
         problems = []
         for row in table.rows:
             for column in columns:
-                found = [*code(row[column]), *re.findall(r"\]\(([^)#]+)", row[column])]
-                found = [
-                    name for name in found if re.fullmatch(r"[\w./*-]+(/|\.\w+|\*)|tests/\w+", name)
-                ]
+                spans = [*code(row[column]), *re.findall(r"\]\(([^)#]+)", row[column])]
+                form = re.compile(r"[\w./*-]+(/|\.\w+|\*)|tests/\w+")
+                found = [name for name in spans if form.fullmatch(name)]
                 for name in found:
-                    if not any(
-                        list(place.glob(name.rstrip("/"))) for place in [*places, ROOT / "docs"]
-                    ):
+                    if not any(list(place.glob(name.rstrip("/"))) for place in places):
                         problems.append(f"{table.place}: {name} is not there")
                 if not found and column == columns[0]:
                     problems.append(f"{table.place}: no file in {row[column]}")
@@ -251,21 +242,15 @@ def api_functions(table):
     return problems
 
 
-def result_attributes(table):
-    names = [re.match(r"\w+", text)[0] for row in table.rows for text in code(row[0])]
-    missing = [name for name in names if not hasattr(aligner.Result, name)]
-    return [f"{table.place}: no attribute {name}" for name in missing]
+def words_in(text_of, column):
+    """The first word of each code span of ``column`` is in ``text_of()``."""
 
+    def check(table):
+        text = text_of()
+        found = [re.match(r"\w+", span)[0] for row in table.rows for span in code(row[column])]
+        return [f"{table.place}: {name} is not there" for name in found if name not in text]
 
-def stages(table):
-    """The columns that a stage adds are those of aligner/types.py."""
-    types = (ROOT / "aligner" / "types.py").read_text()
-    return [
-        f"{table.place}: {name} is not a column of aligner/types.py"
-        for row in table.rows
-        for name in code(row[2])
-        if name not in types
-    ]
+    return check
 
 
 def equal_to(column, values):
@@ -290,25 +275,19 @@ def extras():
     return project["optional-dependencies"]
 
 
-def layouts(table):
-    """Names and processes of benchmarks.parity."""
-    found = {row[0]: int(row[1]) for row in table.rows}
-    expected = {name: column.processes for name, column in COLUMNS.items()}
-    return [f"{table.place}: {item}" for item in found.items() ^ expected.items()]
+def pairs(values):
+    """The first two cells of the rows are ``values()``."""
+
+    def check(table):
+        expected = [f"{key} {value}" for key, value in values().items()]
+        shown = [" ".join(row[:2]) for row in table.rows]
+        return [f"{table.place}: {pair}" for pair in set(shown) ^ set(expected)]
+
+    return check
 
 
-def lines_of_scripts(table):
-    """Lines of the scripts that tests/journeys runs."""
-    journeys = runpy.run_path(str(ROOT / "tests/journeys/test_journeys_in_python.py"))
-    counts = {name: str(count) for name, count in journeys["lines_of_scripts"]().items()}
-    return [f"{table.place}: {row}" for row in table.rows if counts.get(row[0]) != row[1]]
-
-
-def denominators(table):
-    """Short names and denominators of docs.tools.metrics."""
-    tool = runpy.run_path(str(ROOT / "docs" / "tools" / "metrics.py"))
-    known = {name: over for over, name in tool["SHORT"].items()}
-    return [f"{table.place}: {row}" for row in table.rows if known.get(row[0]) != row[1]]
+def tool(path):
+    return runpy.run_path(str(ROOT / path))
 
 
 def readings(table):
@@ -365,7 +344,7 @@ def versions(table):
 # First cells of a header: the check of the rows.
 TABLES = {
     ("function", "script", "data"): api_functions,
-    ("attribute", "content"): result_attributes,
+    ("attribute", "content"): words_in(lambda: dir(aligner.Result), 0),
     ("key", "default", "meaning"): written,
     ("key", "meaning"): names(0, 1),
     ("layout", "key"): names(1),
@@ -382,7 +361,7 @@ TABLES = {
     ("script", "what it does"): paths(0),
     ("folder", "what it shows"): paths(0),
     ("layer", "modules"): layers,
-    ("stage", "computed by"): stages,
+    ("stage", "computed by"): words_in((ROOT / "aligner" / "types.py").read_text, 2),
     ("algorithm", "functions"): paths(1),
     ("message",): messages,
     ("file", "what it holds"): names(0, 1),
@@ -394,9 +373,13 @@ TABLES = {
     ("extra", "for"): equal_to(0, extras),
     ("package", "allowed", "tested"): versions,
     ("campaign", "what it does"): equal_to(0, campaigns),
-    ("column", "processes"): layouts,
-    ("over", "full denominator"): denominators,
-    ("script", "here", "TRL"): lines_of_scripts,
+    ("column", "processes"): pairs(lambda: {name: c.processes for name, c in COLUMNS.items()}),
+    ("over", "full denominator"): pairs(
+        lambda: {name: over for over, name in tool("docs/tools/metrics.py")["SHORT"].items()}
+    ),
+    ("script", "here", "TRL"): pairs(
+        lambda: tool("tests/journeys/test_journeys_in_python.py")["lines_of_scripts"]()
+    ),
     ("text", "2026-11-24"): readings,
 }
 # Numbers that take too long for a test: first cells of the header, and the command that makes them.

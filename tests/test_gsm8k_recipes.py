@@ -1,50 +1,17 @@
-"""The two GSM8K recipes are one recipe on two backends."""
+"""The two GSM8K recipes are one recipe on two backends, and what judges their runs."""
 
-import importlib.util
 import json
 import re
-import sys
 
 import pytest
-from hydra import compose, initialize_config_dir
-from test_conf import CONF
+import recipes
 
+from aligner.algorithms.run.identity import flat
 from aligner.config import load_config
-from aligner.observe.metric_names import check_names
+from aligner.examples import check_metrics
+from aligner.observe.metrics import check_names
 
 NAME = "ppo_qwen2.5_1.5b_gsm8k_1n8g"
-
-
-def composed(backend):
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return load_config(compose(f"recipes/{NAME}_{backend}"))
-
-
-def leaves(tree, prefix=""):
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    found = {}
-    for key, value in tree.items():
-        found |= leaves(value, f"{prefix}.{key}" if prefix else key)
-    return found
-
-
-def test_they_differ_in_the_backend_alone():
-    megatron, dtensor = (leaves(composed(name).as_dict()) for name in ("megatron", "dtensor"))
-    assert megatron.keys() == dtensor.keys()
-    different = {key for key, value in megatron.items() if dtensor[key] != value}
-    assert different == {"policy.backend", "exp_manager.explicit_log_dir"}
-
-
-def test_they_are_what_the_reference_documents_state():
-    config = composed("dtensor")
-    assert config.trainer.ppo.max_steps == 100
-    assert (config.model.optim.lr, config.critic.optim.lr) == (1e-6, 1e-5)
-    assert config.model.ppo.ppo_epochs == 1
-    assert (config.trainer.num_nodes, config.trainer.devices) == (1, 8)
-    assert config.reward.function == "aligner.rewards.math_verify:reward"
-    assert config.data.train.source == "aligner.examples.tasks.gsm8k:gsm8k_prompts"
-    assert config.data.train.arguments["suffix"] == config.data.validation.arguments["suffix"]
 
 
 # Settings of NeMo-RL as read on 2026-11-22, under the names here; its names in comments.
@@ -73,12 +40,24 @@ SETTINGS = {
     "critic.optim.lr": 1e-05,  # lr of the value
     "critic.optim.weight_decay": 0.01,  # weight_decay of the value
     "seed": 42,  # ppo.seed
+    # Of the reference documents.
+    "trainer.ppo.max_steps": 100,
+    "trainer.num_nodes": 1,
+    "trainer.devices": 8,
+    "reward.function": "aligner.rewards.math_verify:reward",
+    "data.train.source": "aligner.examples.tasks.gsm8k:gsm8k_prompts",
 }
 
 
-def test_the_settings_are_those_of_nemo_rl():
-    config = leaves(composed("megatron").as_dict())
-    assert {key: config[key] for key in SETTINGS} == SETTINGS
+def test_the_settings_are_those_of_nemo_rl_on_both_backends():
+    trees = [recipes.composed(f"{NAME}_{backend}") for backend in ("megatron", "dtensor")]
+    megatron, dtensor = (flat(load_config(tree).as_dict()) for tree in trees)
+    assert megatron.keys() == dtensor.keys()
+    different = {key for key, value in megatron.items() if dtensor[key] != value}
+    assert different == {"policy.backend", "exp_manager.explicit_log_dir"}
+    assert {key: megatron[key] for key in SETTINGS} == SETTINGS
+    suffixes = {megatron[f"data.{part}.arguments.suffix"] for part in ("train", "validation")}
+    assert len(suffixes) == 1
 
 
 def write_run(folder, *lines):
@@ -91,17 +70,11 @@ def write_run(folder, *lines):
 @pytest.fixture
 def run_check(monkeypatch, capsys):
     """The script with these arguments: its status, and what it printed."""
-    spec = importlib.util.spec_from_file_location(
-        "check_metrics", CONF.parent / "examples" / "check_metrics.py"
-    )
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "check_metrics", script)
-    spec.loader.exec_module(script)
 
     def run_check(*arguments):
-        monkeypatch.setattr(sys, "argv", ["check_metrics.py", *map(str, arguments)])
+        monkeypatch.setattr("sys.argv", ["check_metrics.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            script.main()
+            check_metrics.main()
         printed = capsys.readouterr()
         return ended.value.code, printed.out + printed.err
 
@@ -110,7 +83,7 @@ def run_check(monkeypatch, capsys):
 
 def test_the_command_of_the_header_judges_a_run(tmp_path, run_check):
     """The thresholds at step 40, as the recipe's header gives them."""
-    header = (CONF / "recipes" / f"{NAME}_megatron.yaml").read_text()
+    header = (recipes.CONF / "recipes" / f"{NAME}_megatron.yaml").read_text()
     conditions = re.findall(r'"([\w/]+ > [\d.]+)"', header)
     assert conditions == ["train_rollouts/rewards > 0.75", "val_rollouts/accuracy > 0.65"]
     names = [condition.split()[0] for condition in conditions]

@@ -22,6 +22,7 @@ PACKAGES = [
         "errors",
         "packages",
         "foreign_keys",
+        "compat.nemo_aligner",
         "types",
         "architecture",
         "plain",

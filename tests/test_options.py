@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from documented import ROOT, tables
 from test_conf import ROOTS
-from test_docs import options as every_option
 from test_docs_tables import SCRIPT_OF, code, takes
 
 from aligner.compat.nemo_rl import PolicyConfig
@@ -127,4 +126,4 @@ def test_every_option_of_an_algorithm_is_on_its_page_or_shared(page):
     found = {"ppo"} if page == "reinforce" else {page}
     found = set().union(*map(keys_on, found)) | keys_on(page)
     found |= {key for part, keys in parts().items() if page in SHARED[part] for key in keys}
-    assert {key for key, _ in every_option(ROOTS[SCRIPT_OF[page]][0])} - found == set()
+    assert {option.key for option in TOOL["options"](ROOTS[SCRIPT_OF[page]][0])} - found == set()

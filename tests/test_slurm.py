@@ -66,15 +66,9 @@ def calls(tmp_path):
             "SLURM_GPUS_ON_NODE": str(GPUS),
             "JOIN_ATTEMPTS": "20" if code == 0 else "3",
         }
-        done = subprocess.run(
-            ["bash", str(JOBS[job]), *arguments],
-            cwd=tmp_path,
-            env=environment,
-            timeout=60,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command, options = ["bash", str(JOBS[job]), *arguments], {"cwd": tmp_path, "timeout": 60}
+        options |= {"env": environment, "capture_output": True, "text": True, "check": False}
+        done = subprocess.run(command, **options)
         assert done.returncode == code, done.stderr
         return [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -154,20 +148,13 @@ def port():
 @pytest.mark.extended
 def test_tasks_of_srun_know_which_device_is_theirs(port):
     """Two tasks that Slurm started, without torchrun: on GPUs each takes that of its LOCAL_RANK."""
+    job = {"JOB_ID": "7", "JOB_NAME": "train", "NTASKS": "2", "NTASKS_PER_NODE": "2"}
+    job |= {"NODELIST": "localhost", "NODEID": "0"}
     tasks = []
     for number in range(2):
-        slurm = {
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "train",
-            "SLURM_NTASKS": "2",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_NODELIST": "localhost",
-            "SLURM_NODEID": "0",
-            "SLURM_PROCID": str(number),
-            "SLURM_LOCALID": str(number),
-            "MASTER_PORT": str(port),
-        }
-        environment = {**os.environ, **slurm}
+        slurm = {**job, "PROCID": str(number), "LOCALID": str(number)}
+        variables = {f"SLURM_{name}": value for name, value in slurm.items()}
+        environment = {**os.environ, **variables, "MASTER_PORT": str(port)}
         environment.pop("LOCAL_RANK", None)
         command = [sys.executable, "-c", TASK]
         tasks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))

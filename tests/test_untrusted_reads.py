@@ -7,6 +7,8 @@ ROOT = Path(__file__).parents[1]
 _NAMES = {"loads", "load", "Unpickler", "recv", "recv_bytes"}
 _MODULES = {"pickle", "cloudpickle", "_pickle", "dill", "marshal", "torch", "joblib", "shelve"}
 
+_SOCKETS = ("dist", "self.socket", "torch.distributed")
+
 # function → why what it reads was written by this process, its parent or its own run
 KNOWN = {
     "algorithms/rollout/driver.py Driver._poll": "bytes of this process, which wake its thread",
@@ -18,30 +20,15 @@ KNOWN = {
 
 
 def _places():
-    files = ROOT.glob("aligner*/**/*.py")
-    for path in sorted(files):
-        tree = ast.parse(path.read_text())
+    for path in sorted(ROOT.glob("aligner*/**/*.py")):
         file = path.relative_to(ROOT).as_posix().removeprefix("aligner/")
-        for place, node in _calls(tree, ""):
-            function = node.func
-            if isinstance(function, ast.Name):
-                is_reading = function.id.endswith("Unpickler")
-                module = ""
-            elif isinstance(function, ast.Attribute):
-                module = ast.unparse(function.value)
-                is_reading = function.attr in _NAMES and (
-                    module in _MODULES or function.attr.startswith("recv")
-                )
-            else:
-                continue
-            safe = any(
-                k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords
-            )
-            if (
-                is_reading
-                and not safe
-                and module not in ("dist", "self.socket", "torch.distributed")
-            ):
+        for place, node in _calls(ast.parse(path.read_text()), ""):
+            module, _, name = ast.unparse(node.func).rpartition(".")
+            is_reading = name in _NAMES and (module in _MODULES or name.startswith("recv"))
+            if not module:
+                is_reading = name.endswith("Unpickler")
+            keywords = {ast.unparse(keyword) for keyword in node.keywords}
+            if is_reading and "weights_only=True" not in keywords and module not in _SOCKETS:
                 yield f"{file} {place}"
 
 

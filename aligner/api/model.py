@@ -26,12 +26,12 @@ from aligner.config.roles.model import LAYOUT_KEYS, STAGE_KEYS
 from aligner.data.batches import Prompt
 from aligner.data.prompts import PromptDataset, make_prompt
 from aligner.data.readers import DataRow
+from aligner.data.tokenizers.decoding import response_texts
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.parallel.groups import shutdown_parallel
-from aligner.rewards.interface import response_texts
 
 Text = str | Sequence[Mapping[str, Any]]  # text, or the messages of a chat
 
@@ -67,6 +67,7 @@ class _Loaded:
 
     def _of_tokens(
         self,
+        role: Policy | Value,
         compute: Callable[[BatchedDataDict], torch.Tensor],
         prompts: Sequence[Text],
         responses: Sequence[str],
@@ -89,7 +90,10 @@ class _Loaded:
         position = torch.arange(ids.shape[1])
         mask = (position >= starts[:, None]) & (position < ends[:, None])
         columns = {"input_ids": ids, "input_lengths": ends, "token_mask": mask.float()}
-        values = compute(BatchedDataDict(columns))
+        try:
+            values = compute(BatchedDataDict(columns))
+        finally:
+            role.finish_inference()
         return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
 
 
@@ -161,13 +165,12 @@ class Model(_Loaded):
             prompts: texts, or lists of chat messages.
             responses: a text for each prompt, tokenized without the prompt.
         """
-        self._policy.prepare_for_lp_inference()
-        try:
-            return self._of_tokens(
-                lambda batch: self._policy.get_logprobs(batch)["logprobs"], prompts, responses
-            )
-        finally:
-            self._policy.finish_inference()
+
+        def compute(batch: BatchedDataDict) -> torch.Tensor:
+            self._policy.prepare_for_lp_inference()
+            return self._policy.get_logprobs(batch)["logprobs"]
+
+        return self._of_tokens(self._policy, compute, prompts, responses)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a ``.nemo`` file, or a Hugging Face directory for other names.
@@ -199,13 +202,12 @@ class CriticModel(_Loaded):
 
         ``prompts`` and ``responses``: as in `Model.logprobs`.
         """
-        self._value.prepare_for_inference()
-        try:
-            return self._of_tokens(
-                lambda batch: self._value.get_values(batch)["values"], prompts, responses
-            )
-        finally:
-            self._value.finish_inference()
+
+        def compute(batch: BatchedDataDict) -> torch.Tensor:
+            self._value.prepare_for_inference()
+            return self._value.get_values(batch)["values"]
+
+        return self._of_tokens(self._value, compute, prompts, responses)
 
 
 def load_model(path: str | os.PathLike[str], *, download: bool = False) -> Model:

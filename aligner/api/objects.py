@@ -77,7 +77,7 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
     except Exception as error:
         raise ConfigError(
             f"{key}: {value!r} cannot be sent to the run's process: {type(error).__name__}: "
-            f"{error}. Open files, connections and locks inside of the function"
+            f"{error}. Create files, connections and locks inside the function"
         ) from error
     finally:
         if by_value:

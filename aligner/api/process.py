@@ -1,8 +1,5 @@
 """A script of the command line in another process: output, errors and Ctrl-C.
 
-Threads copy the output of the script to the caller. The first Ctrl-C is passed on to the script. A
-second Ctrl-C, or the death of the caller, kills the script.
-
 ::
 
     run's process                       caller

@@ -117,8 +117,8 @@ class Result:
             if (path := self.folder / name).exists():
                 return str(path)
         raise CheckpointNotFoundError(
-            f"{self.folder}: the trained model is missing, because the run was stopped early "
-            "or exp_manager.save_nemo=false. Call the training function again to continue"
+            f"{self.folder}: the trained model is missing, because the run was stopped early or "
+            "exp_manager.save_nemo=false. Call the training function again, with save_nemo=true"
         )
 
     def __repr__(self) -> str:

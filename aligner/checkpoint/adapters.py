@@ -48,8 +48,8 @@ _LORA, _NEMO_KEYS = "lora", "nemo_keys"
 class Adapters:
     """Contents of a file of adapters.
 
-    ``tensors``: name → ``a`` and ``b`` of every adapted linear, unsplit, float with the shapes of
-    `adapter_shapes`, and a trained head, float ``[K, H]`` and ``[K]``.
+    ``tensors``: float, by the names and shapes of `adapter_shapes`. A trained head is ``[K, H]``
+    and ``[K]``.
     """
 
     lora: LoraConfig
@@ -201,9 +201,7 @@ def save_adapters(path: str | os.PathLike[str], adapters: Adapters) -> None:
 def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -> Adapters:
     """Read a file of adapters and check that they fit this architecture.
 
-    Raises:
-        CheckpointNotFoundError: the file does not exist.
-        CheckpointError: the file is damaged, not of this format, or belongs to another model.
+    Raises `CheckpointError` if the file is absent, damaged, or belongs to another model.
     """
     adapters = _read(path)
     tensors, shapes = adapters.tensors, adapter_shapes(architecture, adapters.lora)

@@ -1,6 +1,9 @@
 """Threads that write while training continues, and the host memory that they write from.
 
-No thread of this module takes part in a collective, because the training threads order those.
+::
+
+    training    copy tensors to `CopyMemory` ── training continues ── is_finished, error
+    a thread              └ `BackgroundTask`: write files, no collectives ──┘
 """
 
 import ctypes
@@ -24,9 +27,9 @@ class AbandonedError(AlignerError):
 
 
 class BackgroundTask:
-    """Call in a separate thread ``name``, for which the interpreter waits when it exits.
+    """A call of ``work`` in the thread ``name``, for which the interpreter waits when it exits.
 
-    ``work`` receives an event. When the event is set, it stops early and raises `AbandonedError`.
+    ``work`` receives an event. When the event is set, ``work`` raises `AbandonedError`.
     """
 
     def __init__(self, work: Callable[[threading.Event], None], name: str) -> None:
@@ -92,10 +95,7 @@ class CopyMemory:
             self._memory = accelerator.copy_memory(size)
 
     def touch(self, stop: threading.Event) -> None:
-        """Write to every allocated page, because a system provides pages at the first write.
-
-        Raises `AbandonedError` if ``stop`` was set.
-        """
+        """Write to each page, so that the system provides it. ``stop`` raises `AbandonedError`."""
         if self._memory is None:
             return
         address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()

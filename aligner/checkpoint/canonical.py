@@ -25,6 +25,7 @@ REWARD_HEAD = ("rm_head.weight", "rm_head.bias")
 LORA = ".lora"  # suffix of an adapter after its linear's name, with two matrices
 LORA_A, LORA_B = f"{LORA}.a", f"{LORA}.b"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")  # index of the layer, rest of the name
+EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")  # index of the expert
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
 _LEGACY = (
@@ -79,8 +80,8 @@ def expected_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
     """Return the name and global shape of every tensor of the model, in depth order."""
     if not architecture.has_table:
         raise CheckpointError(
-            f"model_type={architecture.family!r} has no table of tensors, which adapters, plans "
-            "and .nemo files need. Give a model of a family in docs/checkpoints.md"
+            f"model_type={architecture.family!r} is not supported for adapters, plans and .nemo "
+            "files. Give a model of a family in docs/checkpoints.md"
         )
     hidden = architecture.hidden_size
     shapes: dict[str, Shape] = {EMBEDDING: (architecture.vocab_size, hidden)}
@@ -155,10 +156,9 @@ def _norm(prefix: str, size: int, architecture: GPTArchitecture) -> Iterator[tup
 
 
 def check_names(names: Iterable[str], architecture: GPTArchitecture, source: str) -> None:
-    """Raise `CheckpointError` if tensors of the model are missing or other tensors are present.
+    """Raise `CheckpointError` if tensors are missing or unexpected.
 
-    An output layer in addition to tied embeddings and a reward head are always accepted. With a
-    reward head the output layer may be missing.
+    An output layer and a reward head are always accepted. The head may replace the output layer.
     """
     actual, expected = set(names), set(expected_shapes(architecture))
     if REWARD_HEAD[0] in actual:
@@ -266,8 +266,8 @@ def origin_of_rows(
 ) -> Tensor:
     """Return the origin of each row (or column) of this rank's part in ``count`` older parts.
 
-    ``shape``: shape of each older part. Returns int64 ``[n]``: index of the older part times its
-    size along the split axis, plus the row in it, or -1 for padding.
+    ``shape``: of each older part, with size ``s`` along the split axis. Returns int64 ``[n]``:
+    ``s`` times the index of the older part plus the row in this part, or -1 for padding.
     """
     axis = split_axis(name)
     assert axis is not None

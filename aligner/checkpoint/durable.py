@@ -39,7 +39,7 @@ def free_bytes(path: Path) -> int:
 def storage_error(
     path: Path, cause: OSError, size: int | None = None, note: str = ""
 ) -> StorageError:
-    """Translate an operating-system error into an error with a remedy and the same ``errno``.
+    """Return an error with a remedy and the ``errno`` of ``cause``.
 
     ``size``: bytes to be written to ``path``. ``note``: end of the message.
     """
@@ -121,8 +121,7 @@ def durable_file(
 ) -> Iterator[Any]:
     """Open ``path`` for writing, and flush its bytes to the disk at the end.
 
-    ``size``: final size of the file, for the message of a `StorageError`. ``stop``: once it is
-    set, writing raises `AbandonedError`.
+    ``size``: final size, for errors. ``stop``: once it is set, writing raises `AbandonedError`.
     """
     file: _File | None = None
     try:
@@ -138,11 +137,7 @@ def durable_file(
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Any]:
-    """Write a `durable_file` that appears under ``path`` complete or not at all.
-
-    The file is written under another name in the same directory and then renamed. The partial file
-    of a killed process is overwritten.
-    """
+    """Write a `durable_file` under another name, and rename it to ``path`` when it is complete."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
     try:

@@ -1,6 +1,5 @@
 """Transfer of canonical weights into and out of a megatron-core GPT model of any layout."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
     EMBEDDING,
+    EXPERT,
     LAYER,
     LORA_A,
     LORA_B,
@@ -33,15 +33,12 @@ from aligner.errors import CheckpointError
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-_EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")
-
 
 def canonical_parameters(gpt: "GPTModel") -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of this stage under their canonical (global) names.
 
-    The last stage's copy of a tied embedding is named ``output_layer.weight``, and a reward head
-    ``rm_head.weight``. An adapter's matrices have the name of their linear with `LORA_A` or
-    `LORA_B`.
+    The last stage's copy of a tied embedding is named ``output_layer.weight``. Names of adapters
+    end with `LORA_A` and `LORA_B`.
     """
     for key, parameter in gpt.named_parameters():
         name = canonical_name(key)
@@ -51,10 +48,10 @@ def canonical_parameters(gpt: "GPTModel") -> Iterator[tuple[str, Tensor]]:
         if match is not None:
             layer = gpt.decoder.layers[int(match[1])]
             name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
-            expert = _EXPERT.search(name)
+            expert = EXPERT.search(name)
             if expert is not None:  # numbered from 0 on every expert-parallel rank
                 index = int(expert[1]) + layer.mlp.local_expert_indices[0]
-                name = _EXPERT.sub(str(index), name)
+                name = EXPERT.sub(str(index), name)
         yield name, parameter
 
 
@@ -113,9 +110,9 @@ class GatheredTensors(LazyTensors):
             of any dtype.
         names: canonical names of the global tensors, in order. Names that no rank has are skipped.
         architecture: shape of the model.
-        tp_group: ranks of the tensor-parallel parts, or None. Likewise for stages and experts.
-        pp_group: ranks of the pipeline stages.
-        ep_group: ranks of the experts.
+        tp_group: ranks of the tensor-parallel parts, or None.
+        pp_group: ranks of the pipeline stages, or None.
+        ep_group: ranks of the experts, or None.
         transform: function that is applied to a part when its tensor is joined.
     """
 
@@ -162,8 +159,7 @@ class GatheredTensors(LazyTensors):
     def on_rank_zero(self) -> dict[str, Tensor]:
         """Return all tensors on the CPU of rank 0, and an empty dict on other ranks.
 
-        All ranks must call this method. The ranks of one replica join each tensor. The first rank
-        of the pipeline stage sends it to rank 0. No rank except 0 keeps more than one tensor.
+        All ranks must call this method. Other ranks keep at most one tensor at a time.
         """
         stage = 0 if self._pp is None else self._pp.rank()
         first, rank = None, None
@@ -217,7 +213,7 @@ class GatheredTensors(LazyTensors):
 
     def _expert(self, name: str) -> tuple[int, int] | None:
         """Return the expert-parallel rank of an expert and its index there, None for no expert."""
-        match = _EXPERT.search(name)
+        match = EXPERT.search(name)
         return None if match is None or self._ep is None else divmod(int(match[1]), self._experts)
 
     def _local_name(self, name: str) -> str:
@@ -225,7 +221,7 @@ class GatheredTensors(LazyTensors):
         expert = self._expert(name)
         if self._ep is None or expert is None:
             return name
-        return _EXPERT.sub(str(self._ep.rank() * self._experts + expert[1]), name)
+        return EXPERT.sub(str(self._ep.rank() * self._experts + expert[1]), name)
 
 
 class GatheredWeights(GatheredTensors):

@@ -12,9 +12,8 @@ from aligner.checkpoint.hf.model_folder import HuggingFaceModel, read_hf, read_j
 from aligner.checkpoint.nemo.model_file import NemoCheckpoint, open_nemo
 from aligner.errors import CheckpointError
 
-# Common attributes: ``architecture``, ``config`` (NeMo's keys), ``weights`` (canonical, or of the
-# module of a `TransformersSource`, read when indexed), ``tokenizer`` and ``tokenizer_files``. Valid
-# while the model is open.
+# Common attributes, valid while the model is open: ``architecture``, ``config`` (NeMo's keys),
+# ``weights`` (read when indexed), ``tokenizer`` and ``tokenizer_files``.
 ModelSource = NemoCheckpoint | HuggingFaceModel | TransformersSource
 
 # Families whose tables the dtensor backend uses. transformers builds all others for it.
@@ -29,16 +28,13 @@ def open_model(
     *,
     trusted: bool = False,
 ) -> Iterator[ModelSource]:
-    """Open a `.nemo` (file or unpacked) or a Hugging Face directory or `.gguf` file.
+    """Open a `.nemo` (file or unpacked), a Hugging Face directory or a `.gguf` file.
 
-    A directory of a family without a table of tensors is opened as `TransformersSource`.
-    ``backend``: the model's ``policy.backend``, if any. ``adapted``: whether the model gets
-    adapters, which the dtensor backend adds to modules of transformers only. ``trusted``: whether
-    Python code in a directory is used (``trust_remote_code``).
+    ``backend``: the model's ``policy.backend``, if any. ``adapted``: whether LoRA adapters are
+    added. With the dtensor backend, transformers then builds the model. ``trusted``: whether Python
+    code in a directory is used (``trust_remote_code``).
 
-    Raises:
-        CheckpointNotFoundError: ``path`` does not exist.
-        CheckpointError: ``path`` is none of these or damaged.
+    Raises `CheckpointError` if ``path`` does not exist, is none of these, or is damaged.
     """
     if Path(path).name == "config.json":
         raise CheckpointError(
@@ -62,10 +58,7 @@ def is_built_by_transformers(
     *,
     trusted: bool = False,
 ) -> bool:
-    """Return whether ``backend`` uses no table of tensors for a directory's type.
-
-    Code of the directory, if ``trusted``, precedes a table. ``adapted``: see `open_model`.
-    """
+    """Return whether transformers builds the model of a directory. Arguments: see `open_model`."""
     described = Path(path) / "config.json"
     return described.is_file() and lacks_table(
         read_json(described), backend, adapted, trusted=trusted

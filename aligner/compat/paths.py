@@ -42,6 +42,14 @@ MOVED = {
     },
     "environments.adapters.verifiers_agent": "aligner_environments.verifiers_agent",
 }
+_MODEL_UTILS = [
+    f"distributed.model_utils.{name}"
+    for name in (
+        *("context_shard", "distillation", "distributed_softmax", "dtensor_logprobs"),
+        *("hidden_logprobs", "linear_ce_patch", "logits_logprob", "parallel_logprobs"),
+        *("vocab_entropy", "vocab_topk"),
+    )
+]
 # Published modules below ``aligner``, and the modules that define their names: below ``aligner``,
 # or in another package of the project.
 PATHS = {
@@ -51,51 +59,61 @@ PATHS = {
     "algorithms.loss.interfaces": "losses.interfaces",
     "algorithms.loss.loss_functions": "losses.value losses.policy",
     "data.packing": "distributed.packing",
-    "distributed.model_utils": (
-        "distributed.model_utils.context_shard distributed.model_utils.distillation "
-        "distributed.model_utils.distributed_softmax distributed.model_utils.dtensor_logprobs "
-        "distributed.model_utils.hidden_logprobs distributed.model_utils.linear_ce_patch "
-        "distributed.model_utils.logits_logprob distributed.model_utils.parallel_logprobs "
-        "distributed.model_utils.vocab_entropy distributed.model_utils.vocab_topk "
-        "logprobs.fused logprobs.top_k_top_p logprobs.vocab_sequence_exchange"
+    "distributed.model_utils": " ".join(
+        (*_MODEL_UTILS, "logprobs.fused logprobs.top_k_top_p logprobs.vocab_sequence_exchange")
     ),
     "models.automodel.setup": "",  # a path of nemo_automodel
     "models.generation.interfaces": "models.interfaces",
-    "models.nlp.gpt.megatron_gpt_critic": "models.gpt",
-    "models.nlp.gpt.megatron_gpt_ppo_actor": "models.gpt",
-    "models.nlp.gpt.megatron_gpt_reinforce_actor": "models.gpt",
-    "models.nlp.gpt.megatron_gpt_reward_model": "models.gpt",
-    "models.nlp.gpt.megatron_gpt_rs_actor": "models.gpt",
-    "models.policy.dtensor_policy_worker": "models.policy.workers.policy_worker",
+    **{
+        f"models.nlp.gpt.megatron_gpt_{role}": "models.gpt"
+        for role in ("critic", "ppo_actor", "reinforce_actor", "reward_model", "rs_actor")
+    },
+    "models.policy.dtensor_policy_worker": "models.policy.lm_policy",
     "models.policy.interfaces": "models.interfaces",
-    "models.policy.megatron_policy_worker": "models.policy.workers.policy_worker",
+    "models.policy.megatron_policy_worker": "models.policy.lm_policy",
     "models.policy.workers.base_policy_worker": "models.worker",
-    "models.policy.workers.dtensor_policy_worker": "models.policy.workers.policy_worker",
-    "models.policy.workers.dtensor_policy_worker_v2": "models.policy.workers.policy_worker",
-    "models.policy.workers.megatron_policy_worker": "models.policy.workers.policy_worker",
+    **{
+        f"models.policy.workers.{name}": "models.policy.lm_policy"
+        for name in (
+            *("dtensor_policy_worker", "dtensor_policy_worker_v2", "megatron_policy_worker"),
+            "policy_worker",
+        )
+    },
     "models.value.config": "compat.nemo_rl",
     "models.value.interfaces": "models.interfaces",
-    "models.value.workers.dtensor_value_worker_v2": (
-        "models.value.workers.value_worker losses.value"
-    ),
+    "models.value.workers.dtensor_value_worker_v2": "models.value.lm_value losses.value",
     "models.value.workers.megatron_value_worker": (
-        "models.value.workers.value_worker models.gpt.megatron.critic logprobs.output_layer"
+        "models.value.lm_value models.gpt.megatron.critic logprobs.output_layer"
     ),
+    "models.value.workers.value_worker": "models.value.lm_value",
     "utils.utils": "models.gpt",
     # Paths of earlier versions of this library.
-    "algorithms.losses.interfaces": "losses.interfaces",
-    "algorithms.losses.policy": "losses.policy",
-    "algorithms.losses.value": "losses.value",
-    "batches.batched_data_dict": "distributed.batched_data_dict",
+    **{f"algorithms.losses.{name}": f"losses.{name}" for name in ("interfaces", "policy", "value")},
+    **{
+        f"batches.{name}": f"distributed.{name}"
+        for name in ("batched_data_dict", "packing", "sharding")
+    },
+    "cluster.named_sharding": "distributed.named_sharding",
     "cluster.ray.session": "distributed.ray.session",
     "cluster.ray.virtual_cluster": "distributed.virtual_cluster",
+    "cluster.ray.worker_group": "distributed.worker_groups",
     "cluster.worker_groups": "distributed.worker_groups distributed.workers",
-    "config.elsewhere.translate": "compat.translate",
+    **{
+        f"config.elsewhere.{name}": f"compat.{name}"
+        for name in ("nemo_aligner", "nemo_rl", "translate")
+    },
+    **{
+        name.replace("distributed.model_utils", "logprobs.published"): name for name in _MODEL_UTILS
+    },
     "data.labelled": "data.preferences",
     "data.ratings": "data.preferences",
     "distributed.accelerator": "device.accelerator",
     "distributed.parallel": "parallel.groups",
+    "models.gpt.role.value": "logprobs.output_layer models.gpt.role.model",
+    "losses.kl": "losses.policy algorithms.ppo.credit",
+    "observe.metric_names": "observe.metrics",
     "observe.packages": "packages",
+    "observe.samples": "observe.metrics observe.progress",
 }
 _OTHER_NAMES = {
     "AbstractPolicyWorker": "RoleWorker",

@@ -1,9 +1,9 @@
 """Conversion of a YAML file of NeMo-RL or NeMo-Aligner into a command of this library."""
 
-import dataclasses
 import math
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +11,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from aligner.catalog import ALGORITHMS
+from aligner.compat.nemo_aligner import is_inert
 from aligner.compat.nemo_rl import PublishedRole, read_role
 from aligner.compat.nemo_rl_values import Notes, is_off
 from aligner.config.cli import check_key
+from aligner.config.combinations import changed_keys
 from aligner.config.roles.model import CriticConfig, ModelConfig
 from aligner.errors import ConfigError, raised_as
-from aligner.foreign_keys import IGNORED, as_override, is_inert, table
+from aligner.foreign_keys import IGNORED, as_override, table
 
 # Section of NeMo's file that defines the algorithm: its name here, and its key below ``trainer``.
 _BOTH = {name: (name, name) for name in ("ppo", "sft", "dpo")}
@@ -142,28 +144,17 @@ def _from_nemo_rl(
 
 def _role_settings(role: PublishedRole, name: str, loop: str) -> Iterator[tuple[str, Any]]:
     if name == "value":
-        yield from _changes("critic", role.critic, CriticConfig())
+        yield from changed_keys("critic", asdict(role.critic), asdict(CriticConfig()))
         return
     yield "policy.backend", role.backend
     yield "trainer.precision", role.precision
     yield f"trainer.{loop}.gradient_clip_val", role.gradient_clip_val
     default = ModelConfig("", micro_batch_size=0, global_batch_size=0)
-    for key, value in _changes("model", role.model, default):
+    for key, value in changed_keys("model", asdict(role.model), asdict(default)):
         if loop == "ppo" or not key.startswith("model.ppo."):
             yield key, value
     for key, value in role.env_vars.items():
         yield f"cluster.env_vars.{key}", value
-
-
-def _changes(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a section whose values differ from the defaults, with the values."""
-    if not dataclasses.is_dataclass(value):
-        if value != default:
-            yield key, value
-        return
-    for option in dataclasses.fields(value):
-        name = option.name
-        yield from _changes(f"{key}.{name}", getattr(value, name), getattr(default, name, None))
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -27,7 +27,6 @@ from aligner.config.algorithms.trainer import (
     TrainerConfig,
     TrainerPPOConfig,
 )
-from aligner.config.cluster import ClusterConfig
 from aligner.config.commands.ask import (
     AskConfig,
     AskedDataConfig,
@@ -39,7 +38,6 @@ from aligner.config.data import DataConfig, PromptSourceConfig
 from aligner.config.engine import EngineConfig, EngineResources, EngineStart
 from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import ExpManagerConfig
-from aligner.config.generation import GenerationConfig
 from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig, check_layout
 from aligner.config.load import as_omegaconf, load_config, parse_config, plain_mapping, section_of
 from aligner.config.reward import RewardConfig, RewardModelConfig, RewardServerConfig
@@ -74,4 +72,4 @@ from aligner.config.run import (
     SFTRunConfig,
     SupervisedRunConfig,
 )
-from aligner.config.validation import AnswerSamplingConfig, ValidationConfig
+from aligner.config.validation import ValidationConfig

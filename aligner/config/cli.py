@@ -21,12 +21,13 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from aligner.catalog import imported
+from aligner.compat.nemo_aligner import is_inert, remedy
 from aligner.config.base import BASES
 from aligner.config.load import Root, load_config, with_built_in_task
 from aligner.config.parse import field_types, keys_below, section_in, type_below, unknown_key
 from aligner.config.run import BaseRunConfig, RunConfig
 from aligner.errors import AlignerError, ConfigError, raised_as
-from aligner.foreign_keys import is_inert, remedy, table
+from aligner.foreign_keys import table
 
 # Options of hydra whose value is the next argument.
 OPTIONS_WITH_VALUE = (

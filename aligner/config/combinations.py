@@ -42,17 +42,17 @@ def _unread(
         below, value, default = join(key, name), values[name], defaults.get(name)
         for rule in get_args(hint):
             if isinstance(rule, ReadIf) and not rule.condition(run):
-                for option, setting in _changed(below, value, default):
+                for option, setting in changed_keys(below, value, default):
                     yield f"{option}={setting!r} {rule.reason}. This run ignores it. Leave it out"
         if isinstance(value, Mapping) and (section := section_in(hint)) is not None:
             yield from _unread(section, below, value, default or {}, run)
 
 
-def _changed(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
+def changed_keys(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys at and below ``key`` whose values are not the defaults."""
     if isinstance(value, Mapping) and isinstance(default, Mapping) and default:
         for name in value:
-            yield from _changed(join(key, name), value[name], default.get(name))
+            yield from changed_keys(join(key, name), value[name], default.get(name))
     elif value != default:
         yield key, value
 

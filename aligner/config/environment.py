@@ -122,7 +122,7 @@ class EnvironmentConfig:
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of the class besides the columns: ``kwargs`` and ``tools``."""
-        return {**self.kwargs, **({"tools": list(self.tools)} if self.tools else {})}
+        return dict(self.kwargs, tools=list(self.tools)) if self.tools else dict(self.kwargs)
 
     @property
     def words(self) -> list[str]:

@@ -36,7 +36,7 @@ REQUIRED_BY_SCRIPTS = "required by scripts"
 
 
 def aliases(spellings: Mapping[str, Any]) -> BeforeValidator:
-    """Replace other spellings of values by the values."""
+    """Return a validator that maps each key of ``spellings`` to its value."""
     return BeforeValidator(lambda x: spellings.get(x, x) if isinstance(x, str) else x)
 
 
@@ -67,8 +67,6 @@ def not_empty(expected: str) -> AfterValidator:
 
 FilePath = Annotated[StrictStr, not_empty("a path, or leave the key out")]
 Directory = Annotated[StrictStr, not_empty("a directory")]
-
-
 ModelPath = Annotated[
     StrictStr, not_empty("the path of a .nemo file or of a Hugging Face directory"), ON_HUB
 ]

@@ -27,32 +27,27 @@ from annotated_types import Interval
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
+from aligner.compat.nemo_aligner import is_inert, remedy
 from aligner.errors import ConfigError
-from aligner.foreign_keys import is_inert, remedy
 
 T = TypeVar("T")
 
-# Names of keys in other libraries, and the keys of this library that a message may suggest.
+# Names of keys in other libraries, by the keys of this library that a message suggests for them.
 _OTHER_NAMES = {
-    "learning_rate": ("lr",),
-    "max_new_tokens": ("max_length",),
-    "max_tokens": ("max_length",),
-    "min_new_tokens": ("min_length",),
-    "stop": ("end_strings",),
-    "stop_strings": ("end_strings",),
-    "do_sample": ("use_greedy", "greedy"),
-    "model_name_or_path": ("restore_from_path",),
-    "output_dir": ("explicit_log_dir",),
-    "num_train_epochs": ("max_epochs",),
-    "num_generations": ("num_rollouts_per_prompt",),
-    "per_device_train_batch_size": ("micro_batch_size",),
-    "train_batch_size": ("global_batch_size",),
-    "batch_size": ("global_batch_size",),
-    "epochs": ("max_epochs",),
-    "steps": ("max_steps",),
-    "lora_rank": ("adapter_dim",),
-    "r": ("adapter_dim",),
-    "lora_alpha": ("alpha",),
+    "lr": ("learning_rate",),
+    "max_length": ("max_new_tokens", "max_tokens"),
+    "min_length": ("min_new_tokens",),
+    "end_strings": ("stop", "stop_strings"),
+    "use_greedy": ("do_sample",),
+    "restore_from_path": ("model_name_or_path",),
+    "explicit_log_dir": ("output_dir",),
+    "max_epochs": ("num_train_epochs", "epochs"),
+    "max_steps": ("steps",),
+    "num_rollouts_per_prompt": ("num_generations",),
+    "micro_batch_size": ("per_device_train_batch_size",),
+    "global_batch_size": ("train_batch_size", "batch_size"),
+    "adapter_dim": ("lora_rank", "r"),
+    "alpha": ("lora_alpha",),
 }
 # Messages by type of pydantic's error. The errors of aligner/config/fields.py bring their message.
 _TEXTS = {
@@ -193,7 +188,7 @@ def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str
     if (text := remedy(key)) is not None:
         return f"{key}: {text}"
     name = key.rsplit(".", 1)[-1]
-    names = (name, *_OTHER_NAMES.get(name, ()))
+    names = (name, *(ours for ours, others in _OTHER_NAMES.items() if name in others))
     last_names = {option: option.rsplit(".", 1)[-1] for option in elsewhere}
 
     # The same name in another section, preferably below the same top-level section.

@@ -42,7 +42,6 @@ from aligner.config.validation import ValidationConfig
 class BaseRunConfig:
     """Options of every training run. Subclasses specialise ``model``, ``data`` and ``trainer``."""
 
-    critic = None  # a section of `RunConfig`, not a field here
     model: TrainedModelConfig
     trainer: TrainingConfig
     seed: Natural = 1234
@@ -58,6 +57,11 @@ class BaseRunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     policy: BackendConfig = field(default_factory=BackendConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+
+    @property
+    def critic(self) -> CriticConfig | None:
+        """The section of the critic, which only `RunConfig` has."""
+        return None
 
     @property
     def loop(self) -> Any:
@@ -77,7 +81,7 @@ class BaseRunConfig:
 
     @property
     def value_world_size(self) -> int:
-        """Number of the critic's workers, 0 without a critic."""
+        """Number of worker processes of the critic. 0 without a critic."""
         workers = self.cluster.value_workers or self.trainer.world_size
         return 0 if self.critic is None else workers
 
@@ -94,7 +98,8 @@ class BaseRunConfig:
     @property
     def trained_roles(self) -> dict[str, TrainedModelConfig | CriticConfig]:
         """Sections of the roles that are trained, by their keys."""
-        return {"model": self.model, **({} if self.critic is None else {"critic": self.critic})}
+        roles = {"model": self.model, "critic": self.critic}
+        return {name: section for name, section in roles.items() if section is not None}
 
     @property
     def algorithm(self) -> str:
@@ -211,7 +216,7 @@ class RunConfig(SamplingRunConfig):
 
     model: ModelConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    critic: CriticConfig | None = field(default_factory=CriticConfig)  # type: ignore[assignment]
+    critic: CriticConfig | None = field(default=CriticConfig())
     """The critic. `null` means no critic."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:

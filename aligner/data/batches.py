@@ -26,8 +26,8 @@ def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool = True) -> np
 class Shares:
     """Shares of several sources in an epoch, which has as many items as all sources together.
 
-    A source of ``n`` items in an epoch continues its own passes: its items of the epoch e are the
-    items ``e * n`` to ``(e + 1) * n - 1`` of the endless series of its shuffled passes.
+    A source with ``n`` items per epoch has an endless series of shuffled passes. Epoch e uses the
+    items ``e * n`` to ``(e + 1) * n - 1`` of the series.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class PromptSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last batch of ``state``. The batch size may differ.
 
-        The position is counted in prompts. With ``may_change`` and other data or another seed, the
-        new order continues from the same position, or from the next epoch if it is shorter. Raises
-        `DataError` if data, seed or shuffling differ, and ``may_change`` is false.
+        With ``may_change`` and other data or another seed, the new order continues from the same
+        prompt, or from the next epoch if the new order is shorter. Without ``may_change``, raises
+        `DataError` if data, seed or shuffling differ.
         """
         for name in ("size", "seed", "shuffle"):
             if state[name] != getattr(self, name) and not self.may_change:

@@ -30,10 +30,7 @@ def parse_messages(value: str | Sequence[Any]) -> list[Message]:
     A message is ``{"role": text, "content": text}``. Optional keys are ``tool_calls`` (functions
     with name and arguments, then ``content`` may be absent), ``reasoning_content``,
     ``tool_call_id`` and ``name``. Null keys and an empty list of calls count as absent. Plain text
-    becomes the user's only message.
-
-    Raises:
-        DataError: the chat is invalid. The caller adds the name of the row to the message.
+    becomes the user's only message. Raises `DataError` if the chat is invalid.
     """
     messages = _parse([{"role": "user", "content": value}] if isinstance(value, str) else value)
     if messages[-1]["role"] == "assistant":
@@ -166,8 +163,7 @@ def check_all_used(
 ) -> None:
     """Raise `DataError` if the template ignores tools, calls, reasoning or unusual roles.
 
-    The template ignores a part if the text is equal without it. Reasoning is tested in a separate
-    chat, because templates drop the reasoning of earlier turns on purpose.
+    The template ignores a part if the rendered text is equal without the part.
     """
     # Plain chats contain nothing that a template could ignore.
     unusual = sorted({message["role"] for message in messages} - set(_KNOWN_ROLES))
@@ -204,7 +200,7 @@ def check_all_used(
         trials[f"messages of role {role!r}"] = remaining, tools
     chat = list(messages), tools
     ignored = [part for part, trial in trials.items() if trial != chat and is_ignored(*trial)]
-    # Reasoning, in a separate chat.
+    # Reasoning, in a separate chat, because templates drop the reasoning of earlier turns.
     if any("reasoning_content" in message for message in messages) and not (
         _shows_reasoning(tokenizer) or opened_tag(render(tokenizer, messages[:1]))
     ):

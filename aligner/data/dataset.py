@@ -78,10 +78,9 @@ class Dataset(Generic[T]):
         """Convert every row to an item. Items that are too long are dropped, never cut.
 
         Args:
-            source: files or a generator function, see `aligner.data.readers.read_rows`. At most
-                ``limit`` rows are read.
-            make: function ``(row, index, data=section)`` from a row, its index in the source and
-                the section with the names of its columns to an item.
+            source: files or a generator function, see `aligner.data.readers.read_rows`.
+            make: function ``(row, index, data=section)`` that returns the item of a row. The
+                section has the names of the columns.
             data: section of the configuration.
             keys: keys of the columns that a row needs (see `aligner.data.columns`).
             longest: maximum number of tokens of an item, or None without a limit.

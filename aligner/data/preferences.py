@@ -1,9 +1,8 @@
 """Feedback on responses: preference pairs, labels, and ratings of attributes.
 
 KTO estimates the policy's drift regardless of the prompt (Ethayarajh et al., 2024). For this, every
-labelled row pairs its prompt with a *mismatched* response: the response of the nearest earlier row
-with another prompt (in TRL, of the previous row). The pairing is fixed for the run, so that the
-reference's log-probs are computed once.
+labelled row pairs its prompt with a *mismatched* response, for the whole run: the response of the
+nearest earlier row with another prompt (in TRL, of the previous row).
 """
 
 from collections.abc import Sequence

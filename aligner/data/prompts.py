@@ -88,8 +88,7 @@ class EpisodeDataset(PromptDataset):
     ) -> Self:
         """Read all rows of ``source``. The environment receives every column.
 
-        ``longest_prompt``: maximum tokens of an environment's prompt. ``ground_truth_column``:
-        optional column that is shown with samples.
+        ``longest_prompt``: maximum tokens of a prompt. ``ground_truth_column``: shown with samples.
         """
 
         def episode(row: DataRow, index: int, data: Any) -> Prompt:

@@ -23,13 +23,14 @@ def treat_special_tokens(
 
     ``value``: a text, or lists and mappings of texts. ``location``: column or field, for errors.
     Answers (``is_answer``, and the assistant's messages) may contain added tokens that are not
-    special, for example ``<think>``, and may end with an end token. Raises `DataError` if a text
-    contains a refused token, or escaping does not hide the token.
+    special, such as ``<think>``, and may end with an end token. Raises `DataError` for a text with
+    a refused token, or with a token that escaping does not hide.
     """
     if policy == "keep":
         return value
     # Texts of special tokens, of added tokens, and of tokens that end an answer.
     added: Mapping[int, str] = getattr(tokenizer, "added_tokens", {})
+    # Tokenizers that do not tell special tokens apart have no other added tokens.
     special = {*getattr(tokenizer, "special_ids", added), tokenizer.eos_id, tokenizer.bos_id}
     texts = {n: added.get(n) or tokenizer.decode([n]) for n in {*special, *added} - {None}}
     tokens = {n: text for n, text in texts.items() if text.strip()}  # except white space
@@ -53,7 +54,7 @@ def treat_special_tokens(
         refused = structural if is_answer else tokens
         return _treat(tokenizer, value.removesuffix(end), refused, policy, location) + end
 
-    return treat(value, location, is_answer, is_answer)
+    return treat(value, location, is_answer, may_end=is_answer)
 
 
 def _treat(

@@ -190,17 +190,15 @@ def encode_chat(
     """Return the ids of a rendered chat and the spans of the assistant's messages.
 
     The first ``context`` messages are not learned. A span starts after the generation prompt of its
-    message. The span ends with the first token of ``tokenizer.end_ids``, or with the last token of
-    the message if the template adds no end token. The last message always ends with an end token.
+    message, and ends with the first token of ``tokenizer.end_ids``, or with the message if the
+    template adds no end token. The last message always ends with an end token.
 
     The generation prompt of some templates ends with a tag that finished messages lack
     (``<think>`` in R1's distillations). Then the learned text of the last message is
     ``reasoning_content`` if present, the closing tag, and ``content``.
 
-    Raises:
-        DataError: the template changes earlier messages (some drop earlier reasoning), so that
-            only the last message can be learned. Also if the generation prompt does not precede
-            the answer, or if an answer contains an end token before its end.
+    Raises `DataError` if the template changes earlier messages (then set ``learn=last``), if the
+    generation prompt does not precede the answer, or if an answer contains an end token.
     """
     # Remove end tokens of the data, then render and encode message by message.
     ends = {end: tokenizer.decode([end]) for end in tokenizer.end_ids}

@@ -114,11 +114,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         batches = [range(start, min(start + size, total)) for start in starts]
         # Micro-batches by tokens: rows are selected for balanced shards.
         if dynamic_batching_args is not None:
-            plans = dynamic_plan(self.data, dynamic_batching_args, batches, shards)
-            return self._planned_shards(plans)
+            return self._planned(dynamic_plan(self.data, dynamic_batching_args, batches, shards))
         if sequence_packing_args is not None:
-            plans = packed_plan(self.data, sequence_packing_args, batches, shards)
-            return self._planned_shards(plans)
+            return self._planned(packed_plan(self.data, sequence_packing_args, batches, shards))
         # Plain shards: contiguous runs of rows.
         if not allow_uneven_shards:
             _check_even(size, shards)
@@ -151,8 +149,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             return self._get_global_batch(batch_idx, counts)
         if batch_size is None:
             raise DataError(
-                f"batch {batch_idx} without batch_size is defined only for a shard of "
-                "shard_by_batch_size. Pass batch_size"
+                f"get_batch({batch_idx}) without batch_size works only on a shard that "
+                "shard_by_batch_size returned. Pass batch_size"
             )
         start = batch_idx * batch_size
         if batch_size < 1 or not 0 <= start < max(1, self.size):
@@ -265,7 +263,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """Return the columns as a plain dict."""
         return dict(self.data)
 
-    def _planned_shards(self, plans: list[ShardPlan]) -> "tuple[list[SlicedDataDict], list[int]]":
+    def _planned(self, plans: list[ShardPlan]) -> "tuple[list[SlicedDataDict], list[int]]":
         rows = [[[row for part in batch for row in part.rows] for batch in plan] for plan in plans]
         shards = self._shards(rows)
         for shard, plan in zip(shards, plans, strict=True):

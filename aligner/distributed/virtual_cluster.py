@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from math import floor
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class RayVirtualCluster:
         log_dir: Path | None = None,
         env_vars: Mapping[str, Any] | None = None,
     ) -> None:
-        """Reserve the bundles. Raises `WorkerError` without free resources after one minute.
+        """Reserve the bundles. Raises `WorkerError` if the resources are not free in a minute.
 
         Args:
             bundle_ct_per_node_list: number of bundles per node.
@@ -70,7 +71,7 @@ class RayVirtualCluster:
         # Workers of several groups may share a bundle and its GPU, in equal parts.
         self._max_groups = max_colocated_worker_groups
         self.shares_bundles = self._max_groups > 1
-        share = {
+        share = {  # Ray counts resources in units of 1e-4
             kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
         }
         self.worker_resources = {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)}
@@ -149,22 +150,17 @@ class RayVirtualCluster:
         """Return the bundles of a group. ``workers_per_node``: one value, or one per node."""
         if workers_per_node is None:
             return self.bundles
-        counts = (
-            [workers_per_node] * len(self._counts)
-            if isinstance(workers_per_node, int)
-            else list(workers_per_node)
-        )
-        fits = len(counts) == len(self._counts) and all(
-            0 <= count <= available for count, available in zip(counts, self._counts, strict=True)
-        )
-        if not fits or not sum(counts):
+        if isinstance(workers_per_node, int):
+            workers_per_node = [workers_per_node] * len(self._counts)
+        pairs = list(zip_longest(workers_per_node, self._counts, fillvalue=-1))
+        if not sum(workers_per_node) or not all(0 <= count <= most for count, most in pairs):
             raise ConfigError(
                 f"workers_per_node={workers_per_node}: the nodes of the cluster {self.name} have "
                 f"{self._counts} bundles. Give at most these numbers"
             )
-        limits = [count for count, n in zip(counts, self._counts, strict=True) for _ in range(n)]
-        pairs = zip(self.bundles, limits, strict=True)
-        return [bundle for bundle, limit in pairs if bundle.index < limit]
+        limits = [count for count, most in pairs for _ in range(most)]
+        limited = zip(self.bundles, limits, strict=True)
+        return [bundle for bundle, limit in limited if bundle.index < limit]
 
     def node_count(self) -> int:
         """Return the number of nodes."""

@@ -1,8 +1,10 @@
 """Groups of workers that are actors of a Ray cluster.
 
-The driver sends one shard of data per coordinate of the sharded axes to a group, through Ray's
-object store, and receives one result per coordinate. The workers of a training group form a
-separate torch.distributed world.
+::
+
+    driver ─ one shard per coordinate ─► Ray's object store ─► actors ─► workers
+           ◄─ one result per coordinate ─────────────────────────────────  │
+                     workers of a training group: a torch.distributed world ┘
 """
 
 import contextlib
@@ -97,9 +99,8 @@ class RayWorkerBuilder:
 class MultiWorkerFuture(list["ObjectRef"]):
     """References to the results of a method call on many workers, one per worker.
 
-    ``ray.get`` of the list returns the results of all workers, or raises `WorkerFailure`.
-    ``calls``: result reference and seat of every called worker. ``returned``: positions in
-    ``calls`` of the results of `get_results`.
+    ``ray.get`` of the list returns all results, or raises `WorkerFailure`. ``calls``: reference and
+    seat of each worker. ``returned``: positions in ``calls`` of the results of `get_results`.
     """
 
     def __init__(
@@ -276,7 +277,7 @@ class RayWorkerGroup:
         return self.is_healthy
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on each worker, unless a call failed. Then end the processes.
+        """Call ``cleanup_method`` on each worker unless a call failed. Then end the processes.
 
         Returns whether the cleanup succeeded.
         """
@@ -284,23 +285,22 @@ class RayWorkerGroup:
             return False
         import ray
 
+        actors, seats, is_clean = self._actors, self._seats, True
         if not ray.is_initialized():  # the workers ended with the connection
-            self._actors, self._seats, self._starting = [], [], []
-            return True
-        is_clean = True
-        if cleanup_method is not None and self.is_healthy and not self._starting and self._actors:
+            actors, seats = [], []
+        elif cleanup_method is not None and self.is_healthy and not self._starting and self._actors:
             future = self.run_all_workers_single_data(cleanup_method)
             future.timeout_s = _CLEANUP_S
             try:
                 future.get_results()
             except AlignerError:
                 is_clean = False
-        for actor in self._actors:
+        for actor in actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
         # Wait until the local worker processes have ended, because others may need their memory.
         host, deadline = os.uname().nodename, time.monotonic() + _CLEANUP_S
-        for seat in self._seats:
+        for seat in seats:
             while seat.host == host and psutil.pid_exists(seat.pid) and time.monotonic() < deadline:
                 time.sleep(0.05)
         self._actors, self._seats, self._starting = [], [], []

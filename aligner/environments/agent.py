@@ -1,5 +1,9 @@
 """Process of an agent: a user's function or command, which calls the policy over HTTP.
 
+    pool ── run ──► Agent ──► function, or command ── HTTP ──► server of the policy
+      ▲               │              └─ output ─► thread: its last bytes
+      └──── Turn ─────┘
+
 The message ``run`` has ``(base URL, API key, seed, columns of the row)``. Answers are those of
 `aligner.environments.worker`, with a ``Turn``.
 """
@@ -18,15 +22,7 @@ from typing import Any
 
 from aligner.child_process import Answers
 from aligner.environments.protocol import Turn, check_turn
-from aligner.environments.worker import (
-    COMMAND_KEY,
-    KEY,
-    answers_of,
-    awaited,
-    check_columns,
-    check_kwargs,
-    check_names,
-)
+from aligner.environments.worker import COMMAND_KEY, KEY, answers_of, awaited, check_arguments
 from aligner.errors import ConfigError
 from aligner.importing import load_function
 from aligner.process_tree import kill_children
@@ -36,15 +32,10 @@ _OUTPUT_BYTES = 500  # of the end of a command's output
 _CLOSING_S = 2.0  # time limit to read the output after the command has ended
 
 
-class AgentError(Exception):
-    """A command ended with an error."""
-
-
 def load(
-    source: str | Sequence[str], kwargs: Mapping[str, Any], columns: Collection[str], form: None
+    source: str | Sequence[str], kwargs: Mapping[str, Any], columns: Collection[str], _form: None
 ) -> tuple[None, Callable[..., Answers]]:
-    """Load the agent, in its process. ``form`` is not used."""
-    del form
+    """Load the agent, in its process."""
     return None, partial(answers_of, Agent(source, kwargs, columns).call)
 
 
@@ -60,24 +51,19 @@ class Agent:
     def __init__(
         self, source: str | Sequence[str], kwargs: Mapping[str, Any], columns: Collection[str]
     ) -> None:
-        """Load the function ``source``, or find the program of the command ``source``.
+        """Raise `ConfigError` if the function or program ``source`` does not exist or does not fit.
 
-        Raises `ConfigError` if the function or program does not exist, cannot be called with the
-        data's ``columns``, or has a ``check_kwargs`` that refuses ``kwargs``.
+        The data's ``columns`` and ``kwargs`` must be arguments that the function accepts.
         """
         self._kwargs = dict(kwargs)
         self._loop = asyncio.new_event_loop()
         is_command = not isinstance(source, str)
         key = f"{COMMAND_KEY if is_command else KEY}={source!r}"
-        check_names(_RUN_ARGUMENTS, kwargs, columns, key, "the run")
-        self._words, self._function = list(source), None
-        if not is_command:
-            self._function = load_function(str(source), key=KEY)
-            message = f"{key} is called with base_url, api_key, seed, the columns of the data and"
-            message += " environment.kwargs"
-            check_columns(self._function, [*_RUN_ARGUMENTS, *kwargs], columns, message)
-            check_kwargs(self._function, kwargs, key)
-        elif shutil.which(self._words[0]) is None:
+        self._words = list(source)
+        self._function = None if is_command else load_function(str(source), key=KEY)
+        function = self._function or (lambda **arguments: None)
+        check_arguments(function, _RUN_ARGUMENTS, kwargs, columns, f"{key} is called")
+        if is_command and shutil.which(self._words[0]) is None:
             raise ConfigError(
                 f"{key}: the program {self._words[0]!r} was not found. Set its path, or a program "
                 "on PATH"
@@ -127,5 +113,5 @@ def _run(words: Sequence[str], task: Mapping[str, Any]) -> Turn:
         reader.join(_CLOSING_S)
     text = bytes(output).decode(errors="replace").strip()
     if code:
-        raise AgentError(f"it ended with exit code {code}. Its output ends: {text}")
+        raise ChildProcessError(f"it ended with exit code {code}. Its output ends: {text}")
     return Turn(done=True, info={"output": text} if text else {})

@@ -9,10 +9,10 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import starmap, takewhile
 from typing import Any, Literal, NamedTuple
 
-from aligner.data.chat import Message, Tools, render
+from aligner.data.chat import Message, render
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import DataError, TokenizerError
 
@@ -26,22 +26,19 @@ _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _OBJECT_WITH_NAME = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
 _MASS = {"type": "object", "properties": {"mass": {"type": "integer"}}}
 _WEIGH_IT = {"name": "weigh_it", "description": "Weigh it.", "parameters": _MASS}
+_WEIGHED = {"name": "weigh_it", "arguments": {"mass": 1}}
 _JSON = json.JSONDecoder()
 _SHORT = reprlib.Repr()  # unlike repr(), it accepts values of any depth
 _SHORT.maxstring = _SHORT.maxother = 500
 
 
 class ToolCall(NamedTuple):
-    """A tool call of the policy.
-
-    ``problem``: reason why the call cannot be executed, or None. ``id``: the id that the policy
-    wrote, or None.
-    """
+    """A tool call of the policy."""
 
     name: str
     arguments: dict[str, Any]
-    problem: str | None = None
-    id: str | None = None
+    problem: str | None = None  # reason why the call cannot be executed
+    id: str | None = None  # written by the policy
 
     def __str__(self) -> str:
         """Return ``add(x=1)``, with long values cut and the problem appended."""
@@ -59,11 +56,6 @@ class CallForm(NamedTuple):
     read: Callable[[str], list[ToolCall]]  # parses the calls of a message
     results: Callable[[Sequence[ToolCall], Sequence[str]], list[Message]]  # messages with results
 
-    @property
-    def is_shown(self) -> bool:
-        """True if the chat template shows the functions."""
-        return self.sign is not None
-
 
 def parse_calls(text: str, form: Form) -> list[ToolCall]:
     """Return the calls in a message of the policy. Calls that are not valid have a ``problem``."""
@@ -78,14 +70,18 @@ def before_calls(text: str, form: Form) -> str:
 
 def form_of(tokenizer: Tokenizer) -> Form:
     """Return the format in which a tokenizer's chat template shows calls, or ``plain``."""
+    question: list[Message] = [{"role": "user", "content": "a"}]
+    call = {"type": "function", "id": "abc123DEF", "function": _WEIGHED}
+    chat = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
     # Some templates show calls only if there are functions.
     for tools in (None, [{"type": "function", "function": _WEIGH_IT}]):
         try:
-            rendered = _rendered_call(tokenizer, tools)
+            question_text = render(tokenizer, question, tools, open_answer=False)
+            text = render(tokenizer, chat, tools, open_answer=False)
         except (DataError, TokenizerError):
             continue
         for name, form in FORMS.items():
-            if form.sign is not None and form.sign.search(rendered):
+            if form.sign is not None and form.sign.search(text.removeprefix(question_text)):
                 return name
     return "plain"
 
@@ -127,17 +123,6 @@ def structured(messages: Sequence[Message], form: Form) -> list[Message]:
             tool_calls.append({"type": "function", "id": call_id, "function": function})
         chat.append({"role": "assistant", "content": "", "tool_calls": tool_calls})
     return chat
-
-
-def _rendered_call(tokenizer: Tokenizer, tools: Tools | None) -> str:
-    """Return the text that the template adds to a chat for a message with a call."""
-    question = {"role": "user", "content": "a"}
-    function = {"name": "weigh_it", "arguments": {"mass": 1}}
-    call = {"type": "function", "id": "abc123DEF", "function": function}
-    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    question_text = render(tokenizer, [question], tools, open_answer=False)
-    text = render(tokenizer, [question, answer], tools, open_answer=False)
-    return text.removeprefix(question_text)
 
 
 def _read_hermes(text: str) -> list[ToolCall]:
@@ -239,10 +224,6 @@ def _result_lines(calls: Sequence[ToolCall], results: Sequence[str]) -> list[Mes
     return [{"role": "user", "content": "\n".join(lines)}]
 
 
-def _read_plain(text: str) -> list[ToolCall]:
-    return [_parsed(name, arguments) for name, arguments in _PLAIN.findall(text)]
-
-
 _TAG = re.compile(r"\[TOOL_CALLS\]")
 _LLAMA = re.compile(r'\{"name": "weigh_it", "parameters":'), re.compile(r"<\|python_tag\|>|\A\s*\{")
 FORMS: Mapping[Form, CallForm] = {
@@ -251,5 +232,7 @@ FORMS: Mapping[Form, CallForm] = {
     ),
     "mistral": CallForm(_TAG, _TAG, _read_mistral, _tool_messages),
     "llama3": CallForm(*_LLAMA, _read_llama, _tool_messages),
-    "plain": CallForm(None, _PLAIN, _read_plain, _result_lines),
+    "plain": CallForm(
+        None, _PLAIN, lambda text: list(starmap(_parsed, _PLAIN.findall(text))), _result_lines
+    ),
 }

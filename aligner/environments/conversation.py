@@ -9,7 +9,6 @@ conversation is one trajectory with the rewards of all turns.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Literal
@@ -49,18 +48,12 @@ class ChatRenderer:
         rewritten_history: RewrittenHistory = "fork",
         special_tokens_in_text: SpecialTokensInText = "keep",
     ) -> None:
-        """Inspect the tokenizer's template.
-
-        ``add_bos``: whether to add BOS to a text that does not begin with it. The other options are
-        those of `EnvironmentConfig` and `DataConfig`.
-        """
+        """Inspect the template. The options are those of `EnvironmentConfig` and `DataConfig`."""
         self.treated = partial(treat_special_tokens, tokenizer, policy=special_tokens_in_text)
         self.tokenizer, self._add_bos = tokenizer, add_bos
         self._rewritten_history = rewritten_history
         self._has_template = _has_template(tokenizer)
         self._form = form_of(tokenizer)
-        if self._has_template:
-            _check_answers(tokenizer)
         # The end of an assistant message: its text, and the tokens that end it.
         self._message_end = (
             self._text_after_answer([_QUESTION], [], None) if self._has_template else "\n"
@@ -102,10 +95,9 @@ class ChatRenderer:
     ) -> tuple[str, list[int]]:
         """Return text and tokens between an answer and the next answer.
 
-        ``history`` and ``new``: the messages before and after the answer, whose text ``answer`` has
-        no end token. ``end_id``: the sampled end token, or None if the answer was cut. An end token
-        of messages replaces the template's. Another end token (of texts) is kept before the
-        template's.
+        ``history`` and ``new``: the messages before and after the answer. ``answer``: its text
+        without the end token ``end_id``, which is None if the answer was cut. An end token of
+        messages replaces the template's, and an end token of texts precedes it.
         """
         if self._has_template:
             check_all_used(self.tokenizer, [_QUESTION, _answer("b"), *new])
@@ -124,10 +116,9 @@ class ChatRenderer:
     ) -> tuple[str, list[int]] | None:
         """Return text and tokens of a new sequence if the conversation forks, else None.
 
-        ``history``: the messages before the last answer. ``now``: ``history``, the answer and the
-        messages after it. ``text``: text of the sequence so far. White space is not compared,
-        because templates trim messages. Raises `RewrittenHistoryError` if the conversation would
-        fork, but ``rewritten_history`` is ``refuse``.
+        ``history``: the messages before the last answer. ``now``: all messages. ``text``: text of
+        the sequence so far. White space is not compared, because templates trim messages. Raises
+        `RewrittenHistoryError` instead of a fork if ``rewritten_history`` is ``refuse``.
         """
         if not self._has_template or self._rewritten_history == "keep":
             return None
@@ -140,7 +131,7 @@ class ChatRenderer:
             has_structured_calls = True
         if has_structured_calls:
             text = render(self.tokenizer, structured(history, self._form), tools)
-        shown, expected = _without_spaces(chat_text), _without_spaces(text)
+        shown, expected = ("".join(each.split()) for each in (chat_text, text))
         if shown == expected or (has_structured_calls and shown.startswith(expected)):
             return None
         if self._rewritten_history == "fork":
@@ -214,8 +205,7 @@ class Conversation(Trajectory):
     def follow(self, turn: Turn, *, goes_on: bool) -> None:
         """Record the environment's answer. If the conversation ``goes_on``, append its messages.
 
-        Raises `DataError` if the sum of the rewards exceeds float32, or the template refuses the
-        messages.
+        Raises `DataError` if the template refuses them, or the sum of rewards exceeds float32.
         """
         record = self.turns[-1]
         record.reward, record.parts = turn.score, turn.parts
@@ -243,32 +233,23 @@ class Conversation(Trajectory):
 
 
 def _has_template(tokenizer: Tokenizer) -> bool:
-    try:
-        with suppress(DataError):  # a template for other chats
-            tokenizer.apply_chat_template([_QUESTION])
-    except TokenizerError:
-        return False
-    return True
-
-
-def _check_answers(tokenizer: Tokenizer) -> None:
-    """Raise if the template changes assistant messages, at the end or before a question."""
-    for chat in ([_QUESTION, _answer(_ANSWER)], [_QUESTION, _answer(_ANSWER), _QUESTION]):
+    """Return whether there is a template. Raise if it changes assistant messages."""
+    question, answer = _QUESTION, _answer(_ANSWER)
+    for chat in ([question], [question, answer], [question, answer, question]):
         try:
             shown = render(tokenizer, chat, open_answer=False)
+        except TokenizerError:
+            return False
         except DataError:  # a template for other chats
             continue
-        if _ANSWER not in shown:
+        if answer in chat and _ANSWER not in shown:
             raise ConfigError(
                 f"the model's chat template shows {shown!r:.200} for the assistant message "
                 f"{_ANSWER!r}: sampled text would be lost. Set "
                 "environment.chat_template=FILE.jinja to a template that keeps it"
             )
+    return True
 
 
 def _answer(content: str) -> Message:
     return {"role": "assistant", "content": content}
-
-
-def _without_spaces(text: str) -> str:
-    return "".join(text.split())

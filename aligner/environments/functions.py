@@ -29,22 +29,19 @@ def prompt_messages(prompt: str | Sequence[Message] | None) -> list[Message]:
 
 
 class PromptedTools(ToolEnv):
-    """Base of environments with tools that begin with a prompt of the data.
-
-    The prompt's last message must be a user message.
-    """
+    """Base of environments with tools that begin with a prompt of the data."""
 
     explains_calls = True
 
     def __init__(
         self, messages: Sequence[Message], tools: Sequence[Callable[..., Any]], form: Form
     ) -> None:
-        """Offer ``tools`` after ``messages``."""
+        """Offer ``tools`` after ``messages``, of which the last must be a user message."""
         super().__init__(tools, form)
         if not messages or messages[-1]["role"] != "user":
             raise DataError(
-                "the conversation begins with no user message. Give the data a column prompt: "
-                "text, or messages that end with a user message"
+                "the conversation has no user message at the end of its prompt. Add a column "
+                "'prompt' to the data, with text or with messages of which the last is a user's"
             )
         self.messages = list(messages)
 
@@ -59,10 +56,7 @@ class PromptedTools(ToolEnv):
 
 
 class ScoredTools(PromptedTools):
-    """Base of environments with tools whose answers, messages without a call, a function scores.
-
-    Messages with calls are not scored.
-    """
+    """Base of environments with tools in which a function scores each message without a call."""
 
     def __init__(
         self,

@@ -1,4 +1,9 @@
-"""Processes of environments and agents, one for each running conversation."""
+"""Processes of environments and agents, one for each running conversation.
+
+driver ── Call ──► EnvironmentPool ── message ──► process of the slot (worker or agent)
+   ▲                   │      ▲                            │
+   └─ answer, Failure ─┘      └─────── kind, payload ──────┘
+"""
 
 import shlex
 import time
@@ -19,7 +24,7 @@ FailureReason = Literal["env_timeout", "env_error", "engine_error"]
 
 
 class Call(NamedTuple):
-    """A call of the process in a slot (see `aligner.environments.worker` and ``agent``)."""
+    """A call of a slot's process. `aligner.environments.worker` and ``agent`` list the calls."""
 
     slot: int
     name: CallName
@@ -34,14 +39,11 @@ class CallAnswer(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Failure of a conversation: a reason code and a message.
-
-    ``cause``: exception of the engine, None if the environment failed.
-    """
+    """Failure of a conversation: a reason code and a message."""
 
     reason: FailureReason
     text: str
-    cause: Exception | None = None
+    cause: Exception | None = None  # of the engine
     kind: FailureKind = "raised"
 
 
@@ -53,9 +55,8 @@ def engine_failure(error: Exception) -> Failure:
 class EnvironmentPool(ProcessPool):
     """Pool of slots. A slot has a process, which runs one conversation at a time.
 
-    A process that hangs is killed with its children, and a process that raised is ended. The next
-    conversation in the slot starts a new process. The other slots are not affected. An unfinished
-    conversation is closed when its slot begins the next.
+    A process that hangs or raises is killed with its children. The next conversation in the slot
+    starts a new process. A slot closes an unfinished conversation when it begins the next.
     """
 
     def __init__(
@@ -71,13 +72,12 @@ class EnvironmentPool(ProcessPool):
         """Start the first process, so that an unusable class is refused now.
 
         Args:
-            factory: path of the class. With ``runs_agents``, path of an agent's function or the
-                words of its command.
+            factory: path of the class, or of an agent's function, or the words of a command.
             kwargs: ``environment.kwargs``.
             columns: the columns of the data, which the class must accept.
             form: format of tool calls in the chat template, for classes with this parameter.
-            memory_mb: memory limit of each process in MiB. None means no limit.
-            runs_agents: whether the processes run agents instead of environments.
+            memory_mb: memory limit of each process in MiB.
+            runs_agents: whether ``factory`` is an agent.
         """
         is_path = isinstance(factory, str)
         self.factory = factory if is_path else shlex.join(factory)
@@ -109,9 +109,7 @@ class EnvironmentPool(ProcessPool):
         """Send calls. Returns the start time of each (``time.monotonic()``), or its failure."""
         # Only a first call may start a process.
         errors = self.start([call.slot for call in calls if call.name in ("begin", "run")])
-        began: dict[int, float | Failure] = {
-            slot: _failure(error) for slot, error in errors.items()
-        }
+        began: dict[int, float | Failure] = {slot: _failure(errors[slot]) for slot in errors}
         for call in calls:
             if call.slot in began:
                 continue
@@ -125,7 +123,7 @@ class EnvironmentPool(ProcessPool):
     def answered(
         self, slots: Sequence[int], timeout_s: float, wake: Connection | None = None
     ) -> set[int]:
-        """Wait up to ``timeout_s`` for answers. Returns the slots with an answer or a dead process.
+        """Return the slots with an answer or a dead process, after at most ``timeout_s``.
 
         A message on ``wake`` ends the wait.
         """

@@ -22,8 +22,8 @@ _MAX_FLOAT32 = 3.4e38
 class Start:
     """Start of a conversation.
 
-    ``messages``: list of ``{"role": text, "content": text}``. The last is not an assistant message.
-    ``tools``: JSON schemas of functions, for the tokenizer's chat template.
+    ``messages``: list of ``{"role": text, "content": text}``, of which the last is not the
+    assistant's. ``tools``: JSON schemas of functions, for the tokenizer's chat template.
     """
 
     messages: Sequence[Message]
@@ -70,10 +70,9 @@ class Turn:
 class MessageEnv(Protocol):
     """An environment of chat messages, created for each conversation.
 
-    The run calls ``Class(seed=..., **columns of the data's row, **environment.kwargs)``. The
-    methods are coroutines or plain functions, and ``close`` is optional. An optional class method
-    ``check_kwargs(kwargs)`` refuses ``environment.kwargs`` before the run begins, with an
-    `AlignerError`.
+    The run calls ``Class(seed=..., **columns of the data's row, **environment.kwargs)``. Methods
+    are coroutines or plain functions. ``close`` is optional, as is a class method
+    ``check_kwargs(kwargs)``, which refuses ``environment.kwargs`` before the run by an exception.
     """
 
     def init(self) -> Start | Awaitable[Start]:
@@ -83,8 +82,7 @@ class MessageEnv(Protocol):
     def step(self, message: Message) -> Turn | Awaitable[Turn]:
         """Answer the policy's message, ``{"role": "assistant", "content": text}``.
 
-        The text is the sampled text without the end token, also if the length limit cut the
-        message.
+        The text has no end token, and the length limit may have cut it.
         """
         ...
 
@@ -117,22 +115,20 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
             "step returned neither a message nor done=True. The policy needs a message to answer"
         )
     # The reward, and its metrics.
-    reward: Reward = None
-    if isinstance(value.reward, Mapping):
-        if "reward" not in value.reward:
-            raise ConfigError(f"the reward {dict(value.reward)} has no key 'reward'")
-        reward = {
-            str(name): _number(number, str(name), is_metric=name != "reward")
-            for name, number in value.reward.items()
-        }
-        accuracy = reward.get("accuracy")
-        if accuracy is not None and not 0 <= accuracy <= 1:
-            raise DataError(
-                f"accuracy is {accuracy:g}. It must be a share, from 0 to 1, and the last accuracy "
-                "of a conversation is its verdict. Give other metrics another name"
-            )
-    else:
-        reward = _number(value.reward, "reward")
+    items = value.reward if isinstance(value.reward, Mapping) else {"reward": value.reward}
+    if "reward" not in items:
+        raise ConfigError(f"the reward {dict(items)} has no key 'reward'")
+    numbers = {
+        str(name): _number(number, str(name), is_metric=name != "reward")
+        for name, number in items.items()
+    }
+    accuracy = numbers.get("accuracy")
+    if accuracy is not None and not 0 <= accuracy <= 1:
+        raise DataError(
+            f"accuracy is {accuracy:g}. It must be a share, from 0 to 1, and the last accuracy of "
+            "a conversation is its verdict. Give other metrics another name"
+        )
+    reward = numbers if isinstance(value.reward, Mapping) else numbers["reward"]
     # Messages, and info with the ``repr`` of all values except scalars.
     with raised_as(ConfigError, "the messages of step", DataError):
         messages = plain(parse_messages(list(value.messages))) if value.messages else []

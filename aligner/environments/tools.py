@@ -24,10 +24,10 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the JSON schema of a function, from its type hints and its docstring.
 
-    The docstring is in Google style: a description, and every parameter below ``Args:``. The result
-    equals ``transformers.utils.get_json_schema`` for types that exist in JSON. If the function has
-    an attribute ``json_schema``, that schema is returned. Raises `ConfigError` if the docstring is
-    missing, or a parameter has no description or no JSON type.
+    The docstring is in Google style, with every parameter below ``Args:``. The result equals that
+    of ``transformers.utils.get_json_schema`` for types that exist in JSON. An attribute
+    ``json_schema`` of the function replaces it. Raises `ConfigError` if the docstring is missing,
+    or a parameter has no description or no JSON type.
     """
     if (schema := getattr(function, "json_schema", None)) is not None:
         return dict(schema)
@@ -92,7 +92,7 @@ class ToolEnv:
     def init(self) -> Start:
         """Ask the question and show the tools."""
         messages = [{"role": "user", "content": self.question()}]
-        if FORMS[self._form].is_shown:
+        if FORMS[self._form].sign:  # the chat template shows the functions
             return Start(messages, self._schemas)
         return Start(tools_in_text(messages, self._schemas, explained=self.explains_calls))
 
@@ -125,21 +125,18 @@ def __getattr__(name: str) -> Any:
     return published(__name__, name)
 
 
-def described(schema: Mapping[str, Any]) -> str:
-    """Return the line that describes a tool in the plain form, such as ``call now {}: ``."""
-    function = schema.get("function", schema)
-    properties = (function.get("parameters") or {}).get("properties") or {}
-    values = {name: f"<{kind.get('type', 'value')}>" for name, kind in properties.items()}
-    call = f"call {function.get('name')} {json.dumps(values)}"
-    return f"{call}: {function.get('description') or ''}"
-
-
 def tools_in_text(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, explained: bool = True
 ) -> list[Message]:
     """Return the messages with a description of tools, and of calls, at the start of the first."""
-    lines = [*map(described, tools), *([HOW_TO_CALL] if explained else [])]
-    text = "\n".join([*lines, messages[0]["content"]])
+    lines = []
+    for schema in tools:
+        function = schema.get("function", schema)
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        values = {name: f"<{kind.get('type', 'value')}>" for name, kind in properties.items()}
+        description = function.get("description") or ""
+        lines.append(f"call {function.get('name')} {json.dumps(values)}: {description}")
+    text = "\n".join([*lines, *([HOW_TO_CALL] if explained else []), messages[0]["content"]])
     return [{**messages[0], "content": text}, *messages[1:]]
 
 

@@ -18,7 +18,7 @@ EndReason = Literal["done", "max_turns", "max_tokens", "failed"]
 
 
 class Limits(NamedTuple):
-    """Limits of a conversation or a session, both included."""
+    """Largest permitted sizes of a conversation or a session."""
 
     max_turns: int = sys.maxsize
     max_tokens: int = sys.maxsize

@@ -66,9 +66,8 @@ def load_factory(
     """Return the class that ``environment.factory`` names, with its ``form`` bound if it needs one.
 
     ``form``: format of tool calls in the chat template, for a class with the attribute
-    ``reads_calls`` and the parameter ``form``. A column ``form`` or ``kwargs`` override it. Raises
-    `ConfigError` if the class cannot be imported, is not an environment, does not accept the data's
-    ``columns`` and ``kwargs``, or has a ``check_kwargs`` that refuses ``kwargs``.
+    ``reads_calls`` and the parameter ``form``. A column or ``kwargs`` of that name replace it.
+    Raises `ConfigError` if the class cannot be used with the data's ``columns`` and ``kwargs``.
     """
     factory_class = load_function(factory, key=KEY, kind="class")
     key = f"{KEY}={factory!r}"
@@ -78,51 +77,42 @@ def load_factory(
         raise ConfigError(
             f"{key} has no method {' and no method '.join(missing)}. See docs/environments.md"
         )
-    # The arguments: no name twice, the form if the class needs it, and the class's own check.
-    check_names(["seed", "self"], kwargs, columns, key, "the call")
     needs_form = form is not None and "form" not in {*columns, *kwargs}
     reads_calls = needs_form and getattr(factory_class, "reads_calls", False)
     has_form = reads_calls and "form" in inspect.signature(factory_class).parameters
-    create = partial(factory_class, form=form) if has_form else factory_class
-    message = f"{key} is made with seed, the columns of the data and environment.kwargs"
-    check_columns(create, ["seed", *kwargs], columns, message)
-    check_kwargs(factory_class, kwargs, key)
-    return create
+    names = ["seed", "form"] if has_form else ["seed"]
+    check_arguments(factory_class, names, kwargs, columns, f"{key} is made", "self")
+    return partial(factory_class, form=form) if has_form else factory_class
 
 
-def check_names(
-    names: Collection[str],
+def check_arguments(
+    function: Callable[..., Any],
+    names: Sequence[str],
     kwargs: Mapping[str, Any],
     columns: Collection[str],
-    key: str,
-    origin: str,
+    message: str,
+    *reserved: str,
 ) -> None:
-    """Raise `ConfigError` if ``kwargs``, ``columns`` or the ``names`` of ``origin`` overlap."""
-    repeated = sorted({*names, *columns} & kwargs.keys()) + sorted({*names} & {*columns})
+    """Raise `ConfigError` if a call with ``names``, a row's columns and ``kwargs`` cannot work.
+
+    ``columns``: names, or the result of `aligner.data.prompts.columns_of_rows`. ``message``: the
+    setting of the function, and how it is called. ``reserved``: names that columns cannot have.
+    """
+    own, (key, _, _) = {*names, *reserved}, message.rpartition(" is ")
+    repeated = sorted({*own, *columns} & kwargs.keys()) + sorted(own & {*columns})
     if repeated:
         raise ConfigError(
-            f"{key}: {', '.join(repeated)} would be given twice, by {origin}, by a column of the "
+            f"{key}: {', '.join(repeated)} would be given twice, by the call, by a column of the "
             "data or by environment.kwargs. Rename one of them"
         )
-
-
-def check_columns(
-    function: Callable[..., Any], names: Sequence[str], columns: Collection[str], message: str
-) -> None:
-    """Raise `ConfigError` if a row's columns and ``names`` cannot be the function's arguments.
-
-    ``columns``: names, or the result of `aligner.data.prompts.columns_of_rows`.
-    """
-    check_call(function, [*names, *columns], message, "Take what it does not need as **columns.")
+    message += f" with {', '.join(names)}, the columns of the data and environment.kwargs"
+    first = [*names, *kwargs]
+    check_call(function, [*first, *columns], message, "Take what it does not need as **columns.")
     for name, row in columns.items() if isinstance(columns, Mapping) else ():
         if row is not None:
-            arguments = [*names, *(column for column in columns if column != name)]
+            arguments = [*first, *(column for column in columns if column != name)]
             remedy = f"Give the row a value of {name!r}, or the parameter a default."
             check_call(function, arguments, f"{message}; {row} has no {name!r}", remedy)
-
-
-def check_kwargs(function: Any, kwargs: Mapping[str, Any], key: str) -> None:
-    """Call ``function.check_kwargs(kwargs)``, if there is such a method."""
     with raised_as(ConfigError, key, AlignerError):
         getattr(function, "check_kwargs", lambda kwargs: None)(kwargs)
 

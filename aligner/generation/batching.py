@@ -45,27 +45,21 @@ class _AbandonedError(Exception):
 class ServingEngine:
     """Loop that answers queued rows with an engine that is ready to generate.
 
-    ``rows``: maximum batch size. ``positions``: number of positions of the model. ``seed``: seed of
-    the random numbers, which depend only on it, the prompt and the sample id. ``end_ids``: tokens
-    that end an answer. ``listens``: whether the engine reports every token when it is sampled.
-    ``has_peers``: whether other ranks take part, so that a started batch must be completed.
-
     ``survives`` decides on all ranks whether the engine can be used after an exception. By default
     it can, unless there are other ranks, whose state is then unknown, or a worker failed.
-    ``is_complete`` decides whether a batch of n rows starts without waiting for more.
     """
 
     generation: GenerationInterface
     queue: JobQueue[Row]
-    rows: int
-    positions: int
+    rows: int  # maximum batch size
+    positions: int  # of the model
     pad_id: int
-    end_ids: frozenset[int]
-    seed: int
-    listens: bool
-    has_peers: bool
+    end_ids: frozenset[int]  # tokens that end an answer
+    seed: int  # random numbers depend only on the seed, the prompt and the sample id
+    listens: bool  # the engine reports every token when it is sampled
+    has_peers: bool  # other ranks take part, so a started batch must be completed
     survives: Callable[[Exception], bool] | None = None
-    is_complete: Callable[[int], bool] = lambda rows: False
+    is_complete: Callable[[int], bool] = lambda rows: False  # start without waiting for more rows
 
     def serve(self, is_stopping: Callable[[], bool]) -> None:
         """Answer until ``is_stopping()`` on rank 0, on all ranks.

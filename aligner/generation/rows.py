@@ -19,29 +19,23 @@ EndKind = Literal["stop", "length"]
 
 
 class Progress(NamedTuple):
-    """New tokens of a row, with one log-prob each. ``end`` is None while more tokens follow.
-
-    ``kept_ids``: int32 [n, K], ids that the sampler kept for each token, if they are recorded.
-    """
+    """New tokens of a row."""
 
     row: int
     ids: list[int]
-    logprobs: list[float]
-    end: EndKind | None = None
-    kept_ids: Tensor | None = None
+    logprobs: list[float]  # one per token
+    end: EndKind | None = None  # None while more tokens follow
+    kept_ids: Tensor | None = None  # int32 [n, K], recorded ids that the sampler kept per token
 
 
 @dataclass
 class Row:
-    """One requested answer. ``request`` is the index of the request in its session.
-
-    ``sample_id`` determines the engine's random numbers. ``options``: None for the engine's.
-    """
+    """One requested answer."""
 
     prompt: list[int]
-    sample_id: int
-    options: SamplingOptions | None
-    request: int | None = None
+    sample_id: int  # determines the engine's random numbers
+    options: SamplingOptions | None  # None: options of the engine
+    request: int | None = None  # index of the request in its session
 
     @property
     def longest(self) -> int:

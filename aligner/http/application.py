@@ -78,8 +78,23 @@ def blame_sender(function: Callable[..., Parsed], *arguments: Any) -> Parsed:
         raise HTTPException(400, f"the request cannot be encoded: {cause}") from error
 
 
-def application(routes: Routes, refusal: Refusal) -> FastAPI:
-    """Return the application with ``routes``. ``refusal`` returns the body of a refusal."""
+@contextlib.contextmanager
+def http_server(
+    address: tuple[str, int],
+    routes: Routes,
+    queue: JobQueue[Any],
+    *,
+    setting: str,
+    refusal: Refusal = lambda status, cause: {"error": cause},
+    connections: int | None = None,
+) -> Iterator[tuple[str, int]]:
+    """Answer requests in a thread until the block ends. The context manager yields host and port.
+
+    Port 0 chooses a free port. Waiting jobs fail when the block ends. ``setting``: keys of the
+    address with their values, for the error. ``refusal``: returns the body of a refusal.
+    ``connections``: maximum number, as far as the limit of open files allows. Raises `ConfigError`
+    if the server cannot listen at ``address``.
+    """
     endpoints = ", ".join(route for route in routes if "{" not in route)
 
     async def refuse(request: Request, error: Exception) -> Response:
@@ -100,27 +115,6 @@ def application(routes: Routes, refusal: Refusal) -> FastAPI:
         method, _, path = route.partition(" ")
         # Without a response model, answers are not validated a second time.
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    return app
-
-
-@contextlib.contextmanager
-def http_server(
-    address: tuple[str, int],
-    routes: Routes,
-    queue: JobQueue[Any],
-    *,
-    setting: str,
-    refusal: Refusal = lambda status, cause: {"error": cause},
-    connections: int | None = None,
-) -> Iterator[tuple[str, int]]:
-    """Answer requests in a thread until the block ends. The context manager yields host and port.
-
-    Port 0 chooses a free port. Waiting jobs fail when the block ends. ``setting``: keys of the
-    address with their values, for the error. ``refusal``: returns the body of a refusal.
-    ``connections``: maximum number, as far as the limit of open files allows. Raises `ConfigError`
-    if the server cannot listen at ``address``.
-    """
-    app = application(routes, refusal)
     with listening(app, address, refusal, setting, connections) as actual_address:
         try:
             yield actual_address

@@ -1,4 +1,9 @@
-"""Sockets of the library's servers: uvicorn with limits of connections, arrival and delivery."""
+"""Sockets of the library's servers: uvicorn with limits of connections, arrival and delivery.
+
+client ── bytes ──► _Connection ── request ──► application (uvicorn's event loop, a thread)
+   ▲                     │                          │
+   └── refusal (late) ◄──┘ ◄──────── answer ────────┘
+"""
 
 import asyncio
 import contextlib
@@ -27,8 +32,7 @@ ARRIVAL_S = 60.0  # time limit of a request, headers and body, from the connecti
 _CHUNK_BYTES = 2**12  # passed to h11 at once
 _OTHER_FILES = 512  # open files of a process other than its connections
 
-# Returns the body of a refusal from its status and its cause.
-Refusal = Callable[[int, str], Any]
+Refusal = Callable[[int, str], Any]  # returns the body of a refusal from its status and its cause
 
 
 class _Connection(H11Protocol):
@@ -66,7 +70,7 @@ class _Connection(H11Protocol):
         super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Parse in chunks, as h11 does not limit headers that arrive at once."""
+        # In chunks, as h11 does not limit headers that arrive at once.
         for start in range(0, len(data), _CHUNK_BYTES):
             if not self.transport.is_closing():
                 super().data_received(data[start : start + _CHUNK_BYTES])
@@ -126,7 +130,7 @@ def listening(
         listener = socket.create_server(address)
     with listener:
         server = uvicorn.Server(config)
-        # A daemon thread starts daemon threads, so none of them keeps the process alive.
+        # Daemon threads do not keep the process alive.
         thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
         thread.start()
         try:

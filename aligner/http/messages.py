@@ -4,7 +4,7 @@ import reprlib
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from aligner.errors import DataError, raised_as
 
@@ -15,11 +15,6 @@ def parse_json(body: bytes | bytearray) -> Any:
     """Parse ``body`` as JSON. Raises `DataError` if it is not JSON."""
     with raised_as(DataError, f"not JSON: {bytes(body[:80])!r}", ValueError):
         return from_json(body)
-
-
-def dump_json(value: Any) -> bytes:
-    """Format ``value`` as JSON. Numbers that are not finite become null."""
-    return to_json(value, inf_nan_mode="null")
 
 
 def validated(kind: type[Message], value: Any) -> Message:

@@ -20,8 +20,7 @@ class Job(Generic[Item]):
     """The items of one request."""
 
     items: Sequence[Item]
-    # Called in the model's thread, with each result, or with an error instead of missing results.
-    report: Callable[[Any], None]
+    report: Callable[[Any], None]  # called by the model's thread with each result or an error
     started: int = 0  # number of items that the model has begun, in order
     ended: int = 0  # number of items whose result is complete
     is_abandoned: bool = False  # no client waits for the results
@@ -63,7 +62,7 @@ class JobQueue(Generic[Item]):
     """Jobs that wait for a model and take turns."""
 
     def __init__(self, max_items: int, gather_s: float = 0.005, turn: int = 1) -> None:
-        """Create an empty queue for ``max_items`` waiting items. More jobs are refused.
+        """Create an empty queue for ``max_items`` waiting items.
 
         ``gather_s``: seconds that a batch waits for more items. ``turn``: maximum number of items
         that a job adds to a batch before the next job's turn.
@@ -91,9 +90,9 @@ class JobQueue(Generic[Item]):
     ) -> list[Slot[Item]]:
         """Return up to ``max_items`` items for one batch, an empty list if the wait timed out.
 
-        A job with remaining items is queued again after the other jobs. ``fit_together``: returns
-        whether items can be one batch, if all but the last can. A job whose next item does not fit
-        keeps its turn. ``is_complete``: returns whether a number of waiting items is enough.
+        A job with more items is queued again after the other jobs. ``fit_together``: returns
+        whether the last of some items fits the others. A job whose next item does not fit keeps its
+        turn. ``is_complete``: returns whether a number of waiting items is enough.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_woken, timeout_s)

@@ -1,4 +1,9 @@
-"""Results of a job, passed from the model's thread to the event loop."""
+"""Results of a job, passed from the model's thread to the event loop.
+
+model's thread ── put ──► Results ── of ──► request
+                             ▲
+disconnected client ─────────┘ while_connected
+"""
 
 import asyncio
 import contextlib
@@ -15,7 +20,7 @@ _DISCONNECTED = 499  # a status for a client that no longer reads
 
 
 class Results(Generic[Result]):
-    """Results of one job. Created within the event loop. `put` is the job's ``report``."""
+    """Results of one job. Created within the event loop. Pass `put` as ``report`` of the job."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[Result | Exception] = asyncio.Queue()

@@ -11,8 +11,7 @@ from aligner.errors import ConfigError, raised_as
 def read_token(variable: str | None, file: str | None, owner: str) -> str | None:
     """Read a token from an environment variable or a file. Return None if both are None.
 
-    ``owner``: server of the token, for messages. Raises `ConfigError` if the token is missing or
-    not a line of printable ASCII.
+    Raises `ConfigError`, with the server ``owner``, if the token is not a line of printable ASCII.
     """
     if variable is not None:
         token, source = os.environ.get(variable), f"token_env={variable}"

@@ -44,27 +44,23 @@ class RowStatistics(NamedTuple):
 
 
 def row_statistics(
+    tiles: Tiles,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     shard: VocabShard,
+    restriction: Restriction | None,
     *,
-    restriction: Restriction | None = None,
-    keep_target: bool = True,
-    chunk_size: int | None = None,
-    with_entropy: bool = False,
-    divisor: float = 1.0,
-    cap: float | None = None,
+    keep_target: bool,
+    with_entropy: bool,
 ) -> RowStatistics:
     """Compute statistics of ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
 
-    ``restriction``: tokens that enter the softmax, by default all. With ``keep_target`` an excluded
-    target enters too, otherwise its log-prob is -inf. Logits are divided by ``divisor``, then
-    bounded by ``cap`` (`soft_cap_`).
+    ``tiles``: partition of the logits. ``restriction``: tokens that enter the softmax, None for
+    all. With ``keep_target`` an excluded target enters too, otherwise its log-prob is -inf.
     """
     assert hidden.shape[:1] == target.shape, (hidden.shape, target.shape)
     # Logits of the targets, which also initialise the running maximum.
-    tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor, cap)
     hidden = tiles.factor(hidden)
     local, owned = shard.localize(target)
     target_logits = _target_logits(tiles, hidden, weight, local, owned, shard)
@@ -203,19 +199,17 @@ def _logit_gradient(
 
 
 def input_gradients(
+    tiles: Tiles,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     shard: VocabShard,
+    restriction: Restriction | None,
     statistics: RowStatistics,
     grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None = None,
+    grad_entropy: Tensor | None,
     *,
     requires: tuple[bool, bool],
-    restriction: Restriction | None = None,
-    chunk_size: int | None = None,
-    divisor: float = 1.0,
-    cap: float | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute gradients of float ``hidden`` [N, H] (this shard's part) and the local ``weight``.
 
@@ -225,9 +219,8 @@ def input_gradients(
     gradient = _logit_gradient(
         statistics, target, shard, grad_logprobs, grad_entropy, restricted=restriction is not None
     )
-    tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor, cap)
     inputs = tiles.factor(hidden)
-    row_factor = (gradient.row_factor / divisor).unsqueeze(1)
+    row_factor = (gradient.row_factor / tiles.divisor).unsqueeze(1)
     # Rounded tiles are multiplied by the row factors, otherwise [N, H] is multiplied.
     scaled = inputs if tiles.narrow else row_factor * inputs
     # Outputs, padding rows of the weight get gradient 0.
@@ -316,9 +309,8 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         tiling: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         rows = gather_first(hidden, group)
-        statistics = row_statistics(
-            rows, weight, target, shard, restriction=restriction, **options, **tiling
-        )
+        tiles = Tiles(rows, weight, shard.columns, **tiling)
+        statistics = row_statistics(tiles, rows, weight, target, shard, restriction, **options)
         restricted = [None] * 3 if restriction is None else vars(restriction).values()
         ctx.save_for_backward(hidden, weight, target, *restricted, *statistics)
         ctx.shard, ctx.group, ctx.tiling = shard, group, tiling
@@ -330,16 +322,17 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, target, *saved = ctx.saved_tensors
         restriction = None if saved[0] is None else Restriction(*saved[:3])
+        rows = gather_first(hidden, ctx.group)
         grad_hidden, grad_weight = input_gradients(
-            gather_first(hidden, ctx.group),
+            Tiles(rows, weight, ctx.shard.columns, **ctx.tiling),
+            rows,
             weight,
             target,
             ctx.shard,
+            restriction,
             RowStatistics(*saved[3:]),
             *grads,
             requires=ctx.needs_input_grad[:2],
-            restriction=restriction,
-            **ctx.tiling,
         )
         if grad_hidden is not None:
             grad_hidden = reduce_scatter_first(grad_hidden, ctx.group)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aligner.kernels.linear_product import has_wide_products, wide_mm
@@ -186,6 +187,25 @@ class OutputLayerBypass(nn.Module):
         if self._original[0] is not None:
             ready_weight(self._original[0])
         return hidden, None
+
+
+class ValueHead(nn.Module):
+    """Linear map from a hidden state to ``outputs`` values, in float32 in models of any dtype.
+
+    The updates from PPO's small value signal would be below the precision of bfloat16 weights. A
+    new head is zero, so that on every layout all initial values are 0.
+    """
+
+    def __init__(
+        self, hidden_size: int, dtype: torch.dtype = torch.float32, outputs: int = 1
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(outputs, hidden_size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map ``[..., H]`` of any dtype to ``[..., outputs]`` in the head's dtype."""
+        return F.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
 
 
 def ready_weight(module: nn.Module) -> Tensor:

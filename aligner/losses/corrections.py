@@ -18,10 +18,8 @@ second moment          in a global batch, the tokens of the largest ``d²`` get 
 
 Weights multiply the surrogate of the policy loss, without gradient. A token of weight 0 still
 counts in the loss's denominator (IcePop and TRL, not verl) and in the KL and entropy terms.
-Log-ratios are clamped to ±20 before ``exp``, as in verl, so every weight is finite.
-
-Shape legend: ``B`` sequences, ``S`` padded length. Masks are True if a token was generated and the
-sample counts. Masked positions may be any value.
+Log-ratios are clamped to ±20 before ``exp``, as in verl, so every weight is finite. Masks are True
+for generated tokens of samples that are not excluded. Masked positions may be any value.
 """
 
 import math

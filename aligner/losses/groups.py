@@ -18,24 +18,15 @@ Without a critic, an advantage is a response's reward relative to the rewards of
 the same prompt, in any order. ``sample_mask`` [B], 1 if the sample counts. Other samples get
 advantage 0 and enter no baseline. Their reward may be any value.
 
-A KL penalty (``penalty``) is subtracted from the reward before the baseline. Whether a group has
-signal, and ``grpo``'s deviation, depend on the rewards alone: in a group of equal rewards, division
-by the deviation of the KL estimate's noise would produce full-size advantages. Such a group gets
-exactly 0 if the group is the baseline (``reinforce_plus_plus_baseline``: before whitening).
+A KL penalty (``penalty``) is subtracted from the reward before the baseline. ``grpo``'s deviation,
+and whether the rewards of a group differ, depend on the rewards without the penalty: division by
+the deviation of the KL estimate's noise would produce full-size advantages. A group of equal
+rewards gets exactly 0 if the group is the baseline (``reinforce_plus_plus_baseline``: before
+whitening). docs/environments.md#credit describes the advantages of turns.
 
-Conversations consist of turns. Turn k of sample i is worth ``G_{i,k}``, the rewards (less the
-penalty) that sample i earns from turn k on. The baseline is the mean of ``G_{j,k}`` over the
-*other* samples j of the group that reach turn k, or else of ``G_{j,l}`` at the last turn l before k
-that other samples reach. Without such a turn the advantage is 0. The baseline is unbiased for any
-lengths, because it does not depend on the action of sample i in turn k. ``rloo`` is this formula.
-``dr_grpo`` and ``grpo`` multiply by (n - 1)/n with n samples in the group. ``grpo`` also divides by
-the largest deviation of compared returns in the group, so that no advantage is above sqrt(n) and
-turns keep their proportions. ``reinforce`` has no baseline.
-
-Sums of rewards are float64. Values that differ by at most `TOLERANCE` are equal.
-
-Differences between peers: the standard deviation and the variance of whitening are unbiased (verl,
-while OpenRLHF and NeMo-RL whiten with the population variance). The constant 1e-6 is added to the
+Sums of rewards are float64. Values that differ by at most `TOLERANCE` are equal. Differences
+between peers: the standard deviation and the variance of whitening are unbiased (verl, while
+OpenRLHF and NeMo-RL whiten with the population variance). The constant 1e-6 is added to the
 deviation (verl, TRL 1e-4, OpenRLHF 1e-9). A group of one gets 0 (NeMo-RL, TRL).
 """
 
@@ -236,6 +227,11 @@ def turn_advantages(
     penalty: Tensor | None = None,
 ) -> Tensor:
     """Compute advantages of turns without a critic, float [B, S], 0 outside turns and if masked.
+
+    The baseline of a turn is the mean return of the group's other samples from that turn on, or
+    from the last turn before it that other samples have, so it is unbiased. ``dr_grpo`` and
+    ``grpo`` multiply by (n - 1)/n with n samples in the group, ``grpo`` also divides by the largest
+    deviation of compared returns, so that no advantage is above sqrt(n).
 
     ``turn_rewards``: float [B, S], the rewards of a turn at tokens of the turn. ``turn_ids``: int64
     [B, S], index of the turn that generated a token, from 1, or 0 without a turn. ``penalty``:

@@ -12,13 +12,62 @@ from aligner.catalog import SURROGATES, imported
 from aligner.config import CorrectionConfig
 from aligner.config.fields import AboveOne, NonNegative, Positive
 from aligner.config.parse import check_fields, refuse
-from aligner.config.roles.sampling import Surrogate
+from aligner.config.roles.sampling import KLEstimator, Surrogate
 from aligner.losses.corrections import correct, gap_metrics
-from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.masked import Aggregation, BatchAverage, counted_tokens, row_means
 from aligner.types import Denominators, TokenOutputs
 
 RatioLevel = Literal["token", "sequence"]
+
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda k1: k1,
+    "k2": lambda k1: k1.square() / 2,
+    # expm1: exp(-k1) - 1 loses all digits if the two policies nearly agree.
+    "k3": lambda k1: torch.expm1(-k1) + k1,
+    "abs": torch.abs,
+}
+
+
+def kl_estimate(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    estimator: KLEstimator = "k1",
+    *,
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
+) -> Tensor:
+    """Estimate the KL divergence of policy and reference, differentiable in ``logprobs``.
+
+    With ``k1 = log p(token) - log p_ref(token)`` of a token sampled from the policy (Schulman,
+    "Approximating KL divergence", 2020):
+
+    ========  ==================  ==================================================
+    ``k1``    ``k1``              unbiased, may be negative
+    ``k2``    ``k1² / 2``         biased, low variance
+    ``k3``    ``exp(-k1)-1+k1``   unbiased, never negative
+    ``abs``   ``|k1|``            a distance, not an estimate
+    ========  ==================  ==================================================
+
+    As a term of a loss, the estimate is differentiated through the log-prob of the sampled token.
+    For ``k1`` this gradient has mean 0, for ``k2`` it is the gradient of KL(policy || reference),
+    for ``k3`` of KL(reference || policy), and for ``abs`` of neither.
+
+    ``logprobs``, ``ref_logprobs``: float [B, S], any equal shapes. ``input_clamp`` bounds ``|k1|``
+    before the estimator, ``output_clamp`` the estimate. Clamped positions get gradient 0. The
+    caller must drop masked positions.
+    """
+    assert logprobs.shape == ref_logprobs.shape, (logprobs.shape, ref_logprobs.shape)
+    estimate_of = _ESTIMATORS[estimator]
+    k1 = logprobs - ref_logprobs
+    if input_clamp is not None:
+        k1 = k1.clamp(-input_clamp, input_clamp)
+    if output_clamp is None:
+        return estimate_of(k1)
+    estimate = estimate_of(k1.detach())
+    bounded, inside = estimate.clamp(-output_clamp, output_clamp), estimate.abs() <= output_clamp
+    # The graph contains no clamp of the estimate: if the estimate overflows, its derivative does
+    # too, and 0 · inf would be NaN in the gradient.
+    return torch.where(inside, estimate_of(torch.where(inside, k1, 0)), bounded)
 
 
 @dataclass(frozen=True)
@@ -44,7 +93,7 @@ class PPOPolicyLoss:
       (`losses.corrections`). ``prev_logprobs`` are log-probs of that policy. ``importance_cap`` is
       short for weights of ``ratio_level``, truncated at the cap.
 
-    ``kl`` is an estimate of ``losses.kl`` against ``ref_logprobs`` with a pathwise gradient (as in
+    ``kl`` is an estimate of `kl_estimate` against ``ref_logprobs`` with a pathwise gradient (as in
     verl and TRL, while NeMo-RL adds a score-function term). The gradient of ``k1`` does not
     restrain the policy, so runs refuse ``k1``. The log-ratio is not clamped.
 

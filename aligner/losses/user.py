@@ -20,11 +20,12 @@ _ROWS = 4  # of the synthetic batch
 
 
 class PolicyLoss(Protocol):
-    """Interface of the class of ``model.ppo.loss``, a loss over one micro-batch.
+    """Interface of a user's loss: the class that the option ``model.ppo.loss`` names.
 
-    A micro-batch has ``B`` sequences. ``S`` is the number of tokens of the longest sequence, with
-    its prompt. Shorter sequences are padded. The shapes are the same with packed and dynamic
-    micro-batches and on every backend. Position ``t`` describes token ``t``.
+    The loss is computed over one micro-batch of ``B`` sequences. ``S`` is the number of tokens of
+    the longest sequence, with its prompt. Shorter sequences are padded. The shapes are the same
+    with packed and dynamic micro-batches and on every backend. Position ``t`` describes token
+    ``t``.
 
     The constructor is called with keyword arguments: all of ``model.ppo.loss_kwargs``, and the
     options of the built-in loss (fields of `aligner.losses.policy.PPOPolicyLoss`) that the
@@ -59,8 +60,7 @@ class PolicyLoss(Protocol):
             The loss, a scalar tensor with gradient, and scalar metrics under the same names in
             every call. Loss and metrics are summed over micro-batches and ranks. Metrics whose
             names end in ``_max`` or ``_min`` are combined by maximum or minimum. Names below
-            ``train_optim/`` in `aligner.observe.metric_names` are written there, other names below
-            ``custom/``.
+            ``train_optim/`` in `docs/metrics.md` are written there, other names below ``custom/``.
         """
         ...
 
@@ -119,9 +119,11 @@ def user_policy_loss(
         if not set(options) & (option_names | kwargs.keys()):
             raise ConfigError(
                 f"{setting} is an option of the built-in loss, and {KEY}={name} does not read it. "
-                f"Name {' or '.join(options)} in its constructor, or leave the key out"
+                f"Add {' or '.join(options)} to the parameters of its constructor, or leave out "
+                f"{setting}"
             )
-    loss = UserPolicyLoss(name, {**{key: built_in[key] for key in sorted(option_names)}, **kwargs})
+    arguments = {key: built_in[key] for key in sorted(option_names)} | dict(kwargs)
+    loss = UserPolicyLoss(name, arguments)
     _test_loss(loss, has_reference)
     return loss
 

@@ -56,7 +56,7 @@ class RoleHandle:
         """
         if backend not in self.workers:
             raise ConfigError(f"policy.backend={backend} must be one of {', '.join(self.workers)}")
-        paths = checkpoint_paths(weights_path, optimizer_path)
+        paths = absolute_paths(weights_path=weights_path, optimizer_path=optimizer_path)
         self.worker_group = cluster.start_workers(
             self.workers[backend], name_prefix, config=config, **paths, **arguments
         )
@@ -179,7 +179,9 @@ class RoleHandle:
         A handle started with both paths continues from that state, on any layout.
         ``tokenizer_path``: directory for the tokenizer's files.
         """
-        paths = checkpoint_paths(weights_path, optimizer_path, tokenizer_path)
+        paths = absolute_paths(
+            weights_path=weights_path, optimizer_path=optimizer_path, tokenizer_path=tokenizer_path
+        )
         run_on_all(self.worker_group, RoleWorker.save_checkpoint, **paths)
 
     def shutdown(self) -> bool:
@@ -214,15 +216,6 @@ def check_whole_groups(
         )
 
 
-def checkpoint_paths(
-    weights_path: str | os.PathLike[str] | None,
-    optimizer_path: str | os.PathLike[str] | None,
-    tokenizer_path: str | os.PathLike[str] | None = None,
-) -> dict[str, str]:
+def absolute_paths(**paths: str | os.PathLike[str] | None) -> dict[str, str]:
     """Return the paths that are not None as absolute paths, which workers can use anywhere."""
-    paths = {
-        "weights_path": weights_path,
-        "optimizer_path": optimizer_path,
-        "tokenizer_path": tokenizer_path,
-    }
-    return {key: os.path.abspath(path) for key, path in paths.items() if path is not None}
+    return {name: os.path.abspath(path) for name, path in paths.items() if path is not None}

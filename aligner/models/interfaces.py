@@ -154,7 +154,8 @@ class GenerationInterface(ABC):
         tokens. ``sampling_options`` override the configured lengths and sampling.
         """
 
-    def weights_changed(self) -> None:  # noqa: B027 - no effect if the policy samples
+    @abstractmethod
+    def weights_changed(self) -> None:
         """Mark the policy's weights as changed. The next `prepare_for_generation` fetches them."""
 
     def recover(self) -> bool:

@@ -32,8 +32,8 @@ from aligner.errors import ConfigError, LayoutError, TokenizerError
 from aligner.losses.interfaces import AnyLossFunction
 from aligner.models.gpt.forward.schedule import MicroBatches
 from aligner.models.gpt.role.model import RoleModel
-from aligner.models.gpt.role.offload import ModelOffload
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import ModelOffload
 from aligner.parallel.collectives import gather_objects, on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
 
@@ -103,10 +103,10 @@ def note_unused(caller: str, arguments: Mapping[str, Any]) -> None:
 
 
 class RoleWorker(Generic[RoleT]):
-    """Base class of the workers of all roles: training, phases, and run state.
+    """Base class of the workers of all roles: trains, changes phases, and saves the run state.
 
-    Handles call the methods with a data-parallel rank's share of a global batch. Results are the
-    same on every process of a model-parallel group.
+    Each method receives one data-parallel rank's share of a global batch from a worker handle.
+    Results are the same on every process of a model-parallel group.
     """
 
     model_path: ClassVar[str]  # of the backend's model of the role, ``module:class``
@@ -299,21 +299,19 @@ class RoleWorker(Generic[RoleT]):
         self._restore_weights()
         # The suffix selects the format, unless only a directory can contain the model.
         architecture = self.model.architecture
-        if not architecture.has_table:
-            if weights_path.endswith(".nemo"):
-                raise ConfigError(
-                    f"{weights_path}: a .nemo cannot contain a {architecture.family} model of "
-                    "transformers. Give the name of a directory"
-                )
-            weights, files = self.model.whole_weights(), self._tokenizer().files()
-            folder, keys = Path(weights_path), self.model.nemo_keys()
-            on_rank_zero(lambda: save_any(folder, weights, architecture, files, keys))
-        elif weights_path.endswith(".nemo"):
+        is_nemo = weights_path.endswith(".nemo")
+        if is_nemo and not architecture.has_table:
+            raise ConfigError(
+                f"{weights_path}: a .nemo cannot contain a {architecture.family} model of "
+                "transformers. Give the name of a directory"
+            )
+        if is_nemo:
             self.model.save_to(weights_path)
         else:
             weights, files = self.model.whole_weights(), self._tokenizer().files()
-            keys = self.model.nemo_keys()
-            on_rank_zero(lambda: save_hf(weights_path, weights, architecture, files, keys))
+            folder, keys = Path(weights_path), self.model.nemo_keys()
+            save = save_hf if architecture.has_table else save_any
+            on_rank_zero(lambda: save(folder, weights, architecture, files, keys))
         if self.model.settings.lora is not None:
             self.model.save_adapters(adapters_beside(weights_path))
         if optimizer_path is not None:

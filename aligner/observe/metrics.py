@@ -1,26 +1,77 @@
-"""Metrics of a run: one JSON line per step, mirrored to TensorBoard and W&B by Lightning."""
+"""Metrics and samples of a run: JSON lines per step, mirrored to TensorBoard and W&B by Lightning.
 
+Only metrics in the tables of ``metric_names.md``, or with a free prefix there, can be written.
+``python -m aligner.observe.metrics`` prints all of them as one table of full names.
+"""
+
+import difflib
 import logging
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from aligner.config.experiment import ExpManagerConfig
-from aligner.errors import MissingPackageError
+from aligner.errors import ConfigError, MissingPackageError
 from aligner.observe.jsonl import JsonLines, read_lines
-from aligner.observe.metric_names import check_names
 from aligner.observe.run_lock import RunLock
-from aligner.observe.samples import Sample
 from aligner.packages import require_extra
 
 if TYPE_CHECKING:
     from lightning.fabric.loggers import Logger
 
 _log = logging.getLogger(__name__)
+
+
+class MetricInfo(NamedTuple):
+    """Meaning of a metric. ``over``: its denominator, or how values are combined."""
+
+    meaning: str
+    over: str = "one number"
+
+
+def _read_tables(path: Path) -> tuple[dict[str, MetricInfo], dict[str, MetricInfo]]:
+    """Read the metrics by full name, grouped in the order of the headings, and free prefixes."""
+    groups: dict[str, dict[str, MetricInfo]] = {}
+    prefixes: dict[str, MetricInfo] = {}
+    section: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            section = re.findall(r"\w+", line.partition(":")[0])
+        elif row := re.fullmatch(r"\| `(.+?)(\*?)` \| (.+) \| (.+) \|", line):
+            name, star, meaning, over = row.groups()
+            if star:
+                prefixes[name] = MetricInfo(meaning, over)
+                continue
+            for group in section:
+                groups.setdefault(group, {})[f"{group}/{name}"] = MetricInfo(meaning, over)
+    return {name: info for group in groups.values() for name, info in group.items()}, prefixes
+
+
+METRICS, PREFIXES = _read_tables(Path(__file__).with_name("metric_names.md"))
+
+
+def describe(name: str) -> MetricInfo | None:
+    """Return the meaning of a metric, or None if it is unknown."""
+    if name in METRICS:
+        return METRICS[name]
+    return next((info for prefix, info in PREFIXES.items() if name.startswith(prefix)), None)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `ConfigError` if a metric has no explanation."""
+    for name in names:
+        if describe(name) is None:
+            near = difflib.get_close_matches(name, METRICS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigError(
+                f"metric {name!r} has no explanation{hint} Add it to "
+                f"aligner/observe/metric_names.md or use a prefix of {', '.join(PREFIXES)}"
+            )
 
 
 class PhaseTimers:
@@ -63,11 +114,28 @@ class PhaseTimers:
         return metrics
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with its response or conversation. Lengths are in tokens."""
+
+    step: int
+    split: Literal["train", "val"]
+    prompt: str
+    response: str
+    reward: float
+    prompt_length: int
+    response_length: int
+    is_end: bool  # the model ended the response, not the length limit
+    ground_truth: str | None = None
+    sample_id: int | None = None
+    turns: list[dict[str, Any]] | None = None  # of a conversation, each with its reward
+
+
 class MetricsWriter:
     """The only writer of ``metrics.jsonl`` and ``samples.jsonl`` in ``folder`` (`RunLock`).
 
     A line of ``metrics.jsonl`` contains ``step`` and the metrics of the step by full name
-    (`metric_names`), sorted. Two runs that computed the same metrics therefore wrote the same
+    (``metric_names.md``), sorted. Two runs that computed the same metrics therefore wrote the same
     bytes, except for ``timers/*``. A line of ``samples.jsonl`` is a sample. Write the lines of a
     step before its run state is saved, so that a restored step has its lines.
 
@@ -121,6 +189,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     ]
 
 
+def read_samples(path: Path) -> list[Sample]:
+    """Read all complete lines of a ``samples.jsonl``, oldest first. Other records are left out."""
+    samples = []
+    for record in read_lines(path):
+        with suppress(KeyError, TypeError, ValueError):
+            samples.append(Sample(**{**record, "reward": float(record["reward"])}))
+    return samples
+
+
 def _scalar(name: str, value: Any) -> float | int:
     if hasattr(value, "dtype"):  # a tensor or a NumPy scalar
         value = value.item()
@@ -171,3 +248,15 @@ def make_loggers(
             mirror.log_hyperparams(dict(config))
         loggers.append(mirror)
     return loggers
+
+
+def markdown() -> str:
+    """Return all metrics as a Markdown table for the documentation."""
+    lines = ["| metric | meaning | over |", "|---|---|---|"]
+    entries = {**METRICS, **{f"{prefix}*": info for prefix, info in PREFIXES.items()}}
+    lines += [f"| `{name}` | {info.meaning} | {info.over} |" for name, info in entries.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,14 +1,19 @@
-"""Progress of a run on the console: a live bar, or plain lines without a terminal."""
+"""Progress and samples of a run on the console: a live bar, or plain lines without a terminal."""
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from aligner.observe.metrics import Sample
 
 _PHASE_WIDTH, _BAR_WIDTH = 18, 10  # characters; no name of a phase is longer
 _RECENT = 8  # steps from which the remaining time is estimated
@@ -125,3 +130,29 @@ def clock_time(seconds: float) -> str:
     """Format seconds as ``H:MM:SS``."""
     rounded = round(seconds)
     return f"{rounded // 3600}:{rounded // 60 % 60:02d}:{rounded % 60:02d}"
+
+
+def sample_table(samples: Sequence[Sample]) -> Table:
+    """Build a console table of one split's samples, at least one, with the ends of prompts."""
+    kind = "training" if samples[0].split == "train" else "validation"
+    title = f"{kind} samples of step {samples[0].step}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_lines=True)
+    for column, style in (("prompt", "dim"), ("response", ""), ("truth", "dim"), ("reward", "")):
+        table.add_column(column, style=style, overflow="fold")
+    table.add_column("tokens", justify="right")
+    for sample in samples:
+        prompt = sample.prompt if len(sample.prompt) <= 160 else "…" + sample.prompt[-160:]
+        # Show line ends, because it matters where a response ends, but no control codes.
+        response = "".join(
+            char if char.isprintable() or char == "\n" else "\ufffd"
+            for char in sample.response.replace("\n", "⏎\n")
+        )
+        tokens = f"{sample.response_length}{'' if sample.is_end else ' (cut)'}"
+        table.add_row(
+            Text(prompt),  # Text: brackets in the model's words are not markup
+            Text(response),
+            Text(sample.ground_truth or ""),
+            Text(f"{sample.reward:.4g}", style="green" if sample.reward > 0 else "red"),
+            tokens,
+        )
+    return table

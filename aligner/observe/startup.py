@@ -94,9 +94,7 @@ class StartupSummary:
     packages: Sequence[PackageStatus]
     restores: Sequence[str] = ()  # parts that a run state restores: policy, optimizer, …
     restored: tuple[int, str] | None = None  # step and path of the run state. None: a new run
-    way: str = ""  # sentence on how a model of transformers runs
-    dropout: str = ""  # sentence on the dropout of the trained models
-    repetition: str = ""  # sentence on what may differ when the run is repeated
+    remarks: Sequence[str] = ()  # on the model's passes, dropout and repetitions of the run
     notes: Sequence[str] = ()  # e.g. prompts that were dropped
     is_dry: bool = False  # nothing is saved
 
@@ -187,7 +185,7 @@ def startup_report(summary: StartupSummary) -> Group:
     return Group(
         Text(f"{summary.algorithm} on {processes}: {summary.device.description}", "bold"),
         Text(f"model from {summary.model}\n{_beginning(summary)}"),
-        *(Text(line) for line in (summary.way, summary.dropout, summary.repetition) if line),
+        *map(Text, filter(None, summary.remarks)),
         *(Text(note, "yellow") for note in summary.notes),
         Text("\nBatches", "bold"),
         *(Padding(Text(sentence), indent) for sentence in summary.batches),

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.device import accelerator
+from aligner.types import Denominators
 
 T = TypeVar("T")
 
@@ -43,6 +44,33 @@ def reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup) -> d
         dist.all_reduce(stacked, operation, group=group)
         reduced.update(zip(keys, stacked.tolist(), strict=True))
     return reduced
+
+
+def count_denominators(
+    batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup
+) -> tuple[Denominators, Tensor]:
+    """Count valid tokens and sequences of a global batch, of which ``batch`` is this rank's share.
+
+    Also return this rank's valid tokens, a float64 scalar.
+    """
+    # float64, so that the counts are exact for any layout.
+    mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
+    own_tokens = mask.sum()
+    counts = torch.stack([own_tokens, batch["sample_mask"].double().sum()])
+    dist.all_reduce(counts, group=dp_group)
+    tokens, seqs = counts.clamp(min=1.0).float()
+    return Denominators(valid_tokens=tokens, valid_seqs=seqs), own_tokens
+
+
+def reduce_result(
+    parts: Iterable[Mapping[str, Tensor]], own_tokens: Tensor, dp_group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Reduce micro-batch metrics over all ranks, and the count of valid tokens with them.
+
+    ``own_tokens``, a scalar, is copied to the host together with the metrics, which synchronises
+    once.
+    """
+    return reduce_metrics({**combine_metrics(parts), "valid_tokens": own_tokens}, dp_group)
 
 
 def broadcast_floats(

@@ -1,9 +1,11 @@
 """Watch over the ranks of a run: if one dies, the others stop with an error that names it.
 
-A thread of each process sends heartbeats to a store and checks its neighbour, the next rank that
-has not left. It records a neighbour whose process is gone or whose heartbeat has stopped, and an
-error of its own rank. A rank that reads a record prints it, gives its main thread a moment to
-unwind, and kills its process, because a collective that waits for a dead rank may never return.
+    thread of rank r ── beat/r ──► store ── beat of the neighbour ──► thread of rank r
+    neighbour silent or gone, or error of this rank ── failure ──► store
+    store ── failure ──► thread of every rank ── message ──► stderr, then the end of the process
+
+The neighbour is the next rank that has not left. A rank that reads a failure gives its main thread
+a moment to unwind before the end, because a collective that waits for a dead rank may never return.
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""Start of a run's processes without a launcher."""
+"""Start of a run's processes without a launcher.
+
+first process ── Fabric runs the command again ──► other processes
+thread of each other process ── parent is gone before the block ──► end of the process
+"""
 
 import contextlib
 import os

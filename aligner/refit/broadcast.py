@@ -1,10 +1,11 @@
 """A process group of the policy's first worker and the engines, for broadcasting weights.
 
-The group is independent of torch.distributed's world, because engines are not ranks of the run.
-Rank 0 is the policy worker and owns the rendezvous. Engines are ranks 1, 2, ...
+::
 
-Consumes: tensors of rank 0. Waits for: every member, at the start and in every broadcast, each time
-at most ``timeout_s``.
+    policy worker (rank 0, owns the rendezvous) ─ tensor ─► engines (ranks 1, 2, ...)
+
+The group is independent of torch.distributed's world, because engines are not ranks of the run. The
+start and every broadcast wait for all members, at most ``timeout_s``.
 """
 
 from datetime import timedelta

@@ -7,8 +7,8 @@
       group of a byte budget  ── shared memory, CUDA IPC or broadcast ──►  load layer by layer
       next group ...                          end reload, drop caches of old keys and values
 
-Weights are not written to disk, and no process stores a second copy of the model: the transferred
-groups are limited by the budget. Names and shapes are those of a Hugging Face state dict.
+Weights are not written to disk, and no process stores a second copy of the model. Names and shapes
+are those of a Hugging Face state dict.
 """
 
 from collections.abc import Collection, Sequence
@@ -80,18 +80,14 @@ class RefitSource:
 
 @dataclass(eq=False)
 class Refit:
-    """Callable that sends a policy's current weights to engines.
-
-    ``engines`` are a group of `RefitReceiver`. ``separate`` means a broadcast to ``world_size``
-    members, instead of shared memory.
-    """
+    """Callable that sends a policy's current weights to engines."""
 
     policy: RefitSource
-    engines: WorkerGroup
+    engines: WorkerGroup  # of `RefitReceiver`
     _: KW_ONLY
-    separate: bool
+    separate: bool  # broadcast, instead of shared memory
     buffer_bytes: int
-    world_size: int
+    world_size: int  # members of the broadcast
     timeout_s: float
 
     def __post_init__(self) -> None:
@@ -137,10 +133,7 @@ class Refit:
 
 
 def group_by_bytes(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[str]]:
-    """Return names in order, in groups of at most ``budget`` bytes.
-
-    A weight larger than the budget is a separate group.
-    """
+    """Return names in order, in groups of at most ``budget`` bytes or of one larger weight."""
     groups: list[list[str]] = []
     free_bytes = 0
     for name, size in sizes:

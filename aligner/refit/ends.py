@@ -1,8 +1,8 @@
 """Properties that both ends of a refit must share, compared before an engine is started.
 
-Policy and engine run in different interpreters with different installations of torch. On GPUs they
-exchange weights in formats of torch: memory handles of CUDA IPC, which another release of torch
-rejects or misreads, or NCCL, which requires the same version on all members.
+Policy and engine run in different interpreters. On GPUs they exchange weights in formats of torch:
+memory handles of CUDA IPC, which another release of torch rejects or misreads, or NCCL, which
+requires the same version on all members.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class RefitEnd:
 def check_ends(
     senders: Sequence[RefitEnd], receiver: RefitEnd, *, separate: bool, section: str, versions: str
 ) -> None:
-    """Raise if an engine cannot receive the policy's weights.
+    """Raise `ConfigError` if an engine cannot receive the policy's weights.
 
     Args:
         senders: workers of the policy by rank. Rank 0 broadcasts.
@@ -51,10 +51,6 @@ def check_ends(
         separate: whether weights are broadcast, not passed in shared memory.
         section: section of the engine with the keys ``python`` and ``refit``, for messages.
         versions: advice on installing a matching torch.
-
-    Raises:
-        ConfigError: the ends compute on different kinds of devices, share no device, or have
-            incompatible versions of torch or NCCL.
     """
     # The sender is rank 0, or a worker on the engine's device.
     if separate:

@@ -14,11 +14,7 @@ from aligner.refit.segments import accept
 
 
 class RefitReceiver(ABC):
-    """Base of an engine's workers, which receive a policy's weights in groups of tensors.
-
-    An engine loads tensors (`begin_refit`, `load_weights`, `finish_refit`). This class receives
-    them.
-    """
+    """Base of an engine's workers. It receives groups of weights, which the engine loads."""
 
     section: ClassVar[str]  # of the engine, with the key ``refit``, for messages
     _broadcast: WeightBroadcast | None = None
@@ -29,10 +25,7 @@ class RefitReceiver(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load complete tensors of any shape with names of Hugging Face.
-
-        The tensors' memory is valid during the call only.
-        """
+        """Load complete tensors [...] by Hugging Face's names, valid during the call only."""
 
     @abstractmethod
     def finish_refit(self) -> None:

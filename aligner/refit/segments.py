@@ -1,11 +1,12 @@
 """Transfer of tensors between processes of a machine without a copy through a socket.
 
-On CPU the sender copies tensors to an anonymous memory segment (``memfd_create``), which the reader
-maps through ``/proc/<pid>/fd/<fd>``. The system frees the segment even if the processes are killed.
-On GPUs the reader opens the sender's allocation (CUDA IPC).
+::
 
-Consumes: tensors of one process. Waits for: nothing. The sender owns a segment until the sender
-closes it. A reader's mapping stays valid while one of its tensors is alive.
+    sender ─ copy ─► anonymous segment (memfd_create) ◄─ map /proc/<pid>/fd/<fd> ─ reader
+           ─ handle (pid, fd, names, shapes), through the driver ─────────────────►
+
+The system frees a segment even if the processes are killed. A reader's mapping stays valid while
+one of its tensors is alive. On GPUs the reader opens the sender's allocation (CUDA IPC).
 """
 
 import os
@@ -22,24 +23,18 @@ _ALIGNMENT = 64  # bytes of a cache line
 
 
 class SegmentHandle(NamedTuple):
-    """Picklable handle with which a reader maps a segment.
-
-    ``entries`` are the name, dtype, shape and first byte of each tensor.
-    """
+    """Picklable handle with which a reader maps a segment."""
 
     pid: int
     fd: int
     size: int  # bytes
-    entries: list[tuple[str, torch.dtype, tuple[int, ...], int]]
+    entries: list[tuple[str, torch.dtype, tuple[int, ...], int]]  # name, dtype, shape, first byte
 
 
 class Offer:
-    """A group of tensors that this process offers to others on its machine or device.
+    """A group of tensors that this process offers to others on its machine or device."""
 
-    ``handle`` is the picklable handle for `accept`.
-    """
-
-    handle: Any
+    handle: Any  # picklable, for `accept`
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
         """On CPU, copy ``tensors`` (any shape and dtype) into a segment. On a GPU, clone them.

@@ -23,8 +23,7 @@ RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class RefitWorker(ABC):
     """Base of workers that send weights with Hugging Face's names, in groups of tensors.
 
-    A backend gathers tensors (`hf_weights`), and this class sends them. All methods must be called
-    on every worker, because gathering a tensor is collective.
+    A backend gathers tensors (`hf_weights`), a collective operation: call all methods on all ranks.
     """
 
     parallel: ParallelState
@@ -58,7 +57,7 @@ class RefitWorker(ABC):
     # Shared memory or a shared device ---------------------------------------------------------
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], int]:
-        """Return name and bytes of every weight, and this worker's maximum size of an offer."""
+        """Return each weight's name and bytes, and the most bytes that an offer may have."""
         sizes = [(name, self._bytes_of(name)) for name in self.prepare_refit_info()]
         return sizes, accelerator.free_memory_bytes() // 2
 
@@ -98,10 +97,7 @@ class RefitWorker(ABC):
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
     ) -> None:
-        """Let rank 0 join the group of ``world_size`` members at ``ip:port``.
-
-        The rendezvous was opened by `open_meeting_place`, or is opened here.
-        """
+        """Let rank 0 join the group at ``ip:port``, and open this rendezvous if it is not open."""
         if self.parallel.rank != 0:
             return
         store = self._stores.get(port) or open_rendezvous(ip, port, world_size, timeout_s)

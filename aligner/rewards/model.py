@@ -10,11 +10,10 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import on_all_workers, phase, run_on_all, scored_rows
 from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel
-from aligner.models.reward.workers.reward_worker import RewardScorer
-from aligner.models.value.lm_value import Value
-from aligner.models.value.workers.value_worker import ValueWorker
-from aligner.rewards.interface import Reward, RewardInterface, ScoredResponses, rated_responses
+from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel, RewardScorer
+from aligner.models.value.lm_value import Value, ValueWorker
+from aligner.rewards.function.runner import Reward, ScoredResponses
+from aligner.rewards.interface import RewardInterface, rated_responses
 from aligner.rewards.sequences import SequenceEncoder, scored_texts
 
 
@@ -24,10 +23,7 @@ class SharedBackboneReward:
     def __init__(
         self, value: Value, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
-        """Have the critic's workers load ``config.restore_from_path`` in addition to the critic.
-
-        ``config``: the micro-batches, like those of a separate reward model.
-        """
+        """Have the critic's workers load ``config.restore_from_path`` in addition to the critic."""
         self.worker_group, self.model = value.worker_group, config
         run_on_all(self.worker_group, ValueWorker.share_backbone, config, tokenizer, run)
         self.attributes = self.reward_attributes()
@@ -40,21 +36,15 @@ class SharedBackboneReward:
 
 @dataclass(eq=False)
 class ModelReward:
-    """Scores responses with a reward model on the run's workers.
-
-    ``encoder``: encodes texts as the model's sequences. ``tokenizer``: tokenizer of the policy.
-    ``weights``: float32 [K] of the model's K attributes, None if the model has one number.
-    ``micro_batch_size``: sequences per forward pass, per data-parallel rank. ``end_strings``: stop
-    strings of the policy, which reward models were not trained on.
-    """
+    """Scores responses with a reward model on the run's workers."""
 
     model: RewardModel | SharedBackboneReward
-    encoder: SequenceEncoder
-    tokenizer: Tokenizer
+    encoder: SequenceEncoder  # encodes texts as the model's sequences
+    tokenizer: Tokenizer  # of the policy
     _: KW_ONLY
-    weights: Tensor | None
-    micro_batch_size: int
-    end_strings: Sequence[str] = ()
+    weights: Tensor | None  # float32 [K] of the model's K attributes, None if it has one number
+    micro_batch_size: int  # sequences per forward pass, per data-parallel rank
+    end_strings: Sequence[str] = ()  # stop strings of the policy, unknown to reward models
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
         """Score every row. Columns as in `Reward.get_rewards`."""

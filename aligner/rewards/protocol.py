@@ -136,7 +136,7 @@ class Samples:
         return Samples(prompts[part], responses[part], truths[part], columns, offset)
 
     def describe(self, index: int) -> str:
-        """Describe a sample by its index, the end of the prompt and the start of the response."""
+        """Return its index, the end of the prompt and the start of the response, for a message."""
         prompt, response = self.prompts[index], self.responses[index]
         tail = prompt if len(prompt) <= 80 else "…" + prompt[-80:]
         head = response if len(response) <= 80 else response[:80] + "…"

@@ -2,8 +2,7 @@
 
 A sequence is ``prompt + response + EOS``, encoded with the reward model's tokenizer. If the model's
 file names another token that ended all training sequences, that token replaces EOS. The score is
-read at this token. A response that the length limit cut also gets the token, as scores at other
-tokens are meaningless.
+read at this token, which also a response that the length limit cut gets.
 """
 
 from collections.abc import Sequence
@@ -11,12 +10,16 @@ from collections.abc import Sequence
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.batches import pad_right
 from aligner.data.supervised import encode_pair
-from aligner.data.tokenizers.decoding import common_prefix, decode_response
+from aligner.data.tokenizers.decoding import (
+    common_prefix,
+    decode_response,
+    response_texts,
+    token_rows,
+)
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError, TokenizerError
 from aligner.models.gpt.role.reward import SequenceForm
-from aligner.rewards.interface import response_texts, token_rows
 
 
 class SequenceEncoder:
@@ -46,8 +49,7 @@ class SequenceEncoder:
     def of_checkpoint(cls, checkpoint: ModelSource, add_bos: bool | None) -> "SequenceEncoder":
         """Return the encoder for a reward model's file, which contains the form of its sequences.
 
-        ``add_bos``: value in the configuration. It applies to older files without a form, where
-        None means no BOS. Raises `ConfigError` if ``add_bos`` differs from the file.
+        ``add_bos``: for older files without a form. Raises `ConfigError` if the file differs.
         """
         form = SequenceForm.of_config(checkpoint.config) or SequenceForm(bool(add_bos), None)
         if add_bos is not None and add_bos != form.add_bos:

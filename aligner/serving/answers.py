@@ -1,10 +1,9 @@
 """Answers in OpenAI's format, complete or streamed, built from the tokens of the engine.
 
-Answers and pieces are JSON objects. ``token_ids`` and ``prompt_token_ids`` are vLLM's keys.
-
-Log-probs are the engine's, of every sampled token, the end token included: at the sampling
-temperature, over the tokens that top-k and top-p kept. The text of a token is the text that the
-token completes. End tokens and skipped special tokens have no text.
+Answers and pieces are JSON objects. ``token_ids`` and ``prompt_token_ids`` are vLLM's keys. The
+log-probs are those of the sampling distribution, of every sampled token, the end token included.
+The text of a token is the text that the token completes. End tokens and skipped special tokens have
+no text.
 """
 
 import secrets
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.calls import Form
-from aligner.generation.rows import EndKind, Progress
+from aligner.generation.rows import EndKind, Progress, Row
 from aligner.serving.requests import ChatRequest, CompletionRequest
 from aligner.serving.tools import split_calls
 
@@ -27,35 +26,30 @@ Json = dict[str, Any]
 class Choice:
     """One answer while it is sampled: its tokens, and its text up to a stop string.
 
-    ``ids`` and ``logprobs``: all sampled tokens. ``pieces``: the text that each token completes,
-    whose concatenation is the whole text. ``offsets``: number of characters before each piece.
-    ``text``: the text shown so far. ``finish``: reason why the answer ended, None before its end.
+    ``ids`` and ``logprobs``: all sampled tokens. ``pieces``: the text that each token completes.
+    ``offsets``: number of characters before each piece. ``text``: the text shown so far.
+    ``finish``: reason why the answer ended, None before its end.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        stop: Sequence[str],
-        *,
-        is_buffered: bool,
-        min_tokens: int = 0,
-        skips_special: bool = False,
+        self, tokenizer: Tokenizer, row: Row, *, is_buffered: bool, skips_special: bool = False
     ) -> None:
-        """Create an empty answer.
+        """Create an empty answer to the prompt of ``row``.
 
-        ``is_buffered``: no text is shown before the end. ``min_tokens``: number of tokens within
-        which stop strings are ignored. ``skips_special``: special tokens have no text.
+        ``is_buffered``: no text is shown before the end. ``skips_special``: special tokens have no
+        text.
         """
-        self.prompt, self.ids, self.logprobs = list(prompt), list[int](), list[float]()
+        assert row.options is not None, "requests have their own options"
+        self._stop = row.options.sampling.end_strings
+        self._min_tokens = row.options.length.min_length  # before them, stop strings are ignored
+        self.prompt, self.ids, self.logprobs = row.prompt, list[int](), list[float]()
         self.pieces, self.offsets = list[str](), list[int]()
         self.text = ""
         self.finish: EndKind | None = None
-        self._stop, self._is_buffered = tuple(stop), is_buffered
-        self._min_tokens, self._skips_special = min_tokens, skips_special
+        self._is_buffered, self._skips_special = is_buffered, skips_special
         self._end_ids = frozenset(tokenizer.end_ids)
         self._special = getattr(tokenizer, "special_ids", frozenset[int]())
-        self._tokenizer, self._decoder = tokenizer, IncrementalDecoder(tokenizer, prompt)
+        self._tokenizer, self._decoder = tokenizer, IncrementalDecoder(tokenizer, row.prompt)
         # Stop strings are searched for in the decoded text and, because special tokens may
         # interrupt a stop string, in that text without special tokens.
         self._decoded, self._plain = "", ""
@@ -111,10 +105,7 @@ class Choice:
         if ends and self.finish is not None:
             self.finish = "stop"
         elif self.finish is None and not ends:
-            ends = [
-                len(text) - self._possible_stop(text),
-                self._offset_in_text(len(plain) - self._possible_stop(plain)),
-            ]
+            ends = [self._certain(text), self._offset_in_text(self._certain(plain))]
         shown = text[: min(ends, default=len(text))]
         return "" if self._is_buffered and self.finish is None else shown
 
@@ -123,10 +114,10 @@ class Choice:
         offsets = (text.find(stop, max(0, least - len(stop) + 1)) for stop in self._stop)
         return [offset for offset in offsets if offset >= 0]
 
-    def _possible_stop(self, text: str) -> int:
-        """Return the number of characters at the end of a text that could begin a stop string."""
+    def _certain(self, text: str) -> int:
+        """Return the number of characters before the possible begin of a stop string at the end."""
         lengths = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        return max(lengths, default=0)
+        return len(text) - max(lengths, default=0)
 
     def _offset_in_text(self, plain: int) -> int:
         """Convert an offset in the text without special tokens to an offset in the whole text."""
@@ -160,8 +151,8 @@ class Answer(ABC):
         choices = []
         for index, choice in enumerate(self.choices):
             content, finish = self._content(choice)
-            end = {"finish_reason": finish, **self._details(choice)}
-            choices.append({"index": index, **content, **end})
+            details = self._details(choice)
+            choices.append({"index": index, **content, "finish_reason": finish, **details})
         return self._completion(self.object, choices, usage=self._usage())
 
     def first(self) -> list[Json]:
@@ -173,14 +164,13 @@ class Answer(ABC):
         choice = self.choices[progress.row]
         text = choice.push(progress)
         content, finish = self._new_content(choice, text)
-        pieces = []
+        pieces, row = [], progress.row
         has_details = self._request.wants_logprobs or self._request.return_token_ids
         if text or (has_details and progress.ids):
             details = self._details(choice, len(choice.ids) - len(progress.ids))
-            pieces.append(self._piece(progress.row, **content, finish_reason=None, **details))
+            pieces.append(self._piece(row, **content, finish_reason=None, **details))
         if finish is not None:
-            ending = {**self.nothing, "finish_reason": finish, "logprobs": None}
-            pieces.append(self._piece(progress.row, **ending))
+            pieces.append(self._piece(row, **self.nothing, finish_reason=finish, logprobs=None))
         return pieces
 
     def last(self) -> list[Json]:
@@ -211,11 +201,11 @@ class Answer(ABC):
         return details
 
     def _piece(self, index: int, **fields: Any) -> Json:
-        extra = {}
+        piece = self._completion(self.piece_object, [{"index": index, **fields}])
         if self._request.stream_options.include_obfuscation:
             # Random text hides the length of the piece from observers of the traffic.
-            extra["obfuscation"] = secrets.token_urlsafe(16)[: 1 + secrets.randbelow(20)]
-        return self._completion(self.piece_object, [{"index": index, **fields}], **extra)
+            piece["obfuscation"] = secrets.token_urlsafe(16)[: 1 + secrets.randbelow(20)]
+        return piece
 
     def _completion(self, kind: str, choices: list[Json], **fields: Any) -> Json:
         return {**self._head, "object": kind, "choices": choices, **fields}

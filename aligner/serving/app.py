@@ -65,7 +65,7 @@ class Service:
         return {"object": "list", "data": [await self.model(request, self.served.name)]}
 
     async def model(self, request: Request, name: str) -> dict[str, Any]:
-        """Return the model called ``name``."""
+        """Describe the model ``name``."""
         self._authorised(request)
         self._check_model(name)
         model = {"id": self.served.name, "object": "model", "created": self._started}
@@ -158,7 +158,10 @@ class Service:
     async def _sample(
         self, request: Request, kind: type[_Sampled], writer: type[Answer]
     ) -> Response:
-        """Have the engine answer a request. The time limit includes reading and encoding."""
+        """Have the engine answer a request.
+
+        The time limit includes reading the request and encoding its prompts.
+        """
         session = self._authorised(request)
         began = time.monotonic()
         # Read and encode the request.
@@ -169,25 +172,21 @@ class Service:
         form = self.served.form if has_tools else None
         body = self.served.adapted(body)
         rows = blame_sender(self._rows, body, prompts, session)
-        choices = []
-        for row in rows:
-            assert row.options is not None, "requests have their own options"
-            stops, least = row.options.sampling.end_strings, row.options.length.min_length
-            options: Any = {"min_tokens": least, "skips_special": body.skip_special_tokens}
-            tokenizer, is_buffered = self.served.tokenizer, form is not None
-            choices.append(Choice(tokenizer, row.prompt, stops, is_buffered=is_buffered, **options))
+        is_buffered, skips_special = form is not None, body.skip_special_tokens
+        choices = [
+            Choice(self.served.tokenizer, row, is_buffered=is_buffered, skips_special=skips_special)
+            for row in rows
+        ]
 
         def end(is_complete: bool) -> None:
-            if session is None:
-                return
-            if not is_complete:
-                session.withdraw([row.prompt for row in rows], [row.request for row in rows])
-                return
-            for row, choice in zip(rows, choices, strict=True):
-                assert choice.finish is not None
-                assert row.request is not None
-                tokens = choice.prompt, choice.ids, choice.logprobs
-                session.record(*tokens, choice.finish, choice.full_text, row.request)
+            if session is not None and not is_complete:
+                session.withdraw(prompts, [row.request for row in rows])
+            elif session is not None:
+                for choice, row in zip(choices, rows, strict=True):
+                    assert choice.finish is not None
+                    assert row.request is not None
+                    tokens = choice.prompt, choice.ids, choice.logprobs
+                    session.record(*tokens, choice.finish, choice.full_text, row.request)
 
         # Queue the rows, and wait for their progress.
         results = Results[Progress]()
@@ -235,7 +234,7 @@ class Service:
             options = [self.served.options(body, ids) for ids in prompts]
         except AlignerError:
             if session is not None:
-                session.withdraw([ids for ids in prompts for _ in range(body.n)], requests)
+                session.withdraw(prompts, requests)
             raise
         # The seed of the request goes before the seed of the session.
         if session is not None:

@@ -1,12 +1,19 @@
-"""One request and its answer: from the event loop to the engine's thread and back."""
+"""One request and its answer: from the event loop to the engine's thread and back.
+
+request ─► Exchange ── job ──► JobQueue ──► engine's thread
+              │ ▲                               │
+   answer ◄───┘ └────────── Results ◄───────────┘
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.types import Message as AsgiMessage
 from starlette.types import Send
@@ -14,11 +21,11 @@ from starlette.types import Send
 from aligner.generation.rows import Progress, Row, RowJob
 from aligner.http import JSON_TYPE
 from aligner.http.listening import ARRIVAL_S
-from aligner.http.messages import dump_json
 from aligner.http.queue import JobQueue
 from aligner.http.results import Results
 from aligner.serving.answers import Answer
 
+_json = partial(to_json, inf_nan_mode="null")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
 
@@ -61,7 +68,7 @@ class Exchange:
         with self.results.while_connected(request):
             async for progress in self._progress():
                 self.answer.choices[progress.row].push(progress)
-        return Response(dump_json(self.answer.complete()), media_type=JSON_TYPE)
+        return Response(_json(self.answer.complete()), media_type=JSON_TYPE)
 
     async def _progress(self) -> AsyncIterator[Progress]:
         """Yield the progress of the rows until all have ended."""
@@ -103,11 +110,9 @@ class Exchange:
 
 
 class _Events(StreamingResponse):
-    """A stream with a time limit for each piece."""
+    """A stream that ends if the client does not accept a piece within `ARRIVAL_S`."""
 
     async def stream_response(self, send: Send) -> None:
-        """Send the pieces. End the answer if the client does not accept a piece in `ARRIVAL_S`."""
-
         async def bounded(message: AsgiMessage) -> None:
             async with asyncio.timeout(ARRIVAL_S):
                 await send(message)
@@ -116,4 +121,4 @@ class _Events(StreamingResponse):
 
 
 def _event(data: Any) -> str:
-    return f"data: {dump_json(data).decode()}\n\n"
+    return f"data: {_json(data).decode()}\n\n"

@@ -1,8 +1,7 @@
-"""Requests of OpenAI's interface: the supported keys and their checks.
+"""Requests of OpenAI's interface (https://platform.openai.com/docs/api-reference).
 
-https://platform.openai.com/docs/api-reference describes the keys. ``return_token_ids``, ``top_k``,
-``min_tokens`` and ``repetition_penalty`` are vLLM's. An unsupported key that would change the
-answer is refused, and accepted only with the value that changes nothing.
+``return_token_ids``, ``top_k``, ``min_tokens`` and ``repetition_penalty`` are vLLM's. An
+unsupported key is accepted only with the value that does not change the answer.
 """
 
 import dataclasses
@@ -110,9 +109,9 @@ class _Sampled(_Request):
         return self.logprobs is not None and self.logprobs is not False
 
     def sampling_options(self, defaults: SamplingOptions, longest: int) -> SamplingOptions:
-        """Return the sampling options: ``defaults``, overridden by the request.
+        """Return ``defaults``, overridden by the request and its ``longest`` number of new tokens.
 
-        ``longest``: maximum number of new tokens. A temperature of 0 means greedy sampling.
+        A temperature of 0 means greedy sampling.
         """
         greedy = None if self.temperature is None else self.temperature == 0
         changes: dict[str, Any] = {
@@ -191,10 +190,7 @@ class TokenizeRequest(_Request):
 
     @property
     def text_prompt(self) -> str | None:
-        """The prompt, None if the request has ``messages``.
-
-        Raises `DataError` for a request with neither or both, or with a prompt and keys of chats.
-        """
+        """The prompt, None if the request has ``messages``. Raises `DataError` for both or none."""
         if (self.prompt is None) == (self.messages is None):
             state = "missing, and messages too" if self.prompt is None else "set, and messages too"
             raise DataError(f"prompt: {state}. Set one of them")
@@ -211,9 +207,9 @@ class DetokenizeRequest(_Request):
 
 
 class SessionRequest(_Strict):
-    """``POST /v1/sessions``. ``seed``: seed of requests that do not set one."""
+    """``POST /v1/sessions``."""
 
-    seed: int | None = None
+    seed: int | None = None  # of requests that do not set one
 
 
 class RewardRequest(BaseModel):
@@ -229,7 +225,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
     """Parse the JSON body of a request. Keys that are null count as absent.
 
-    Raises `DataError` if the body is not valid. The message starts with the key.
+    Raises `DataError` for an invalid body, with a message that starts with the key.
     """
     value = parse_json(body)
     if not isinstance(value, dict):
@@ -260,16 +256,13 @@ def _plain(message: dict[str, Any], key: str) -> Message:
     plain = {key: value for key, value in message.items() if value not in (None, [])}
     content = message.get("content")
     if isinstance(content, list):
-        texts = []
-        for part in content:
-            is_text = isinstance(part, Mapping) and part.get("type") == "text"
-            text = part.get("text") if is_text else None
-            if not isinstance(text, str):
-                raise DataError(
-                    f"{key}.content: every part must be of type 'text', as this model reads text"
-                )
-            texts.append(text)
-        content = "".join(texts)
+        parts = [part if isinstance(part, Mapping) else {} for part in content]
+        texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(
+                f"{key}.content: every part must be of type 'text', as this model reads text"
+            )
+        content = "".join(map(str, texts))
     # Clients send null for an answer, or for a result, without text.
     is_reply = message.get("role") in ("assistant", "tool") and not message.get("refusal")
     plain["content"] = "" if content is None and is_reply and "content" in message else content

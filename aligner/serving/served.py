@@ -77,8 +77,7 @@ class Served:
         """Render a chat with the generation prompt. ``template_kwargs`` go to the template.
 
         ``keeps_answers``: do not treat special tokens in assistant messages, which the model wrote.
-        Raises `DataError` for invalid or ignored parts of messages and for a refused token, and
-        `TokenizerError` without a chat template.
+        Raises `DataError` for an invalid or ignored part, `TokenizerError` without a template.
         """
         messages = parse_messages(chat_messages(chat))
         # Treat special tokens, unless the chat is too long and therefore refused later.

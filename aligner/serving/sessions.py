@@ -4,10 +4,9 @@
                                   └────► withdraw (the request failed, or its client disconnected)
 
 If a prompt starts with all tokens of a recorded sequence, its answer is appended to that sequence.
-A prompt whose text starts with the text of a sequence reuses the token ids of the sequence, even if
-the tokenizer would encode that text differently. Any other prompt (a rewritten history, a second
-answer to the same prompt) starts a new sequence. Tokens that a new sequence shares with an earlier
-sequence are marked as sampled in the earlier sequence only.
+A prompt whose text starts with the text of a sequence reuses the token ids of the sequence. Any
+other prompt (a rewritten history, a second answer to the same prompt) starts a new sequence. Tokens
+that a new sequence shares with an earlier sequence are marked as sampled in the earlier one only.
 """
 
 import math
@@ -37,8 +36,8 @@ _MAX_SESSIONS = 4096
 class RecordedSequence:
     """Token sequence of consecutive turns. ``ids``, ``logprobs``, ``turn_ids``: a value per token.
 
-    ``forked_from``: index of the earlier sequence whose first ``shared`` tokens this sequence
-    repeats. At least one of these is a sampled token. None without such a sequence.
+    ``forked_from``: index of the earlier sequence whose first ``shared`` tokens, of which at least
+    one was sampled, this sequence repeats.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -75,10 +74,12 @@ class RecordedAnswer(NamedTuple):
 
 
 class Session:
-    """Recorded answers and rewards of one API key. Thread-safe."""
+    """Recorded answers and rewards of one API key. Thread-safe.
+
+    A request that exceeds ``limits`` ends the session.
+    """
 
     def __init__(self, seed: int | None = None, limits: Limits | None = None) -> None:
-        """Create an empty session. A request that exceeds ``limits`` ends the session."""
         # The id is public. Only the key authorises requests.
         self.id, self.key = secrets.token_hex(8), f"session-{secrets.token_urlsafe(24)}"
         self.seed = seed  # of requests that do not set one
@@ -155,11 +156,11 @@ class Session:
         return ids
 
     def admit(self, prompts: Sequence[Sequence[int]], longest: int, answers: int) -> range:
-        """Reserve the answers to a request and return their indices, grouped by prompt.
+        """Reserve ``answers`` answers to each prompt and return their indices, grouped by prompt.
 
         `record` or `withdraw` must follow for each answer. ``longest``: maximum number of tokens of
-        an answer. ``answers``: number of answers to each prompt. Raises `DataError` if the request
-        could exceed a limit. Then a session that was created with limits is over.
+        an answer. Raises `DataError` if the request could exceed a limit. Then a session that was
+        created with limits is over.
         """
         limits = self._limits or Limits(sys.maxsize, _MAX_TOKENS)
         with self._lock:
@@ -189,9 +190,9 @@ class Session:
         raise DataError(text)
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
-        """Release reserved answers of a request that failed or whose client disconnected.
+        """Release reserved answers of a failed request. They use no tokens, but count as answers.
 
-        Released answers use no tokens, but count as answers. ``requests``: indices from `admit`.
+        ``requests``: indices from `admit`.
         """
         with self._lock:
             self._expected = {n: key for n, key in self._expected.items() if n not in requests}
@@ -235,7 +236,7 @@ class Session:
     def set_reward(self, reward: Any) -> None:
         """Set the reward of the last recorded answer: a number, None, or a mapping with ``reward``.
 
-        A second reward of an answer replaces the first. Raises `DataError` if it is not valid.
+        Raises `AlignerError` if the reward is not valid.
         """
         turn = check_turn(Turn(reward=reward, done=True))
         with self._lock:
@@ -247,7 +248,7 @@ class Session:
             self._is_closed = True
 
     def as_json(self) -> dict[str, Any]:
-        """Return the session as a JSON-serialisable dict, for an HTTP response."""
+        """Return the session for an HTTP response."""
         with self._lock:
             return {
                 "id": self.id,

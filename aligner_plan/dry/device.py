@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aligner.device import accelerator
+from aligner.errors import DryDeviceError
 from aligner_plan.dry.driver import RememberedKernel, gpu_replacements
 from aligner_plan.dry.files import file_calls
-from aligner_plan.dry.graphs import Capturing
+from aligner_plan.dry.graphs import Graph
 from aligner_plan.dry.known import KnownValues, Operation, tensors_in
 from aligner_plan.dry.operations import Operations
 from aligner_plan.dry.record import (
@@ -76,7 +77,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         self.records: list[Record] = []
         self._inside_kernel = False
         self._operations = Operations(self)
-        self.capturing = Capturing()
+        self.graph: Graph | None = None  # that is being captured
+        self.captures = 0
         self.refuses_locks = self.pending_error = False
         self.order = Order()
         self._addresses = itertools.count(1 << 50, 1 << 40)  # of resized storages
@@ -143,8 +145,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             self.pending_error = False
             raise RuntimeError("CUDA error: the error of an earlier call of the driver")
         self._saw_memory(on_device)
-        if self.capturing.graph is not None:
-            self.capturing.graph.saw(operation)
+        if self.graph is not None:
+            self.graph.saw(operation)
             return
         if self.order.saw(operation):
             self.saw_host_wait()
@@ -184,8 +186,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
     def _count(self, count: Callable[[Record], None]) -> None:
         """Count now, or at every replay of the graph that is being captured."""
-        if self.capturing.graph is not None:
-            self.capturing.graph.counts(count)
+        if self.graph is not None:
+            self.graph.counts(count)
             return
         for record in self.records:
             count(record)
@@ -193,7 +195,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
     @property
     def runs(self) -> bool:
         """True if operations are run, not captured."""
-        return self.capturing.graph is None
+        return self.graph is None
 
     @property
     def known(self) -> KnownValues:
@@ -205,7 +207,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         if not tensor.is_cuda:
             self.order.on_host("a read of its values", [tensor])
             return
-        self.capturing.refuse("the host waits for the device")
+        if self.graph is not None:
+            raise DryDeviceError("the host waits for the device inside a CUDA graph")
         self.order.launch("a read of its values", [tensor], [])
         self.order.host_waits(self.order.stream.moment())
         self.saw_host_wait()

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing import reductions
 
 from aligner.errors import DryDeviceError
-from aligner.models.gpt.layers import elementwise
-from aligner_plan.dry.graphs import graph_class
+from aligner.models.gpt.layers import fusions
+from aligner_plan.dry.graphs import Graph
 from aligner_plan.dry.known import KnownValues, tensors_in
 from aligner_plan.dry.replacements import Replacement, constant
 from aligner_plan.dry.streams import Order, Process, stream_classes
@@ -59,7 +59,7 @@ def gpu_replacements(gpu: Any) -> Iterator[Replacement]:
     yield megatron_random, "_set_cuda_rng_state", constant(None)
     yield FakeTensorMode, "avoid_device_init", property(lambda mode: True)
     # Streams, graphs and memory that is shared between processes.
-    yield cuda, "CUDAGraph", graph_class(gpu.records, gpu.known, gpu.order, gpu.capturing)
+    yield cuda, "CUDAGraph", type("CUDAGraph", (Graph,), {"device": gpu})
     yield from _stream_calls(gpu)
     yield reductions, "reduce_tensor", Exports(gpu.order).reduce
     # Kernels.
@@ -69,8 +69,8 @@ def gpu_replacements(gpu: Any) -> Iterator[Replacement]:
         return (_gpu_attention if query.is_cuda else real_attention)(query, *args, **kwargs)
 
     yield F, "scaled_dot_product_attention", attention
-    yield elementwise, "missing_for_kernels", constant(None)
-    for module in (elementwise, fused_bias_dropout, fused_bias_swiglu):
+    yield fusions, "missing_for_kernels", constant(None)
+    for module in (fusions, fused_bias_dropout, fused_bias_swiglu):
         for name, function in list(vars(module).items()):
             if hasattr(function, "_torchdynamo_orig_callable"):
                 yield module, name, gpu.one_kernel(function._torchdynamo_orig_callable)

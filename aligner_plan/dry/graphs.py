@@ -5,27 +5,35 @@ one launch. Memory allocated during a capture lives as long as the graph.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from aligner.errors import DryDeviceError
 from aligner_plan.dry.files import address
-from aligner_plan.dry.known import KnownValues, Operation
+from aligner_plan.dry.known import Operation
 from aligner_plan.dry.record import Record, counted
-from aligner_plan.dry.streams import Order
 
 
 class Graph:
-    """Substitute for `torch.cuda.CUDAGraph`."""
+    """Substitute for `torch.cuda.CUDAGraph`. A subclass sets ``device``, the `DryDevice`."""
 
-    def __init__(self, records: list[Record], values: KnownValues, order: Order) -> None:
-        """``records``, ``values``, ``order``: attributes of the `DryDevice`."""
-        self._records, self._known, self._order = records, values, order
+    device: ClassVar[Any]
+
+    def __init__(self) -> None:
         self._operations: list[Operation] = []
         self._counts: list[Callable[[Record], None]] = []
         self._addresses: dict[int, tuple[Tensor, int]] = {}  # by storage, at the capture
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        """Capture all operations until `capture_end`."""
+        self.device.graph = self
+        self.device.captures += 1
+
+    def capture_end(self) -> None:
+        """Run operations again."""
+        self.device.graph = None
 
     def saw(self, operation: Operation) -> None:
         """Capture an operation.
@@ -60,42 +68,10 @@ class Graph:
         if any(address(tensor) != captured for tensor, captured in self._addresses.values()):
             raise DryDeviceError("a CUDA graph uses memory that was moved since it was captured")
         for operation in self._operations:
-            self._known.follow(operation)
-            self._order.saw(operation)
-        for record in self._records:
+            self.device.known.follow(operation)
+            self.device.order.saw(operation)
+        for record in self.device.records:
             launches = record.launches
             for count in self._counts:
                 count(record)
             record.graphed += record.launches - launches - 1
-
-
-def graph_class(
-    records: list[Record], values: KnownValues, order: Order, capturing: "Capturing"
-) -> type[Graph]:
-    """Create the class of graphs of a device. Libraries name it in annotations."""
-
-    class CUDAGraph(Graph):
-        def __init__(self) -> None:
-            super().__init__(records, values, order)
-
-        def capture_begin(self, pool: Any = None, **_: Any) -> None:
-            capturing.graph = self
-            capturing.count += 1
-
-        def capture_end(self) -> None:
-            capturing.graph = None
-
-    return CUDAGraph
-
-
-class Capturing:
-    """The graph that is being captured, if any, and the number of captures."""
-
-    def __init__(self) -> None:
-        self.graph: Graph | None = None
-        self.count = 0
-
-    def refuse(self, action: str) -> None:
-        """Raise `DryDeviceError` if a graph is being captured."""
-        if self.graph is not None:
-            raise DryDeviceError(f"{action} inside a CUDA graph")

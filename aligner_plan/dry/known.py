@@ -88,8 +88,9 @@ class KnownValues:
         traits = _traits(func)
         if traits.overwrites and self.of(args[0]) is None:
             inputs = inputs[1:]  # the overwritten value does not matter
-        values = self._all_of(inputs) if traits.computable else None
-        if values is None or any(tensor.numel() > _LIMIT for tensor in outputs):
+        values: dict[int, Any] = {id(tensor): self.of(tensor) for tensor in inputs}
+        is_known = traits.computable and not any(value is None for value in values.values())
+        if not is_known or any(tensor.numel() > _LIMIT for tensor in outputs):
             for tensor in operation.written():
                 self.forget(tensor)
             return
@@ -101,16 +102,6 @@ class KnownValues:
             host_out = func(*host_args, **host_kwargs)
         for tensor, value in zip(outputs, tensors_in(host_out), strict=True):
             self.set(tensor, value)
-
-    def _all_of(self, tensors: list[Tensor]) -> dict[int, Tensor] | None:
-        """Return the values of tensors by their ids, or None if one is unknown."""
-        values: dict[int, Tensor] = {}
-        for tensor in tensors:
-            value = self.of(tensor)
-            if value is None:
-                return None
-            values[id(tensor)] = value
-        return values
 
     def _follow_storage(self, storage: Any, out: Tensor) -> None:
         """Set the value of a tensor that was created from a storage."""

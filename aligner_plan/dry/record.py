@@ -51,7 +51,7 @@ _ALLOCATING: dict[str, tuple[str | None, Kind]] = {
     "aligner/models/gpt/decode/kv_cache.py": ("__init__", Kind.KV_CACHE),
     "aligner/models/gpt/megatron/optimizer.py": (None, Kind.OPTIMIZER),
     "aligner/models/gpt/dtensor/optimizer.py": (None, Kind.OPTIMIZER),
-    "aligner/models/gpt/role/optimizer_step.py": (None, Kind.OPTIMIZER),
+    "aligner/models/gpt/role/training_state.py": (None, Kind.OPTIMIZER),
     # FSDP2: weights gathered for a pass, and gradients before and after they are scattered.
     "_fully_shard/_fsdp_param.py": ("init_all_gather_outputs", Kind.WEIGHTS),
     "_fully_shard/_fsdp_collectives.py": ("foreach_reduce", Kind.GRADIENTS),

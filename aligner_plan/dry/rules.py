@@ -26,7 +26,7 @@ _NONDETERMINISTIC = re.compile(
 # sums of masks. Vectors and scalars may be float64 everywhere.
 _WIDE = re.compile(
     r"sampling\.(_cumulative|inverse_cdf|_first_above|_ban|counter_uniforms)|responses\.(__init__|refill)|"
-    r"linear_product\.(running_sum|sum_by_products)|model\.count_denominators"
+    r"linear_product\.(running_sum|sum_by_products)|collectives\.count_denominators"
 )
 
 

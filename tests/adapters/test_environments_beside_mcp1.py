@@ -25,15 +25,12 @@ def test_the_page_s_verifiers(folder):
         assert turn.messages == [{"role": "user", "content": "again"}]
         assert (turn.score, turn.done) == (None, False)
         end = game.say("a dog")
-        assert (end.score, end.done) == (1.0, True)
-        assert end.parts["said_answer"] == 1.0
+        assert (end.score, end.done, end.parts["said_answer"]) == (1.0, True, 1.0)
         assert game.call("close").value is None
         assert game.begin().messages[1]["content"] == "Say dog."  # left in the middle
         assert game.call("close").value is None
     with Game(VERIFIERS, kwargs) as game:
         assert [each["content"] for each in game.begin().messages] == ["Be brief.", "Say cat."]
-        game.say("x")
-        assert game.say("x").score == 0.0
 
 
 def test_tools_of_verifiers(folder):
@@ -56,23 +53,6 @@ def test_tools_of_verifiers(folder):
         (said,) = game.say(call).messages
         assert (said["role"], said["content"]) == ("tool", "42")
         assert game.say("it is 42").score == 1.0
-
-
-def test_an_environment_that_raises_says_so(folder):
-    (folder / "mine.py").write_text(
-        "import verifiers as vf\n"
-        "from datasets import Dataset\n"
-        "class Bad(vf.MultiTurnEnv):\n"
-        "    async def env_response(self, messages, state, **kwargs):\n"
-        "        raise ZeroDivisionError('of the environment')\n"
-        "def load_environment():\n"
-        "    rows = Dataset.from_list([{'question': 'q', 'answer': 'a'}])\n"
-        "    return Bad(dataset=rows, rubric=vf.Rubric(funcs=[lambda completion: 1.0]))\n"
-    )
-    with Game(VERIFIERS, {"environment": "mine.py:load_environment"}) as game:
-        game.begin()
-        failure = game.call("step", {"role": "assistant", "content": "x"})
-        assert "of the environment" in failure.text
 
 
 SERVER = """

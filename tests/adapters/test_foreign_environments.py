@@ -1,6 +1,5 @@
 """Environments of gymnasium, skyrl-gym and MCP servers: the real packages, in real processes."""
 
-import json
 import time
 
 import psutil
@@ -39,19 +38,6 @@ def test_the_page_s_frozen_lake(packages):
         assert [turn.done for turn in turns] == [False] * 4 + [True]
 
 
-def test_arrays_numbers_and_seeds(packages):
-    def first(seed):
-        with Game(GYMNASIUM, {"id": "CartPole-v1"}, seed=seed) as game:
-            head, state = game.begin().messages[0]["content"].splitlines()
-            assert head == "Answer with a number from 0 to 1."
-            turn = game.say("1")
-            assert len(json.loads(turn.messages[0]["content"])) == 4
-            assert (turn.score, turn.info["truncated"]) == (1.0, False)
-            return state
-
-    assert first(1) == first(1) != first(2)
-
-
 def test_functions_of_ones_own_and_truncation(folder):
     (folder / "mine.py").write_text(
         "import gymnasium\n"
@@ -72,22 +58,16 @@ def test_functions_of_ones_own_and_truncation(folder):
         "def show(observation, info):\n"
         "    return f\"it is {observation['sum']:g}\"\n"
     )
-    kwargs = {
-        "id": "mine:Sum-v0",
-        "action": "mine.py:act",
-        "observation": "mine.py:show",
-        "instructions": "Add.",
-        "invalid_reward": -1,
-    }
+    kwargs = {"id": "mine:Sum-v0", "action": "mine.py:act", "observation": "mine.py:show"}
+    kwargs |= {"instructions": "Add.", "invalid_reward": -1}
     with Game(GYMNASIUM, kwargs, {"options": {"first": 3}}) as game:
         assert game.begin().messages[0]["content"] == "Add.\nit is 3"
         assert game.say(" ").score == -1.0
         one, two = game.say("2"), game.say("-1")
     assert [turn.messages[0]["content"] for turn in (one, two)] == ["it is 5", "it is 4"]
     assert [(turn.score, turn.done) for turn in (one, two)] == [(-0.5, False), (-0.5, True)]
-    assert two.info == {"extra": 1, "truncated": True, "TimeLimit.truncated": True} or (
-        two.info == {"extra": 1, "truncated": True}
-    )
+    expected = {"extra": 1, "truncated": True, "TimeLimit.truncated": True}
+    assert two.info | {"TimeLimit.truncated": True} == expected  # some versions have this key
 
 
 @pytest.mark.parametrize(
@@ -143,12 +123,8 @@ def test_schemas_of_a_server_and_one_that_hangs(folder):
         "    'Other.'\n"
         "server.run()\n"
     )
-    kwargs = {
-        "command": ["python", "slow.py"],
-        "reward": "aligner.examples.tasks.exact_number:reward",
-        "tools": ["wait"],
-        "variables": {"MARK": "here"},
-    }
+    kwargs = {"command": ["python", "slow.py"], "tools": ["wait"], "variables": {"MARK": "here"}}
+    kwargs["reward"] = "aligner.examples.tasks.exact_number:reward"
     with Game(MCP, kwargs, {"prompt": "q"}) as game:
         (tool,) = game.begin().tools
         assert tool["function"]["name"] == "wait"

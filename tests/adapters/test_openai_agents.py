@@ -1,18 +1,14 @@
-"""Agents of the real `openai` package and of MCP, in their own environment, train a policy.
+"""Agents of the real `openai` package, in their own environment, train a policy.
 
 The tiny model is fine-tuned to call a tool and to repeat its result, and is then the policy of a
 step of PPO over agents that know a base URL and a key.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from documented import ROOT
-from servers import started
 from test_conf import composed
 
 from aligner.algorithms.ppo.trainer import train_ppo
@@ -67,8 +63,7 @@ def kept(monkeypatch):
     return batches
 
 
-@pytest.mark.parametrize("agent", ["openai_agent", "mcp_agent"])
-def test_a_step_of_ppo(agent, packages, calling_nemo, tmp_path, kept):
+def test_a_step_of_ppo(packages, calling_nemo, tmp_path, kept):
     rows = [{"prompt": "7?", "tools": TOOLS, "streamed": turn} for turn in (1, 2)]
     saw = tmp_path / "saw.jsonl"
     with (tmp_path / "rows.jsonl").open("w") as file:
@@ -76,7 +71,7 @@ def test_a_step_of_ppo(agent, packages, calling_nemo, tmp_path, kept):
             file.write(json.dumps({**row, "saw": str(saw)}) + "\n")
     given = [
         *("reward=environment", "environment.kind=endpoint", "environment.max_tokens=250"),
-        f"environment.command=[python,{HERE / agent}.py]",
+        f"environment.command=[python,{HERE}/openai_agent.py]",
         *(f"model.restore_from_path={calling_nemo}", "model.ppo.length_params.max_length=32"),
         *(f"data.train.source={tmp_path / 'rows.jsonl'}", "environment.concurrency=4"),
         *("model.ppo.num_rollout_samples=8", "model.ppo.num_rollouts_per_prompt=4"),
@@ -123,20 +118,3 @@ def check_rows(batch, conversations):
         for one, other in zip(ours, theirs, strict=True):
             assert (*one[:2], one[3]) == (*other[:2], other[3])
             assert one[2] == pytest.approx(other[2])
-
-
-def test_a_server_answers_the_client(packages, tiny_nemo, tmp_path):
-    """`aligner serve`, which has a token of its own."""
-    command = [sys.executable, "-m", "aligner.commands", "serve", f"--model={tiny_nemo}"]
-    words = [
-        "--token-file=serve.token",
-        "server.port=0",
-        "server.model_name=tiny",
-        "sampling.max_length=64",
-    ]
-    place = {"cwd": tmp_path, "env": {"PYTHONPATH": str(ROOT)}}
-    with started([*command, *words], r"tiny at (http://[\d.:]+)/v1", **place) as (url, _):
-        key = (tmp_path / "serve.token").read_text().strip()
-        subprocess.run(
-            ["python", HERE / "openai_client.py", f"{url}/v1", key], check=True, timeout=120
-        )

@@ -26,18 +26,13 @@ def folder(packages_of_verifiers, tmp_path, monkeypatch):
 
 def test_the_page_s_taskset_against_our_server(folder, tiny_nemo):
     (folder / "rows.jsonl").write_text('{"idx": 1}\n{"idx": 0}\n')
+    environment = {"kind": "endpoint", "factory": RUN, "kwargs": kwargs_of("verifiers_agent")}
     values = {
         "model": {"restore_from_path": str(tiny_nemo)},
         "data": {"prompts": {"source": str(folder / "rows.jsonl")}},
         "sampling": {"max_length": 6},
         "reward": {"kind": "environment"},
-        "environment": {
-            "kind": "endpoint",
-            "factory": RUN,
-            "kwargs": kwargs_of("verifiers_agent"),
-            "max_tokens": 200,
-            "concurrency": 1,
-        },
+        "environment": {**environment, "max_tokens": 200, "concurrency": 1},
         "output": str(folder / "out"),
     }
     evaluate(parse_config(values, EvaluateConfig))

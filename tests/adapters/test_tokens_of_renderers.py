@@ -1,9 +1,7 @@
 """Tokens and masks of conversations against those of renderers (Prime Intellect).
 
-renderers has the chat templates of Qwen 3 and Llama 3.2 written out in Python, and extends a
-conversation by token ids. Here the same templates are Jinja, as TRL ships them, and what is between
-two answers is found in their text. It has no class for Mistral's or for Qwen 2.5's and Hermes'
-templates. `tests/unit/environments/test_environment_families.py` has its own oracle for these.
+renderers has the chat templates of Qwen 3 and Llama 3.2 in Python, TRL as Jinja.
+`tests/unit/environments/test_environment_families.py` has an oracle for other families.
 """
 
 import json
@@ -212,37 +210,3 @@ def test_tokens_where_thinking_is_dropped(kind, vocabulary, packages):
         assert samples_of(talk) == their["samples"]
         assert samples_of(talk)[-1] == their["rendered"]
     assert (sum(len(talk.starts) > 1 for talk in talks) > COUNT / 10) == family.thinks
-
-
-SURE = [{"role": "user", "content": "sure?"}]
-QUESTION = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
-
-
-def asked_again(said, is_end, mode, options):
-    """``q``, an answer and ``sure?``: text of the opening, of our samples and of renderers'."""
-    tokenizer = made(FAMILIES["qwen3"], byte_level())
-    first = [{"role": "user", "content": "q"}]
-    talk = Conversation(ChatRenderer(tokenizer, rewritten_history=mode), Start(first))
-    opening, ids = list(talk.ids), tokenizer.encode(said)
-    talk.answered(ids, [-1.0] * len(ids), is_end)
-    talk.follow(Turn(SURE, 1.0), goes_on=True)
-    [their] = renderers_of("qwen3", tokenizer, options, [[first, None, [[ids, SURE]]]])
-    texts = [tokenizer.decode(ids) for ids, _ in samples_of(talk)]
-    return tokenizer.decode(opening), texts, [tokenizer.decode(ids) for ids, _ in their["samples"]]
-
-
-def test_a_thought_that_was_cut_is_closed_by_renderers_alone(packages):
-    kept = {"thinking_retention": "all"}
-    opening, ours, theirs = asked_again("<think>\nhm", False, "keep", kept)
-    assert ours == [f"{opening}<think>\nhm<|im_end|>{QUESTION}"]
-    assert theirs == [f"{opening}<think>\nhm</think><|im_end|>{QUESTION}"]
-
-
-def test_a_call_with_other_white_space_is_written_again_by_renderers_alone(packages):
-    call = '<tool_call>\n{"name":"calculator","arguments":{}}\n</tool_call><|im_end|>'
-    opening, ours, theirs = asked_again(call, True, "fork", {})
-    assert ours == [f"{opening}{call}{QUESTION}"]
-    assert theirs == [
-        opening + call,
-        opening + call.replace('":', '": ').replace(",", ", ") + QUESTION,
-    ]

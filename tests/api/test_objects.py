@@ -43,11 +43,8 @@ def loaded(path):
 
 def test_a_function_of_a_module_is_named(tmp_path):
     assert as_setting("reward.function", math.sqrt, tmp_path) == "math:sqrt"
-    assert as_setting("a", [Path("x"), 1, {"b": math.sqrt}], tmp_path) == [
-        "x",
-        1,
-        {"b": "math:sqrt"},
-    ]
+    values = [Path("x"), 1, {"b": math.sqrt}]
+    assert as_setting("a", values, tmp_path) == ["x", 1, {"b": "math:sqrt"}]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -121,16 +118,8 @@ def test_closures_partials_methods_and_callable_objects(tmp_path):
             return [self.value] * len(prompts)
 
     texts = set()
-    for index, function in enumerate(
-        [
-            scaled(1.0),
-            scaled(2.0),
-            functools.partial(outside),
-            Scorer(3.0),
-            Scorer(4.0),
-            Scorer(5.0).__call__,
-        ]
-    ):
+    functions = [scaled(1.0), scaled(2.0), functools.partial(outside), Scorer(3.0), Scorer(4.0)]
+    for index, function in enumerate([*functions, Scorer(5.0).__call__]):
         path = as_setting(f"key{index}", function, tmp_path)
         assert loaded(path)(["p"], ["r"]) == function(["p"], ["r"])
         texts.add(Path(path.rpartition(":")[0]).read_text().replace(f"key{index}", "key"))
@@ -138,9 +127,7 @@ def test_closures_partials_methods_and_callable_objects(tmp_path):
 
 
 def test_classes_keep_their_name_and_change_with_their_methods(tmp_path):
-    cell = (
-        "class Env:\n    limit = {limit}\n    def step(self, message):\n        return {result}\n"
-    )
+    cell = "class Env:\n    limit = {limit}\n    def step(self, _):\n        return {result}\n"
     texts = set()
     for limit, result in ((1, "1"), (2, "1"), (1, "2")):
         cls = as_notebook(cell.format(limit=limit, result=result), "Env")
@@ -153,7 +140,7 @@ def test_classes_keep_their_name_and_change_with_their_methods(tmp_path):
 
 def test_an_object_that_cannot_be_pickled_is_refused(tmp_path):
     lock = threading.Lock()
-    with pytest.raises(ConfigError, match=r"reward\.function.*inside of the function"):
+    with pytest.raises(ConfigError, match=r"reward\.function.*inside the function"):
         as_setting("reward.function", lambda prompts, responses, **c: lock, tmp_path)
 
 
@@ -192,48 +179,18 @@ def test_rows_that_are_refused(tmp_path, rows, message):
         write_rows("data.train.source", rows, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "data", ["train.jsonl", Path("train.jsonl"), ["a.jsonl", "b.jsonl"], outside]
-)
-def test_paths_and_generator_functions_are_no_rows(data):
-    assert not is_rows(data)
+def test_paths_and_generator_functions_are_no_rows():
+    for data in ("train.jsonl", Path("train.jsonl"), ["a.jsonl", "b.jsonl"], outside):
+        assert not is_rows(data)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(
-            None,
-            True,
-            3,
-            -1.5,
-            6e-3,
-            "plain",
-            "a/b-c.nemo",
-            "results/ä ö",
-            "null",
-            "True",
-            "1e3",
-            "",
-        ),
-        *(
-            "a, b",
-            "{x: 1}",
-            "[1]",
-            "it's",
-            'say "x"',
-            "back\\slash",
-            "C:\\new",
-            "ends\\",
-            "it's \\' so",
-            "don't\n",
-            "line\nbreak\ttab",
-            "a=b",
-            "#x",
-        ),
-        *([1, "a b", None], {"size": 3, "text": "a, b"}, [], {}),
-    ],
-)
+TEXTS = ["plain", "a/b-c.nemo", "results/ä ö", "null", "True", "1e3", "", "a, b", "{x: 1}", "[1]"]
+TEXTS += ["it's", 'say "x"', "back\\slash", "C:\\new", "ends\\", "it's \\' so", "don't\n"]
+TEXTS += ["line\nbreak\ttab", "a=b", "#x"]
+OTHERS = [None, True, 3, -1.5, 6e-3, [1, "a b", None], {"size": 3, "text": "a, b"}, [], {}]
+
+
+@pytest.mark.parametrize("value", [*TEXTS, *OTHERS])
 def test_overrides_are_read_as_they_were_given(value):
     argument = _unescaped(f"key={as_override(value)}")
     assert OverridesParser.create().parse_override(argument).value() == value

@@ -81,22 +81,6 @@ def test_the_policy_generates_scores_and_is_saved(result, tmp_path):
         result.save(tmp_path / "hf")
 
 
-def test_logprobs_equal_those_of_transformers(result, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = result.save(tmp_path / "hf")
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
-    prompt, response = (tokenizer.encode(t, add_special_tokens=False) for t in ("1 + 1 = ", "23"))
-    ids = torch.tensor([[*prompt, *response]])
-    with torch.no_grad():
-        expected = model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
-    found = result.policy.logprobs(["1 + 1 = "], ["23"])[0]
-    assert found == pytest.approx(expected[len(prompt) - 1 :].tolist(), abs=1e-4)
-
-
 def test_the_groups_of_this_process_end_with_the_last_model(result):
     with aligner.load_model(os.fspath(result)):
         assert torch.distributed.is_initialized()
@@ -144,11 +128,8 @@ except KeyboardInterrupt:
 @pytest.mark.extended
 def test_ctrl_c_saves(tiny_nemo, tmp_path):
     folder = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-c", CTRL_C, str(tiny_nemo), str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words = [sys.executable, "-c", CTRL_C, str(tiny_nemo), str(folder)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     metrics = folder / "metrics.jsonl"
     for _ in range(600):
         if metrics.exists() and len(metrics.read_text().splitlines()) > 3:
@@ -182,28 +163,13 @@ def test_a_run_ends_with_its_caller(tiny_nemo, tmp_path):
 @pytest.mark.extended
 def test_models_of_a_tensor_parallel_run_are_loaded_into_one_process(tiny_nemo, tmp_path):
     layout = {"model.tensor_model_parallel_size": 2, "model.sequence_parallel": True}
-    result = aligner.train_ppo(
-        model=tiny_nemo,
-        data=DATA,
-        reward=digits,
-        max_steps=2,
-        samples_per_step=16,
-        max_new_tokens=3,
-        devices=2,
-        output_dir=tmp_path / "run",
-        overrides=layout,
-    )
+    sizes = {"max_steps": 2, "samples_per_step": 16, "max_new_tokens": 3, "devices": 2}
+    options = {"reward": digits, "output_dir": tmp_path / "run", "overrides": layout}
+    result = aligner.train_ppo(model=tiny_nemo, data=DATA, **sizes, **options)
     assert [len(row) for row in result.value.values(["1 + 1 = "], ["23"])] == [2]
     with aligner.load_model(os.fspath(result)) as model:
         expected = model.logprobs(["1 + 1 = "], ["23"])[0]
     assert result.policy.logprobs(["1 + 1 = "], ["23"])[0] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.extended
-def test_calls_with_different_layouts_follow_each_other(tiny_nemo, tmp_path):
-    one, two = (train(tiny_nemo, tmp_path / f"run{n}", devices=n) for n in (1, 2))
-    key = "train_rollouts/rewards"
-    assert [m.get(key) for m in two.metrics] == [m.get(key) for m in one.metrics]
 
 
 ROOT = Path(__file__).parents[2]

@@ -45,6 +45,9 @@ MODELS = {
     "tied": dataclasses.replace(SMALL, tie_embeddings=True),
     "experts": EXPERTS,
     "three layers": dataclasses.replace(EXPERTS, num_layers=3),
+    "thirds": dataclasses.replace(
+        SMALL, hidden_size=36, num_attention_heads=9, num_query_groups=3, ffn_hidden_size=48
+    ),
 }
 ONE, FROZEN, WHOLE = "1,1,1,none", "1,1,1,none,frozen", "1,1,1,none,whole"
 KEPT = [WHOLE, "2,1,1,none,whole", "2,1,1,full,whole"]
@@ -58,7 +61,7 @@ OTHERS = (
 # Processes, model and layout, by the launch that they share; four processes take long.
 LAUNCHES = {
     "one": [
-        *((1, model, ONE) for model in ("dense", "tied", "experts")),
+        *((1, model, ONE) for model in ("dense", "tied", "experts", "thirds")),
         (1, "three layers", FROZEN),
         *((1, family, WHOLE) for family in OWN),
     ],
@@ -71,6 +74,7 @@ LAUNCHES = {
         *((2, family, "2,1,1,none,whole") for family in OWN),
     ],
     "four": [(4, "experts", "1,2,2,selective")],
+    "three": [(3, "thirds", "3,1,1,none")],
     "further four": [
         (4, "experts", f"{sizes},none") for sizes in ("2,1,2", "1,1,2", "2,1,1", "2,1,4")
     ],
@@ -154,6 +158,7 @@ def train_roles(folder, model, layout):
         ),
         freeze_moe_router="frozen" in others,
         recompute=None if recompute == "none" else recompute,
+        dropout=0.0,  # as some families have it
         optim=OptimConfig(lr=5e-3, eps=1e-2),  # a small eps turns rounding into updates
         micro_batch_size=ROWS if whole else 1,
         global_batch_size=ROWS,

@@ -48,33 +48,18 @@ def environment(**more):
 
 def shell(folder, text, **options):
     """Type ``text`` in ``folder``; the finished process."""
-    return subprocess.run(
-        ["bash", "-c", ALIGNER + text],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-        **options,
-    )
+    options |= {"cwd": folder, "env": environment(), "timeout": PATIENCE_S, "check": False}
+    command = ["bash", "-c", ALIGNER + text]
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 def row(number):
     """One line with the columns of every algorithm."""
     question, right, wrong = f"{number}+1=", str(number + 1), str(number + 3)
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": right}]
-    return {
-        "prompt": question,
-        "ground_truth": right,
-        "response": right,
-        "chosen": right,
-        "rejected": wrong,
-        "label": number % 2 == 0,
-        "helpfulness": number % 5,
-        "correctness": 4 - number % 5,
-        "messages": chat,
-    }
+    columns = {"prompt": question, "rejected": wrong, "label": number % 2 == 0, "messages": chat}
+    columns |= {"helpfulness": number % 5, "correctness": 4 - number % 5}
+    return columns | dict.fromkeys(("ground_truth", "response", "chosen"), right)
 
 
 def write_rows(path, rows):
@@ -83,20 +68,8 @@ def write_rows(path, rows):
 
 
 def write_data(folder):
-    names = (
-        "train",
-        "held_out",
-        "validation",
-        "pairs",
-        "labelled",
-        "rated",
-        "chats",
-        "prompts",
-        "test",
-        "easy",
-        "hard",
-    )
-    for name in names:
+    names = "train held_out validation pairs labelled rated chats prompts test easy hard"
+    for name in names.split():
         write_rows(folder / f"{name}.jsonl", map(row, range(ROWS)))
     worked = [
         {"question": f"What is {n}+1?", "answer": f"It is.\n#### {n + 1}"} for n in range(ROWS)
@@ -186,14 +159,9 @@ def serving(workplace):
     def start(text):
         folder = workplace()
         log = (folder / "server.log").open("w")
-        process = subprocess.Popen(
-            ["bash", "-c", f"exec {text}"],
-            cwd=folder,
-            env=environment(),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        streams = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        command = ["bash", "-c", f"exec {text}"]
+        process = subprocess.Popen(command, cwd=folder, env=environment(), **streams)
         started.append(process)
         deadline = time.monotonic() + 300
         while "reward server ready at" not in (said := (folder / "server.log").read_text()):

@@ -100,11 +100,8 @@ def typed(command):
 def named(override):
     """What a test composes with, under the names of the workplace."""
     key, _, value = override.partition("=")
-    files = {
-        "m.nemo": "my_model.nemo",
-        "t.nemo": "large.nemo",
-        "a.b:reward": "my_rewards.py:reward",
-    }
+    files = {"m.nemo": "my_model.nemo", "t.nemo": "large.nemo"}
+    files["a.b:reward"] = "my_rewards.py:reward"
     return f"{key}={files.get(value, value)}"
 
 
@@ -150,16 +147,13 @@ def test_training_commands_run(command, workplace):
 
 def promises(command):
     """(metric, cell) of every row that is what this command comes to."""
-    found = []
-    for table in tables():
-        if table.header[0] != "command":
-            continue
-        for row in table.rows:
-            if [" ".join(shlex.split(text)) for text in code(row[0])][:1] == [
-                " ".join(command.words)
-            ]:
-                found += [(table, row)]
-    return [(table.header[1:], row[1:]) for table, row in found]
+    return [
+        (table.header[1:], row[1:])
+        for table in tables()
+        if table.header[0] == "command"
+        for row in table.rows
+        if [shlex.split(text) for text in code(row[0])][:1] == [command.words]
+    ]
 
 
 # Runs of one machine differ from another's in rounding, which learning amplifies.

@@ -26,8 +26,6 @@ TIMEOUT_S = 150
 
 
 class DryProcess:
-    """Cases by name and arguments, and what they found."""
-
     def __init__(self):
         path = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]
         self._process = subprocess.Popen(
@@ -58,28 +56,21 @@ class DryProcess:
         return json.loads(line) if line else {"error": "the process of the dry device ended"}
 
     def close(self):
-        """End the process and the case that may run."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, 9)
         self._process.wait()
 
 
 @pytest.fixture(scope="session")
-def dry_process(dry_possible):
-    """The process that runs cases, started when the first test asks."""
-    process = DryProcess()
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="session")
-def dry(dry_process):
+def dry(dry_possible):
     """``dry("module:function", **arguments)``: what the function returned; fails with its error."""
+    process = DryProcess()
 
     def run(case, **arguments):
-        answer = dry_process.answer(case, arguments)
+        answer = process.answer(case, arguments)
         if "error" in answer:
             pytest.fail(f"{case} {arguments}:\n{answer['error']}", pytrace=False)
         return answer["found"]
 
-    return run
+    yield run
+    process.close()

@@ -7,7 +7,6 @@ import json
 
 
 def measured(sizes):
-    """Every line that the benchmarks write, ``sizes``: arguments by the benchmark's name."""
     written = io.StringIO()
     with contextlib.redirect_stdout(written):
         for name, arguments in sizes.items():

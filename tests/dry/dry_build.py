@@ -1,65 +1,42 @@
-"""Cases of `test_dry_build.py`, for the process behind the fixture `dry`."""
+"""Cases of `test_dry_build.py`: models as built for a GPU, and what a token of a rollout costs."""
 
 import dataclasses
 import gc
 import os
 
+import pytest
 import torch
-from dry_roles import architecture_of, facts
+from dry_roles import ROWS, architecture_of, build, facts, rollout, share_of_batch
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from aligner.config import LayerOptions, LengthParams, OptimConfig
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+import aligner.models.gpt.decode.model as incremental
+from aligner.config import LayerOptions, LengthParams
 from aligner.device import accelerator
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, DryDeviceError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
+from aligner.logprobs import top_k_top_p as kept_set
+from aligner.logprobs.output_layer import VocabShard
 from aligner.losses.policy import PPOPolicyLoss
-from aligner.models.gpt import MegatronGPTActorModel
+from aligner.models.gpt.layers.dot_product import attend_rows
 from aligner.models.gpt.layers.layer_spec import GroupedExperts
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
-from aligner.models.gpt.role.offload import SwappedWeights
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import ModelOffload, SwappedWeights
 from aligner.parallel.groups import initialize_parallel
 from aligner_plan.dry.device import DryDevice
 from benchmarks.shapes import SHAPES
 
-ROWS, LENGTH = 8, 48
 BIASED = dataclasses.replace(TINY_ARCHITECTURE, bias_linear=True)
 EXPERTS = dataclasses.replace(
     TINY_ARCHITECTURE, num_moe_experts=32, moe_ffn_hidden_size=64, family="mixtral"
 )
 
 
-def batch():
-    """Rows of one length, on the device."""
-    floats = ("advantages", "prev_logprobs", "generation_logprobs")
-    columns = {
-        "input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64),
-        "input_lengths": torch.full((ROWS,), LENGTH),
-        "token_mask": torch.ones(ROWS, LENGTH),
-        "sample_mask": torch.ones(ROWS),
-        **{name: torch.zeros(ROWS, LENGTH) for name in floats},
-    }
-    return {name: column.to("cuda") for name, column in columns.items()}
-
-
 def updated(architecture, **settings):
     """An actor in bfloat16 after its first update, and the batch of it."""
-    role = MegatronGPTActorModel(
-        {"vocab_size": architecture.vocab_size},
-        settings=RoleSettings(
-            precision="bf16",
-            optim=OptimConfig(lr=1e-5),
-            micro_batch_size=ROWS,
-            global_batch_size=ROWS,
-            **settings,
-        ),
-        architecture=architecture,
-        tokenizer=byte_level_tokenizer(),
-        initialize=False,
-    )
-    data = batch()
+    case = {"role": "actor", "precision": "bf16"}
+    role, (data, _) = build(case, architecture, **settings), share_of_batch(case, 0, 1)
     role.loss_fn = PPOPolicyLoss()
     role.prepare_for_training()
     role.training_update(data)
@@ -67,7 +44,6 @@ def updated(architecture, **settings):
 
 
 def actor(biased, fusions):
-    """Launches of an update and of scoring, and bytes at the update's peak."""
     architecture = BIASED if biased else TINY_ARCHITECTURE
     with DryDevice() as device:
         role, data = updated(architecture, layers=LayerOptions(fusions=fusions))
@@ -80,7 +56,6 @@ def actor(biased, fusions):
 
 
 def family(name):
-    """Facts of an update of a model that computes as a family does."""
     with DryDevice() as device:
         role, data = updated(architecture_of({"family": name}))
         with device.record() as update:
@@ -89,7 +64,6 @@ def family(name):
 
 
 def locked_bytes():
-    """Host memory that moments of 7B parameters take, and what is left of it once their role is."""
     with DryDevice() as device:
         role, _ = updated(SHAPES["qwen2.5-7b"], offload_adam_states=True)
         count = sum(each.numel() for each in role.gpt.parameters())
@@ -104,7 +78,6 @@ def locked_bytes():
 
 
 def exchange():
-    """Waits of the host while weights are exchanged with those that it keeps, and launches."""
     with DryDevice() as device:
         parameters = {str(n): torch.empty(64, 64, device="cuda") for n in range(20)}
         swapped = SwappedWeights(parameters)
@@ -116,9 +89,7 @@ def exchange():
 def placement(offload):
     """Bytes that training keeps, those while others work, and those after it goes on."""
     with DryDevice() as device:
-        role, data = updated(
-            TINY_ARCHITECTURE, offload_gradients=offload, length_params=LengthParams(max_length=4)
-        )
+        role, data = updated(TINY_ARCHITECTURE, offload_gradients=offload)
         role.finish_training()
         found = {
             "parameters": sum(each.numel() for each in role.gpt.parameters()),
@@ -126,12 +97,7 @@ def placement(offload):
         }
         role.prepare_for_inference()
         found["rollout"] = device.memory.alive_bytes
-        role.generator.sample(
-            data["input_ids"][:, :8].contiguous(),
-            torch.full((ROWS,), 8).to("cuda"),
-            torch.arange(ROWS).to("cuda"),
-            seed=1,
-        )
+        rollout(role, data)
         role.get_logprobs(data)
         role.prepare_for_training()
         found["back"] = device.memory.alive_bytes
@@ -140,7 +106,6 @@ def placement(offload):
 
 
 def experts():
-    """A layer's experts on given rows, forward and backward, by the class that the spec takes."""
     found = {}
     with DryDevice() as device:
         initialize_parallel(RoleSettings().parallel, seed=1)
@@ -173,7 +138,6 @@ def refusal():
 
 
 def gradient_sums():
-    """Whether gradients are summed by the products, without and with Apex's extension."""
     found = []
     with DryDevice():
         for there in (False, True):
@@ -184,7 +148,6 @@ def gradient_sums():
 
 
 def determinism():
-    """What is chosen on a GPU without and with ``trainer.deterministic``."""
     found = []
     for asked in (False, True):
         with DryDevice():
@@ -201,3 +164,130 @@ def determinism():
                 ]
             )
     return found
+
+
+FEW, MANY = 6, 14
+
+
+def per_token(graphs=True, **case):
+    """Launches, host reads and products of one decoding step; dtype of the logits drawn from.
+
+    And of whole rollouts: bytes on the device more than before.
+    """
+    case = {"role": "actor", "trained": False, "precision": "bf16", **case}
+    dtypes, records = set(), []
+    plain = incremental.IncrementalModel.logits
+
+    def logits(model, hidden):
+        found = plain(model, hidden)
+        dtypes.add(str(found.dtype))
+        return found
+
+    incremental.IncrementalModel.logits = logits
+    with DryDevice(case.get("world", 1)) as device:
+        role = build(case, cuda_graphs=graphs)
+        batch, _ = share_of_batch(case, role.parallel.dp_rank, role.parallel.dp_size)
+        before = device.memory.alive_bytes
+        for length in (FEW, MANY):
+            sampling = role.settings.sampling_params
+            role.configure_generation(LengthParams(max_length=length), sampling, ROWS)
+            with device.record() as record:
+                rollout(role, batch)
+            records.append(record)
+        role.release_generator()
+        gc.collect()
+        left = device.memory.alive_bytes - before
+    few, many = records
+
+    def step(count):
+        return (count(many) - count(few)) / (MANY - FEW)
+
+    flops = {str(d): step(lambda record, d=d: record.flops[d]) for d in many.flops}
+    return {
+        "launches": step(lambda record: record.launches),
+        "kernels": step(lambda record: sum(record.kernels.values())),
+        "host_reads": step(lambda record: record.host_reads),
+        "flops": {name: n for name, n in flops.items() if n},
+        "logits": sorted(dtypes),
+        "left_bytes": left,
+    }
+
+
+def rollouts(streamed=False, moved=False, **case):
+    """Captures so far, and launches and waits, after each of four rollouts; the last of few rows.
+
+    Between the second and the third is an update. ``moved``: weights were away meanwhile.
+    """
+    case = {"role": "actor", "precision": "bf16", **case}
+    found, heard = [], []
+    listener = (lambda *token: heard.append(token)) if streamed else None
+    with DryDevice() as device:
+        role = build(case, length_params=LengthParams(max_length=MANY))
+        batch, passes = share_of_batch(case, 0, 1)
+        role.setup_training()
+        role.loss_fn = PPOPolicyLoss()
+        for number, rows in enumerate((ROWS, ROWS, ROWS, ROWS - 2)):
+            if number == 2:
+                if moved:
+                    offload = ModelOffload(role.model)
+                    offload.to_host(params=True, grads=False)
+                    offload.to_device()
+                role.prepare_for_training()
+                role.training_update(batch, mbs=passes)
+                role.finish_training()
+            role.prepare_for_inference()
+            with device.record() as record:
+                rollout(role, {"input_ids": batch["input_ids"][:rows]}, listener)
+            found.append([device.captures, record.launches, record.host_reads])
+    return {"rollouts": found, "heard": len(heard)}
+
+
+def captured_against_the_rules():
+    with DryDevice() as device:
+        counter = torch.zeros((), dtype=torch.int64, device="cuda")
+
+        def good():
+            counter.add_(1)
+            counter.mul_(2)
+
+        for bad in (
+            lambda: counter.item(),
+            lambda: counter.add_(torch.ones(3).to("cuda").sum()),
+            lambda: counter[counter > 0],
+        ):
+            with pytest.raises(DryDeviceError, match="inside a CUDA graph"):
+                accelerator.capture(bad, None)
+        replay = accelerator.capture(good, None)
+        assert counter.item() == 0  # captured, not run
+        with device.record() as record:
+            replay()
+            replay()
+        return {"launches": record.launches, "value": counter.item()}
+
+
+def windowed_attention(precision):
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with DryDevice() as device:
+        shapes = (1, 8, 4096, 64), (1, 2, 4096, 64), (1, 2, 4096, 64)
+        inputs = [
+            torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True) for shape in shapes
+        ]
+        with device.record() as record:
+            attend_rows(*inputs, 512, scale=0.125).sum().backward()
+        return {"peak_bytes": record.peak_bytes}
+
+
+def sorted_rows():
+    rows = []
+
+    def threshold(logits, top_k, top_p):
+        rows.append(logits.shape[0])
+        return logits.amax(dim=1)
+
+    kept_set.threshold = threshold
+    with DryDevice():
+        weight = torch.empty(151_936, 16, dtype=torch.bfloat16, device="cuda")
+        hidden = torch.empty(1000, 16, dtype=torch.bfloat16, device="cuda")
+        shard = VocabShard.of(weight, 151_936, None)
+        kept_set.keep_thresholds(hidden, weight, shard, 0, 0.9)
+    return rows

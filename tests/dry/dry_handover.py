@@ -30,8 +30,6 @@ NAMES, SIZE = ["a", "b", "c"], 1024
 
 
 class Weights(RefitWorker):
-    """A worker with three weights, which are made whole for whoever asks."""
-
     def hf_weight_names(self):
         return NAMES
 
@@ -40,34 +38,32 @@ class Weights(RefitWorker):
 
 
 class Engine:
-    """In vLLM's place."""
+    """In vLLM's place. Its methods run in the process and on the stream of an engine."""
 
     def __init__(self, device, process, loads):
         self._device, self._process, self._loads = device, process, loads
         self._kept, self._stream = {}, None
 
-    @contextlib.contextmanager
-    def _at_work(self):
-        with self._device.entered(self._process):
-            self._stream = self._stream or torch.cuda.Stream()
-            with torch.cuda.stream(self._stream):
-                yield
+    def __getattr__(self, name):
+        def call(weights=()):
+            with self._device.entered(self._process):
+                self._stream = self._stream or torch.cuda.Stream()
+                with torch.cuda.stream(self._stream):
+                    getattr(self, f"_{name}")(weights)
 
-    def begin_refit(self):
-        with self._at_work():
-            for name in NAMES:
-                self._kept[name] = torch.zeros(SIZE, device="cuda")
+        return call
 
-    def load_weights(self, weights):
-        with self._at_work():
-            for name, tensor in weights:
-                self._kept[name].copy_(tensor)
-                self._loads.append(name)
+    def _begin_refit(self, _):
+        self._kept.update((name, torch.zeros(SIZE, device="cuda")) for name in NAMES)
 
-    def finish_refit(self):
-        with self._at_work():
-            for name in NAMES:
-                self._kept[name].mul_(2)
+    def _load_weights(self, weights):
+        for name, tensor in weights:
+            self._kept[name].copy_(tensor)
+            self._loads.append(name)
+
+    def _finish_refit(self, _):
+        for name in NAMES:
+            self._kept[name].mul_(2)
 
 
 class Called:
@@ -77,18 +73,14 @@ class Called:
         self._order, self._process, self._there = device.order, process, there
 
     def __getattr__(self, name):
-        method = getattr(self._there, name)
-
         def call(*arguments, **options):
             with self._order.in_process(self._process):
-                return method(*arguments, **options)
+                return getattr(self._there, name)(*arguments, **options)
 
         return call
 
 
 class Source:
-    """The controller's view of a policy's only worker."""
-
     def __init__(self, worker):
         self._worker = worker
 
@@ -101,8 +93,6 @@ class Source:
 
 
 class Target:
-    """A group of an only engine."""
-
     def __init__(self, worker):
         self._worker = worker
 
@@ -114,7 +104,6 @@ class Target:
 
 
 def engine_worker(device, process, loads):
-    """The real worker around an `Engine`."""
     with (
         mock.patch.object(vllm_worker, "VllmEngine", return_value=Engine(device, process, loads)),
         device.order.in_process(process),
@@ -134,25 +123,19 @@ def engine_worker(device, process, loads):
 
 
 def exports(readers):
-    """What a policy worker offers to ``readers``, and the bytes that it holds for them."""
+    """What a policy worker offers to ``readers``, and the bytes that it holds for them.
+
+    And those that stay when the offer is withdrawn, which nobody has opened.
+    """
     with DryDevice() as device:
         policy = Weights()
         policy.prepare_refit_info()
         before = device.memory.alive_bytes
-        handles = policy.get_weights_ipc_handles(["a", "b"], readers)
-        return [list(handles), device.memory.alive_bytes - before]
-
-
-def unopened():
-    """Bytes that stay when an offer is withdrawn that nobody has opened."""
-    with DryDevice() as device:
-        policy = Weights()
-        policy.prepare_refit_info()
-        before = device.memory.alive_bytes
-        policy.get_weights_ipc_handles(["a"])
+        handles = list(policy.get_weights_ipc_handles(["a", "b"], readers))
+        held = device.memory.alive_bytes - before
         policy.offload_after_refit()
         gc.collect()
-        return device.memory.alive_bytes - before
+        return [handles, held, device.memory.alive_bytes - before]
 
 
 def refit(without=None):
@@ -187,14 +170,11 @@ def refit(without=None):
 
 
 class Broadcast:
-    """Receives on the stream of whoever asks."""
-
     def send(self, tensor):
         tensor.fill_(1.0)
 
 
 def received(without=None):
-    """What the dry device says of a group of weights that come by broadcast."""
     with DryDevice() as device:
         engine = Process("the engine")
         worker = engine_worker(device, engine, [])

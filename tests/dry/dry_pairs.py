@@ -70,7 +70,6 @@ def layout_works(backend, dp, tp, pp, cp, ep, lora):
 
 
 def works(case):
-    """Whether a combination can be configured."""
     role, trained = case["role"], case["trained"]
     return (
         layout_works(*(case[name] for name in ("backend", "dp", "tp", "pp", "cp", "ep", "lora")))
@@ -97,7 +96,6 @@ def _numbers():
 
 
 def named(row):
-    """A combination by names."""
     return {name: FACTORS[name][number] for name, number in zip(NAMES, row, strict=True)}
 
 
@@ -116,12 +114,10 @@ def table():
 
 
 def pairs_of(case):
-    """The pairs of values of a combination."""
     return {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
 
 
 def possible_pairs():
-    """The pairs of all combinations that work."""
     values, pairs, _ = _numbers()
     _, rows = np.unique(pairs, return_index=True)
     wanted = [named(values[row // pairs.shape[1]].tolist()) for row in rows]
@@ -129,7 +125,6 @@ def possible_pairs():
 
 
 def all_pairs():
-    """Every pair of values of two factors."""
     return {
         frozenset([(left, one), (right, other)])
         for left, right in itertools.combinations(NAMES, 2)
@@ -150,7 +145,6 @@ def arguments(case):
 
 
 def name_of(case):
-    """Of a test."""
     said = [case["role"]]
     plain = {name: values[0] for name, values in FACTORS.items()}
     for name, value in case.items():

@@ -47,6 +47,10 @@ LLAMA_70B = replace(
 SMALL = replace(DEVICES["h100-80g"], memory_bytes=24 << 20)
 
 
+SAMPLING = {"num_rollout_samples": 32, "rollout_micro_batch_size": 16}
+SAMPLING |= {"length_params": {"max_length": 32}}
+
+
 def configuration(script, **changes):
     """A run of ``script``; ``changes`` by dotted keys, dots written as two underscores."""
     values = {
@@ -55,19 +59,16 @@ def configuration(script, **changes):
         "data": {"train": {"source": "t.jsonl"}},
     }
     if script in ("train_gpt_ppo", "train_gpt_reinforce", "train_gpt_rs"):
-        section = "rs" if script == "train_gpt_rs" else "ppo"
         values["reward"] = {"function": "a.b:reward"}
         values["data"]["max_prompt_length"] = 32
-        sampling = {"num_rollout_samples": 32, "rollout_micro_batch_size": 16}
-        values["model"][section] = {**sampling, "length_params": {"max_length": 32}}
+        values["model"]["rs" if script == "train_gpt_rs" else "ppo"] = {**SAMPLING}
+    if script == "train_gpt_ppo":
         values["critic"] = {"micro_batch_size": 2, "global_batch_size": 8}
     if script == "train_gpt_reinforce":
         values["critic"] = None
         values["model"]["ppo"]["num_rollouts_per_prompt"] = 4
         advantage = {"advantage": {"estimator": "grpo"}, "normalize_advantages": False}
         values["trainer"]["ppo"] = advantage
-    if script == "train_gpt_rs":
-        values.pop("critic")
     if script == "train_gpt_distill":
         values["teacher"] = {"restore_from_path": "t.nemo"}
     for key, value in changes.items():
@@ -118,7 +119,6 @@ def estimated(script, length=64, settings=None, **changes):
 
 
 def depths(script="train_gpt_ppo", **changes):
-    """A role of six layers: as it was run, and as it follows from fewer."""
     run = planned_run(configuration(script, **changes), PlanConfig(), {"m.nemo": SIX})
     found = {}
     for name, role in run.roles.items():
@@ -179,7 +179,6 @@ def actor(recompute, first):
 
 
 def adam_step():
-    """One step of the optimizer, once the moments are there: its kernels and their memory."""
     role = planned_run(configuration("train_gpt_sft"), PlanConfig(length=64), {"m.nemo": SIX})
     (policy,) = role.roles.values()
     found = {}
@@ -200,7 +199,6 @@ def adam_step():
 
 
 def shared(names):
-    """Variants of one run by one measurer, and how many parts were new; the last one alone, too."""
     plain = {"trainer__devices": 2, "model__tensor_model_parallel_size": 2}
     plain |= {"model__sequence_parallel": True, "trainer__ppo__initial_policy_kl_penalty": 0.0}
     packing = {"enabled": True, "train_mb_tokens": 128, "logprob_mb_tokens": 512}
@@ -235,7 +233,6 @@ def whole(config, plan, device, shapes):
 
 
 def in_processes():
-    """An estimate by this process, and by two others."""
     plan, shapes = PlanConfig(length=32), {"m.nemo": SIX}
     config = configuration("train_gpt_sft")
     found = []
@@ -247,7 +244,6 @@ def in_processes():
 
 
 def bounded(script, **changes):
-    """What an estimate comes to, and its bounds by arithmetic."""
     plan, shapes = PlanConfig(length=64), {"m.nemo": MANY, "t.nemo": MANY}
     if changes.get("model__expert_model_parallel_size"):
         shapes = {"m.nemo": EXPERTS}
@@ -261,7 +257,6 @@ def bounded(script, **changes):
 
 
 def seventy():
-    """A policy and a critic of Llama-70B's shape on 64 cards, one layout."""
     changes = {
         "trainer__devices": 8,
         "trainer__num_nodes": 8,
@@ -283,7 +278,6 @@ def seventy():
 
 
 def searched():
-    """Cards on which a batch does not fit without help."""
     estimator = Estimator(PlanConfig(margin=0.0, length=256), SMALL, {"m.nemo": SIX})
     config = configuration("train_gpt_sft", trainer__devices=2)
     found = fastest(estimator, config)

@@ -118,13 +118,11 @@ def source(architecture, *, head=False):
 
 
 def adapters_of(case):
-    """Adapters, which experts do not have."""
     has_experts = architecture_of(case).num_moe_experts is not None
     return LoraConfig(target_modules=("attention" if has_experts else "all",), adapter_dim=4)
 
 
 def settings_of(case):
-    """The role's settings."""
     tp = case.get("tp", 1)
     parallel = ParallelConfig(
         tensor=tp,
@@ -209,9 +207,10 @@ def share_of_batch(case, data_rank, data_size):
     return passes_over(share, None)
 
 
-def build(case):
+def build(case, architecture=None, **settings):
     """The role a case asks for; a shared reward's is the critic that lends its body."""
-    settings, architecture = settings_of(case), architecture_of(case)
+    settings = dataclasses.replace(settings_of(case), **settings)
+    architecture = architecture or architecture_of(case)
     cls, _ = ROLES[case["role"]]
     if case.get("backend") == "dtensor":
         parallel = initialize_parallel(settings.parallel)
@@ -232,7 +231,6 @@ def build(case):
 
 
 def score(role, case, batch, passes):
-    """What the role is asked of a batch."""
     if case["role"] == "shared reward":
         return role.infer_rm_critic(batch)
     if case["role"] in VALUED:
@@ -246,7 +244,6 @@ def score(role, case, batch, passes):
 
 
 def rollout(role, batch, listener=None):
-    """A few tokens after each prompt."""
     if isinstance(role, DTensorActorModel):
         role.prepare_for_generation()
     prompts = batch["input_ids"][:, :PROMPT].contiguous()
@@ -311,7 +308,6 @@ def phases(**case):
 
 
 def facts(record):
-    """A record as JSON has it."""
     return {
         "launches": record.launches,
         "host_reads": record.host_reads,

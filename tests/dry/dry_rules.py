@@ -7,6 +7,7 @@ import sys
 import dry_roles
 import torch
 
+from aligner.checkpoint.background import CopyMemory
 from aligner.config import LayerOptions
 from aligner.device import accelerator
 from aligner.errors import DryDeviceError
@@ -28,7 +29,6 @@ def said(name, deterministic=False):
 
 
 def locked_memory(refuses):
-    """Bytes that are locked while memory for copies is there, and afterwards."""
     with DryDevice() as device:
         device.refuses_locks = refuses
         memory = accelerator.copy_memory(4096)
@@ -94,7 +94,6 @@ def collectives(**case):
 
 
 def te_spec():
-    """Whether megatron-core's Transformer Engine spec takes what we give it."""
     plain, calls = layer_spec.get_gpt_layer_with_transformer_engine_spec, []
 
     def spec(*args, **kwargs):
@@ -123,13 +122,70 @@ def matrix(dtype=torch.bfloat16):
 
 
 def captured(function):
-    """A graph of a call, which is run once."""
     accelerator.capture(function, accelerator.graph_memory())()
 
 
 def attention(dropout):
     rows = matrix().expand(1, 1, 8, 8)
     torch.nn.functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=dropout)
+
+
+def on_the_device():
+    return torch.ones(8, device="cuda")
+
+
+def read_on_side(before=None, after=None):
+    side, held = torch.cuda.Stream(), [on_the_device()]
+    if before:
+        before(side, held)
+    with torch.cuda.stream(side):
+        held[0].add(1)
+    if after:
+        after(side, held)
+
+
+def wait_for_main(side, held):
+    side.wait_stream(torch.cuda.current_stream())
+
+
+def wait_for_event(side, held):
+    side.wait_event(torch.cuda.current_stream().record_event())
+
+
+def wait_for_an_earlier_event(side, held):
+    done = torch.cuda.current_stream().record_event()
+    held[0].mul_(2)
+    side.wait_event(done)
+
+
+def wait_on_the_host(side, held):
+    torch.cuda.synchronize()
+
+
+def overwrite(side, held):
+    held[0].zero_()
+
+
+def free(side, held):
+    held.clear()
+    on_the_device()
+
+
+def record_and_free(side, held):
+    held[0].record_stream(side)
+    free(side, held)
+
+
+def free_and_wait(side, held):
+    held.clear()
+    torch.cuda.current_stream().wait_stream(side)
+    on_the_device()
+
+
+def overwrite_source(pinned):
+    source = torch.ones(8, pin_memory=pinned)
+    accelerator.to_device(source)
+    source.zero_()
 
 
 CASES = {
@@ -154,4 +210,18 @@ CASES = {
     "captured attention": lambda: captured(lambda: attention(0.0)),
     "captured attention that drops": lambda: captured(lambda: attention(0.5)),
     "put": lambda: matrix().put_(matrix()[0].long(), matrix()[0]),
+    # Streams, and copies that run beside the host.
+    "read beside": read_on_side,
+    "read after the stream": lambda: read_on_side(wait_for_main),
+    "read after an event": lambda: read_on_side(wait_for_event),
+    "read after an earlier event": lambda: read_on_side(wait_for_an_earlier_event),
+    "read after the host waited": lambda: read_on_side(wait_on_the_host),
+    "overwritten beside a read": lambda: read_on_side(wait_for_main, overwrite),
+    "freed beside a read": lambda: read_on_side(wait_for_main, free),
+    "freed and recorded": lambda: read_on_side(wait_for_main, record_and_free),
+    "freed and waited for": lambda: read_on_side(wait_for_main, free_and_wait),
+    "copy read too early": lambda: CopyMemory().copies([on_the_device()])[0].sum(),
+    "copy read in time": lambda: accelerator.HostCopy(on_the_device()).wait()[0].tolist(),
+    "source overwritten beside a copy": lambda: overwrite_source(True),
+    "source that is not pinned": lambda: overwrite_source(False),
 }

@@ -13,17 +13,17 @@ from aligner.models.worker import RoleWorker
 from aligner_plan.dry.device import DryDevice
 
 
-def round_trip(folder, in_background=True, **case):
+def round_trip(folder, **case):
     """What every process does when it saves, and when another one in its place loads that."""
     folder, ranks = Path(folder), range(case.get("world", 1))
-    found = [_save(folder, rank, in_background, case) for rank in ranks]
+    found = [_save(folder, rank, case) for rank in ranks]
     seal(folder, len(ranks))
     return [
         {**saved, **_load(folder, rank, case)} for rank, saved in zip(ranks, found, strict=True)
     ]
 
 
-def _save(folder, rank, in_background, case):
+def _save(folder, rank, case):
     with DryDevice(case.get("world", 1), rank) as device:
         worker, update = _trained(case)
         update()
@@ -32,20 +32,17 @@ def _save(folder, rank, in_background, case):
         gc.collect()
         before = device.memory.alive_bytes
         with device.record() as record:
-            worker.begin_saving(str(folder), in_background)
+            worker.begin_saving(str(folder), True)
         at_work = device.memory.alive_bytes - before
-        if in_background:
-            worker.prepare_for_training()
-            update()  # while the share is written
+        worker.prepare_for_training()
+        update()  # while the share is written
         failure = worker.saving_failure(wait=True)
-        gc.collect()
         return {
             "failure": failure,
             "parameters": sum(_local(each).numel() for each in worker.model.model.parameters()),
             "owned": sum(each.main.numel() for each in _slices(worker.model)),
             "saved_bytes": record.copied_bytes,
             "saving_waits": dict(record.host_waits),
-            "saving_peak_bytes": record.peak_bytes - before,
             "left_bytes": at_work,
         }
 
@@ -81,7 +78,6 @@ def _load(folder, rank, case):
 
 
 def _trained(case):
-    """A worker whose role learns, and what makes it learn."""
     role = build(case)
     worker = RoleWorker(role, role.parallel)
     batch, passes = share_of_batch(case, role.parallel.dp_rank, role.parallel.dp_size)
@@ -106,8 +102,6 @@ def _slices(role):
 
 
 class _Workers:
-    """One worker, as a store asks for a role's."""
-
     num_shares = 1
 
     def __init__(self, worker):
@@ -122,7 +116,6 @@ class _Workers:
 
 
 def stored(folder):
-    """A whole run state, written beside an update, and what a new process finds in it."""
     case = {"role": "actor", "precision": "bf16"}
     with DryDevice() as device:
         worker, update = _trained(case)

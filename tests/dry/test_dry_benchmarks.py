@@ -38,7 +38,6 @@ PLANNED = {
 
 
 def seconds_in(tree):
-    """Every number that says how long something took."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from seconds_in(value)
@@ -49,7 +48,6 @@ def seconds_in(tree):
 @pytest.mark.skipif(accelerator.has_gpu(), reason="this process computes on the GPU")
 @pytest.mark.parametrize("name", SIZES)
 def test_a_benchmark_runs_on_the_cpu(name, capsys, lines, tmp_path, monkeypatch):
-    """And puts beside what it finds what `plan` says of the same command."""
     beforehand = tmp_path / "results.jsonl"
     beforehand.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     monkeypatch.setattr(machine, "PREDICTED", beforehand)
@@ -89,7 +87,6 @@ def test_every_command_is_one_that_can_be_run():
 
 @pytest.fixture(scope="module")
 def lines(dry):
-    """What every benchmark says of the tiny shape on the dry device."""
     return dry("dry_benchmarks:measured", sizes=SIZES)
 
 

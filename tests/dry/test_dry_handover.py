@@ -12,14 +12,10 @@ import pytest
 
 
 def test_weights_are_exported_where_they_are_opened_alone(dry):
-    assert dry("dry_handover:exports", readers=[]) == [[], 0]
-    assert dry("dry_handover:exports", readers=["GPU elsewhere"]) == [[], 0]
-    assert dry("dry_handover:exports", readers=["GPU dry"]) == [["GPU dry"], 2 * 4096]
-
-
-def test_what_nobody_opens_is_never_freed(dry):
-    """Why a worker is told who will open: this is CUDA's own rule."""
-    assert dry("dry_handover:unopened") == 4096
+    """What nobody opens is never freed: this is CUDA's own rule."""
+    assert dry("dry_handover:exports", readers=[]) == [[], 0, 0]
+    assert dry("dry_handover:exports", readers=["GPU elsewhere"]) == [[], 0, 0]
+    assert dry("dry_handover:exports", readers=["GPU dry"]) == [["GPU dry"], 2 * 4096, 2 * 4096]
 
 
 def test_a_refit_waits_where_it_must_and_leaves_nothing(dry):

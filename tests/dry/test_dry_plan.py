@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hf_models import CASES, random_model
+from variants import extended_except
 
 GIB = 1 << 30
 PHASE = {
@@ -81,34 +82,26 @@ def test_steps_of_adam_take_no_memory(dry):
     assert found["kernels"] == 2 * found["groups"]  # and one that counts steps
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"script": "train_gpt_sft"},
-        pytest.param({"script": "train_gpt_ppo"}, marks=pytest.mark.extended),
-        pytest.param(
-            {"trainer__devices": 2, "model__pipeline_model_parallel_size": 2},
-            marks=pytest.mark.extended,
-        ),
-        pytest.param(
-            {
-                "trainer__devices": 4,
-                "model__tensor_model_parallel_size": 2,
-                "model__sequence_parallel": True,
-                "model__activations_checkpoint_granularity": "full",
-                "model__sequence_packing": {"enabled": True, "train_mb_tokens": 256},
-                "critic__offload_weights": True,
-            },
-            marks=pytest.mark.extended,
-        ),
-        pytest.param(
-            {"trainer__devices": 2, "policy__backend": "dtensor"}, marks=pytest.mark.extended
-        ),
-    ],
-    ids=["one role", "PPO", "PP", "TP, DP, packed, recompute, offload", "DTensor"],
-)
-def test_few_layers_give_many(dry, changes):
-    found = dry("dry_plan:depths", **changes)
+PACKED = {"enabled": True, "train_mb_tokens": 256}
+DEPTHS = {
+    "one role": {"script": "train_gpt_sft"},
+    "PPO": {},
+    "PP": {"trainer__devices": 2, "model__pipeline_model_parallel_size": 2},
+    "TP, DP, packed, recompute, offload": {
+        "trainer__devices": 4,
+        "model__tensor_model_parallel_size": 2,
+        "model__sequence_parallel": True,
+        "model__activations_checkpoint_granularity": "full",
+        "model__sequence_packing": PACKED,
+        "critic__offload_weights": True,
+    },
+    "DTensor": {"trainer__devices": 2, "policy__backend": "dtensor"},
+}
+
+
+@pytest.mark.parametrize("case", extended_except(["one role"], DEPTHS))
+def test_few_layers_give_many(dry, case):
+    found = dry("dry_plan:depths", **DEPTHS[case])
     for role, (whole, few) in found.items():
         assert whole.keys() == few.keys()
         for name, value in whole.items():
@@ -128,18 +121,13 @@ def test_a_model_that_only_transformers_builds_is_planned(dry, script):
 
 # A case of each family that has a table of tensors, and is not one of the first seven.
 FAMILIES = """
-    nemotron starcoder2 phi3 phi4_mini stablelm seed_oss arcee glm ernie4_5 helium glm4
+    smollm3 nemotron starcoder2 phi3 phi4_mini stablelm seed_oss arcee glm ernie4_5 helium glm4
     olmo2 granite gemma olmo3 gemma3 qwen2_moe
 """
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("dtensor", marks=pytest.mark.extended), "megatron"]
-)
-@pytest.mark.parametrize(
-    "case",
-    ["smollm3", *(pytest.param(case, marks=pytest.mark.extended) for case in FAMILIES.split())],
-)
+@pytest.mark.parametrize("backend", extended_except(["megatron"], ["megatron", "dtensor"]))
+@pytest.mark.parametrize("case", extended_except(["smollm3"], FAMILIES.split()))
 def test_a_directory_of_a_family_is_planned(dry, case, backend):
     """With more layers than are measured of equal layers."""
     model_type, changes = CASES[case]
@@ -179,13 +167,7 @@ def test_float32_experts_with_a_buffer_are_planned(dry):
 EVERY_TIME = ("train_gpt_ppo", "train_gpt_sft", "train_gpt_distill")
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(each, marks=[] if each in EVERY_TIME else [pytest.mark.extended])
-        for each in RUNS
-    ],
-)
+@pytest.mark.parametrize("script", extended_except(EVERY_TIME, RUNS))
 def test_every_run_has_its_phases(dry, script):
     found = dry("dry_plan:estimated", script=script)
     assert set(found) == PLAN
@@ -233,13 +215,6 @@ def test_a_policy_that_waits_in_host_memory_leaves_the_card_to_the_critic(dry):
 
 
 @pytest.mark.extended
-def test_what_waits_in_host_memory_stands_beside_nobody(dry):
-    critic = dry("dry_plan:estimated", script="train_gpt_ppo")["roles"]["critic"]
-    away = dry("dry_plan:estimated", script="train_gpt_ppo", critic__offload_weights=True)["roles"]
-    assert away["policy"]["phases"]["train"]["beside_bytes"] < 0.5 * critic["static_bytes"]
-
-
-@pytest.mark.extended
 def test_variants_share_what_does_not_change(dry):
     """Shared or not, in parts or in one piece: the numbers are the same."""
     found = dry("dry_plan:shared", names=["plain", "recompute"])
@@ -281,41 +256,30 @@ def test_roles_of_fsdp_gather_and_reduce(dry):
     assert train["peak"]["gradients"] >= 4 * parameters / 2
 
 
-@pytest.mark.parametrize(
-    ("script", "changes"),
-    [
-        ("train_gpt_ppo", {}),
-        pytest.param("train_gpt_distill", {}, marks=pytest.mark.extended),
-        pytest.param(
-            "train_gpt_ppo",
-            {"policy__backend": "dtensor", "trainer__devices": 2},
-            marks=pytest.mark.extended,
-        ),
-        pytest.param(
-            "train_gpt_sft",
-            {
-                "trainer__devices": 2,
-                "model__context_parallel_size": 2,
-                "model__sequence_packing": {"enabled": True, "train_mb_tokens": 256},
-            },
-            marks=pytest.mark.extended,
-        ),
-        ("train_gpt_ppo", {"trainer__devices": 2, "model__expert_model_parallel_size": 2}),
-        pytest.param(
-            "train_gpt_ppo",
-            {
-                "trainer__devices": 2,
-                "model__pipeline_model_parallel_size": 2,
-                "critic__offload_weights": True,
-                "model__ppo__offload_gradients": True,
-            },
-            marks=pytest.mark.extended,
-        ),
-    ],
-    ids=["one card", "two models", "DTensor", "CP", "EP", "PP, offload"],
-)
-def test_bounds_are_bounds(dry, script, changes):
-    for least, found in dry("dry_plan:bounded", script=script, **changes).values():
+BOUNDS = {
+    "one card": {},
+    "two models": {"script": "train_gpt_distill"},
+    "DTensor": {"policy__backend": "dtensor", "trainer__devices": 2},
+    "CP": {
+        "script": "train_gpt_sft",
+        "trainer__devices": 2,
+        "model__context_parallel_size": 2,
+        "model__sequence_packing": PACKED,
+    },
+    "EP": {"trainer__devices": 2, "model__expert_model_parallel_size": 2},
+    "PP, offload": {
+        "trainer__devices": 2,
+        "model__pipeline_model_parallel_size": 2,
+        "critic__offload_weights": True,
+        "model__ppo__offload_gradients": True,
+    },
+}
+
+
+@pytest.mark.parametrize("case", extended_except(["one card"], BOUNDS))
+def test_bounds_are_bounds(dry, case):
+    arguments = {"script": "train_gpt_ppo", **BOUNDS[case]}
+    for least, found in dry("dry_plan:bounded", **arguments).values():
         assert 0 < least <= found
 
 

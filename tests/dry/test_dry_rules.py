@@ -1,7 +1,18 @@
 """The dry device refuses what a GPU's kernels refuse, though fake tensors would take it."""
 
+import re
+
 import pytest
 
+SIDE, MAIN, HOST = "stream 1", "the default stream", "the host"
+UNORDERED = {
+    "read beside": f"on {SIDE} reads a .* tensor that .* on {MAIN} writes",
+    "read after an earlier event": f"on {SIDE} reads .* mul_ on {MAIN} writes",
+    "overwritten beside a read": f"zero_ on {MAIN} writes .* add on {SIDE} reads",
+    "freed beside a read": f"memory of {MAIN} was freed .* while add on {SIDE} may still",
+    "copy read too early": f"sum on {HOST} reads .* copy_ on {MAIN} writes",
+    "source overwritten beside a copy": f"zero_ on {HOST} writes .* _to_copy on {MAIN} reads",
+}
 MIXED = {"product": "mm", "norm": "native_layer_norm"}
 UNREPEATABLE = {
     "sum of floats": "cumsum",
@@ -18,7 +29,15 @@ DRAWN = {
 ALLOWED = (
     *("product with wide sums", "wide vector", "sum of numbers", "sum on the host"),
     *("draw", "captured attention"),
+    *("read after the stream", "read after an event", "read after the host waited"),
+    *("freed and recorded", "freed and waited for"),
+    *("copy read in time", "source that is not pinned"),
 )
+
+
+@pytest.mark.parametrize("case", UNORDERED)
+def test_what_does_not_wait_is_refused(dry, case):
+    assert re.search(UNORDERED[case], dry("dry_rules:said", name=case))
 
 
 @pytest.mark.parametrize("case", MIXED)

@@ -7,6 +7,8 @@
 4. The host waits for the device as often as is recorded here.
 """
 
+from functools import cache
+
 import pytest
 from variants import extended_except
 
@@ -27,16 +29,10 @@ LOADING_WAITS = 5  # of each parameter, at most: its tensors come one by one, an
 
 @pytest.fixture(scope="module")
 def kept(dry, tmp_path_factory):
-    """What every process found, by case."""
-    found = {}
-
-    def run(case, in_background=True):
-        key = (case, in_background)
-        if key not in found:
-            folder = tmp_path_factory.mktemp("state")
-            arguments = {"in_background": in_background, **CASES[case]}
-            found[key] = dry("dry_state:round_trip", folder=str(folder), **arguments)
-        return found[key]
+    @cache
+    def run(case):
+        folder = str(tmp_path_factory.mktemp("state"))
+        return dry("dry_state:round_trip", folder=folder, **CASES[case])
 
     return run
 
@@ -45,13 +41,14 @@ def kept(dry, tmp_path_factory):
 def test_a_share_is_what_a_process_updates(kept, case):
     # FSDP2 shares parameters out too, megatron-core's optimizer what it updates alone.
     shares, copies = kept(case), 2 if case == "actor, DP" else 1
-    assert copies * sum(share["owned"] for share in shares) == sum(
-        share["parameters"] for share in shares
-    )
+    parameters = sum(share["parameters"] for share in shares)
+    assert copies * sum(share["owned"] for share in shares) == parameters
     tensors = 1 if "offload" in case else 3  # moments wait on the host
     for share in shares:
         assert share["failure"] is None
         assert share["saved_bytes"] == tensors * ELEMENT * share["owned"]
+        assert share["left_bytes"] == 0  # on the device
+        assert sum(share["saving_waits"].values()) <= SAVING_WAITS, share["saving_waits"]
 
 
 @pytest.mark.parametrize("case", EACH)
@@ -63,18 +60,6 @@ def test_tensors_are_on_the_device_again(kept, case):
         assert share["loaded_bytes"] == (4 if whole else 3) * ELEMENT * share["owned"]
         assert share["alive_bytes"] == pytest.approx(2 * ELEMENT * share["owned"], rel=0.05)
         assert share["steps"] == 1
-
-
-@pytest.mark.parametrize("case", EACH)
-def test_nothing_stays_on_the_device(kept, case):
-    for share in kept(case):
-        assert share["left_bytes"] == 0
-
-
-@pytest.mark.parametrize("case", EACH)
-def test_the_host_waits_no_more_than_recorded(kept, case):
-    for share in kept(case):
-        assert sum(share["saving_waits"].values()) <= SAVING_WAITS, share["saving_waits"]
         assert share["loading_waits"] <= LOADING_WAITS * share["tensors"] + 1
 
 

@@ -31,7 +31,6 @@ def device(request):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Folder of the models that all tests here share."""
     from facts import write_models
 
     folder = tmp_path_factory.mktemp("models")

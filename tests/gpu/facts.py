@@ -82,7 +82,6 @@ SAME = {
 
 
 def write_models(folder):
-    """A decided model, with and without a sliding window, as `.nemo` files."""
     for name, window in {"plain": None, "window": WINDOW}.items():
         architecture = dataclasses.replace(ARCHITECTURE, window_size=window)
         weights = random_weights(architecture, seed=5, scale=0.06)
@@ -129,7 +128,6 @@ def build(cls, model, **settings):
 
 
 def scores(role, data, micro_batches):
-    """What the role says of every token, or of every sequence."""
     if isinstance(role, MegatronGPTActorModel):
         return role.get_logprobs(data, micro_batches)
     if isinstance(role, MegatronGPTRewardModel):
@@ -184,7 +182,6 @@ def drawn(folder, greedy, **settings):
 
 
 def compute(folder, precision="32"):
-    """Facts of every case, by name; tensors where they were made."""
     found = {case: facts_of(case, folder, precision=precision) for case in CASES}
     found["greedy"] = drawn(folder, True, precision=precision)
     found["drawn"] = drawn(folder, False, precision=precision)

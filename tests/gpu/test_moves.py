@@ -16,7 +16,6 @@ PRECISIONS = ["32", pytest.param("bf16", marks=pytest.mark.extended)]
 
 
 def trained(models, precision, **settings):
-    """An actor after two updates, about to learn more."""
     role = build(MegatronGPTActorModel, models / "plain.nemo", precision=precision, **settings)
     role.loss_fn = ACTOR[1]
     role.prepare_for_training()
@@ -26,7 +25,6 @@ def trained(models, precision, **settings):
 
 
 def state(role):
-    """Copies of all that the optimizer keeps, and of the weights."""
     slices = role.run_state()["slices"]
     return {
         **{
@@ -53,29 +51,11 @@ def test_moments_leave_and_come_back(models, precision, allocated):
     kept, before = state(role), allocated()
     role.prepare_for_inference()
     if before is not None:
-        moments = 8 * size(role)
-        assert before - allocated() == pytest.approx(moments, rel=0.02)
+        assert before - allocated() == pytest.approx(8 * size(role), rel=0.02)
     role.get_logprobs(batch())
     role.finish_inference()
     role.prepare_for_training()
     assert_equal(state(role), kept)
-    assert role.training_update(batch())["skipped"] == 0.0
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_parked_model_comes_back(device, models, precision, allocated):
-    role = trained(models, precision)
-    worker = RoleWorker(role, role.parallel)
-    kept, before = state(role), allocated()
-    worker.move_model(role.model, "cpu")
-    if before is not None:
-        leaving = size(role) * ((2 if precision == "bf16" else 4) + 4)  # weights, gradients
-        assert before - allocated() == pytest.approx(leaving, rel=0.02)
-    worker.move_model(role.model, device)
-    assert_equal(state(role), kept)
-    if before is not None:
-        assert allocated() == pytest.approx(before, rel=0.01)
-        assert all(float(p.main_grad.abs().sum()) == 0 for p in role.gpt.parameters())
     assert role.training_update(batch())["skipped"] == 0.0
 
 
@@ -93,6 +73,23 @@ def test_a_swapped_reference_leaves_the_policy(device, models, precision):
         assert torch.equal(role.get_reference_logprobs(batch()), initial)
         assert torch.equal(role.get_logprobs(batch()), learned)
     assert_equal(state(role), kept)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_parked_model_comes_back(device, models, precision, allocated):
+    role = trained(models, precision)
+    worker = RoleWorker(role, role.parallel)
+    kept, before = state(role), allocated()
+    worker.move_model(role.model, "cpu")
+    if before is not None:
+        leaving = size(role) * ((2 if precision == "bf16" else 4) + 4)  # weights, gradients
+        assert before - allocated() == pytest.approx(leaving, rel=0.02)
+    worker.move_model(role.model, device)
+    assert_equal(state(role), kept)
+    if before is not None:
+        assert allocated() == pytest.approx(before, rel=0.01)
+        assert all(float(p.main_grad.abs().sum()) == 0 for p in role.gpt.parameters())
+    assert role.training_update(batch())["skipped"] == 0.0
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -27,13 +27,11 @@ PRECISIONS = ["32", pytest.param("bf16", marks=pytest.mark.extended)]
 
 @pytest.fixture(scope="module")
 def here(device, models):
-    """``here(precision)``: what the device says."""
     return functools.cache(lambda precision: on_host(compute(models, precision)))
 
 
 @pytest.fixture(scope="module")
 def reference(models, tmp_path_factory):
-    """What the CPU says, in a process that sees no GPU."""
     folder = tmp_path_factory.mktemp("reference")
     process = start_script(
         Path(__file__).with_name("facts.py"),

@@ -3,8 +3,7 @@ trainer does not know: the two differ from the first token on.
 
 1. Every kind, with what it meets in a run, and the numbers do not depend on the micro-batch; of
    conversations, too.
-2. A resumed run is the run that went through, to the bit.
-3. Where a filter differs from the trainer's, what it kept is recorded and used again, also of
+2. Where a filter differs from the trainer's, what it kept is recorded and used again, also of
    conversations.
 """
 
@@ -117,23 +116,6 @@ def test_conversations_are_corrected_whatever_the_micro_batch(tmp_path, tiny_nem
     assert last["train_rollouts/turns"] > 1
     assert 0 < last["train_optim/tokens_over_second_moment"] < 1
     assert 0 < last["train_optim/weights_outside"] <= 1
-
-
-def test_a_resumed_run_is_the_run_that_went_through(tmp_path, tiny_nemo):
-    options = [
-        *SMALL,
-        *TOKEN,
-        f"{KEY}.second_moment=2.0e-6",
-        "model.global_batch_size=16",
-        "model.micro_batch_size=16",
-        "trainer.ppo.save_interval=1",
-        "model.optim.sched.max_steps=8",
-    ]
-    through, stopped = tmp_path / "through", tmp_path / "stopped"
-    _, weights = run(through, tiny_nemo, "grpo_tiny_cpu", 3, *options)
-    run(stopped, tiny_nemo, "grpo_tiny_cpu", 1, *options)
-    assert run(stopped, tiny_nemo, "grpo_tiny_cpu", 3, *options)[1] == weights
-    assert lines_of(stopped) == lines_of(through)
 
 
 def test_recorded_tokens_leave_no_gap_and_no_kl(tmp_path, tiny_nemo):

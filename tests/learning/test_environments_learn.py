@@ -22,6 +22,12 @@ GAME = [
 ]
 
 
+CRITIC = [
+    *("critic.global_batch_size=8", "critic.micro_batch_size=4", "environment.concurrency=4"),
+    *("data.validation=null", "trainer.ppo.val_check_interval=0"),
+]
+
+
 def short(section, samples=8):
     return [
         *(f"trainer.{section}.max_steps=2", f"model.{section}.num_rollout_samples={samples}"),
@@ -97,8 +103,7 @@ def check_forks(lines):
 
 
 def test_conversations_that_fork_are_learned(tmp_path, tiny_nemo, forking):
-    critic = ["critic.global_batch_size=8", "critic.micro_batch_size=4", "data.validation=null"]
-    lines = run(tmp_path / "run", tiny_nemo, *short("ppo"), *critic, *forking)
+    lines = run(tmp_path / "run", tiny_nemo, *short("ppo"), *CRITIC, *forking)
     check_forks(lines)
     for line in lines[1:]:
         assert line["train_rollouts/forks"] == 8 * (line["train_rollouts/turns"] - 1) > 0
@@ -126,15 +131,10 @@ def test_the_best_conversations_are_learned(tmp_path, tiny_nemo, forking):
 
 def test_two_processes_have_the_same_conversations(tmp_path, tiny_nemo):
     """Three conversations at a time on one side, eight on the other."""
-    options = [
-        *short("ppo"),
-        "critic.global_batch_size=8",
-        "critic.micro_batch_size=4",
-        "data.validation=null",
-    ]
+    options = [*short("ppo"), *CRITIC]
     one, two = tmp_path / "one", tmp_path / "two"
     run(one, tiny_nemo, *options, "environment.concurrency=3")
-    run_on_two(two, tiny_nemo, *options)
+    run_on_two(two, tiny_nemo, *options, "environment.concurrency=8")
     first = [sample for sample in samples_of(one) if sample["step"] == 1]
     assert first == [sample for sample in samples_of(two) if sample["step"] == 1]
     assert len(first) > 1
@@ -150,11 +150,7 @@ LAYOUTS = {
 @pytest.mark.extended
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_has_the_same_forked_conversations(tmp_path, tiny_nemo, forking, layout):
-    options = [
-        *(*short("ppo"), "critic.global_batch_size=8", "critic.micro_batch_size=4"),
-        *("data.validation=null", "environment.concurrency=4", "trainer.ppo.val_check_interval=0"),
-        *forking,
-    ]
+    options = [*short("ppo"), *CRITIC, *forking]
     one, two = tmp_path / "one", tmp_path / "two"
     run(one, tiny_nemo, *options)
     run_on_two(two, tiny_nemo, *options, *LAYOUTS[layout])
@@ -179,10 +175,7 @@ WAYS = {
 @pytest.mark.extended
 @pytest.mark.parametrize("way", WAYS)
 def test_other_passes_have_the_same_numbers(tmp_path, tiny_nemo, way):
-    options = [
-        *(*short("ppo"), "critic.global_batch_size=8", "critic.micro_batch_size=4"),
-        *("data.validation=null", "environment.concurrency=4", "trainer.ppo.val_check_interval=0"),
-    ]
+    options = [*short("ppo"), *CRITIC]
     run(tmp_path / "plain", tiny_nemo, *options)
     run(tmp_path / "other", tiny_nemo, *options, *WAYS[way])
     plain, other = (numbers(tmp_path / name) for name in ("plain", "other"))

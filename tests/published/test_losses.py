@@ -54,12 +54,9 @@ def nll_of_logits(next_token_logits, data, global_valid_seqs, global_valid_toks)
     return loss, {"loss": loss.item(), "num_valid_samples": len(tokens)}
 
 
-class TheirInputType(enum.Enum):
-    """Another library's enumeration."""
-
-    LOGIT = "logit"
-    LOGPROB = "logprob"
-    DISTILLATION = "distillation"
+TheirInputType = enum.Enum(
+    "TheirInputType", {name: name.lower() for name in ("LOGIT", "LOGPROB", "DISTILLATION")}
+)
 
 
 class NLLOfLogprobs:
@@ -87,12 +84,7 @@ def start(tiny_nemo):
     sizes = {"micro_batch_size": 2, "global_batch_size": ROWS, "optim": OptimConfig(lr=1e-2)}
 
     def start(role, backend="megatron", **options):
-        model = ModelConfig(
-            str(tiny_nemo),
-            **sizes,
-            ppo=PolicyPPOConfig(sampling_params=SamplingParams(temperature=0.7)),
-            **options,
-        )
+        model = ModelConfig(str(tiny_nemo), **sizes, ppo=HOT, **options)
         if role is Policy:
             handle = Policy(cluster, model, tokenizer, init_reference_model=False, backend=backend)
         else:
@@ -107,6 +99,8 @@ def start(tiny_nemo):
     return start
 
 
+# The temperature of sampling also divides the logits of training.
+HOT = PolicyPPOConfig(sampling_params=SamplingParams(temperature=0.7))
 PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=16)}
 
 

@@ -4,9 +4,8 @@ The keys are those of its three main configurations (gpt_ppo_actor, gpt_ppo_crit
 """
 
 import pytest
-from omegaconf import OmegaConf
 
-from aligner.compat.nemo_aligner import NEEDLESS, RENAMED
+from aligner.compat.nemo_aligner import NEEDLESS, RENAMED, is_inert
 from aligner.config import (
     CriticConfig,
     ExpManagerConfig,
@@ -21,7 +20,6 @@ from aligner.config.cli import check_overrides
 from aligner.config.parse import build
 from aligner.config.run import DPORunConfig, RewardRunConfig, SFTRunConfig
 from aligner.errors import ConfigError
-from aligner.foreign_keys import is_inert
 
 TRAINER = """
 num_nodes devices accelerator precision logger enable_checkpointing use_distributed_sampler
@@ -167,75 +165,41 @@ def test_the_keys_that_are_named_instead_exist():
             check_overrides([f"{key}=1"], root)
 
 
-def test_a_group_of_theirs_in_a_file_says_what_becomes_of_each_key():
+def test_their_values_are_read():
+    optim = {"lr": 9e-7, "betas": [0.9, 0.98]}
+    cosine = {"warmup_steps": 10, "constant_steps": 1000, "min_lr": 9e-8}
+    ours = build(OptimConfig, {**optim, "name": "adam", "sched": {**cosine, "name": "cosine"}})
+    theirs = {**optim, "sched": {**cosine, "name": "CosineAnnealing"}}
+    for name in ("distributed_fused_adam", "mcore_distributed_optim", "fused_adam"):
+        assert build(OptimConfig, {**theirs, "name": name}) == ours
+    with pytest.raises(ConfigError, match="must be one of constant, cosine, linear"):
+        build(OptimConfig, {"sched": {"name": "WarmupAnnealing"}})
+    values = {"restore_from_path": "m.nemo", "peft": {"peft_scheme": "none"}}
+    assert build(TrainedModelConfig, values).peft.lora is None
+    precisions = {32: "32", "32-true": "32", "bf16-mixed": "bf16", "bf16-true": "bf16"}
+    for given, precision in precisions.items():
+        assert build(ProcessConfig, {"precision": given}).precision == precision
+    for given in (16, "16-mixed"):
+        with pytest.raises(ConfigError, match=r"trainer.precision=16.*loss scaling.*bf16"):
+            build(ProcessConfig, {"precision": given}, "trainer")
+
+
+def test_only_their_groups_are_called_theirs():
     with pytest.raises(ConfigError) as caught:
         build(ExpManagerConfig, {"checkpoint_callback_params": {"mode": "max"}}, "exp_manager")
     assert "mode: NeMo-Aligner's name. Use exp_manager.mode" in str(caught.value)
-
-
-def test_a_group_of_another_algorithm_of_ours_is_not_called_theirs():
     with pytest.raises(ConfigError) as caught:
         check_overrides(["model.rs.top_n_rollouts=1"], RunConfig)
     assert "NeMo-Aligner" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["distributed_fused_adam", "mcore_distributed_optim", "fused_adam"]
-)
-def test_their_optimizers_are_adam(name):
-    sched = {"name": "CosineAnnealing", "warmup_steps": 10, "constant_steps": 1000, "min_lr": 9e-8}
-    optim = build(OptimConfig, {"name": name, "lr": 9e-7, "betas": [0.9, 0.98], "sched": sched})
-    assert (optim.name, optim.sched.name) == ("adam", "cosine")
-    assert optim == build(
-        OptimConfig, {"lr": 9e-7, "betas": [0.9, 0.98], "sched": {**sched, "name": "cosine"}}
-    )
-
-
-def test_no_adapters_by_their_word():
-    values = {"restore_from_path": "m.nemo", "peft": {"peft_scheme": "none"}}
-    assert build(TrainedModelConfig, values).peft.lora is None
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        (32, "32"),
-        ("32-true", "32"),
-        ("bf16", "bf16"),
-        ("bf16-mixed", "bf16"),
-        ("bf16-true", "bf16"),
-    ],
-)
-def test_lightnings_precisions(given, meant):
-    assert build(ProcessConfig, {"precision": given}).precision == meant
-
-
-@pytest.mark.parametrize("given", [16, "16", "16-mixed", "16-true"])
-def test_float16_is_refused_with_what_to_use(given):
-    with pytest.raises(ConfigError, match=r"trainer.precision=16.*loss scaling.*bf16"):
-        build(ProcessConfig, {"precision": given}, "trainer")
-
-
-def test_an_unknown_optimizer_still_names_ours():
-    with pytest.raises(ConfigError, match="must be one of adam, sgd"):
-        build(OptimConfig, {"name": "lion"})
-    with pytest.raises(ConfigError, match="must be one of constant, cosine, linear"):
-        build(OptimConfig, {"sched": {"name": "WarmupAnnealing"}})
-
-
 def test_their_defaults_of_a_model_section_are_accepted():
     """What a mapping of theirs asks for that is so anyway."""
-    model = OmegaConf.to_container(
-        OmegaConf.create(
-            {
-                "restore_from_path": "m.nemo",
-                "mcore_gpt": True,
-                "megatron_amp_O2": True,
-                "ppo": {"sampling_params": {"add_BOS": False, "all_probs": False}},
-                "optim": {"name": "distributed_fused_adam", "bucket_cap_mb": 200},
-            }
-        )
-    )
+    model = {
+        **{"restore_from_path": "m.nemo", "mcore_gpt": True, "megatron_amp_O2": True},
+        "ppo": {"sampling_params": {"add_BOS": False, "all_probs": False}},
+        "optim": {"name": "distributed_fused_adam", "bucket_cap_mb": 200},
+    }
     assert build(ModelConfig, model, "model").optim.name == "adam"
     model["ppo"]["sampling_params"]["add_BOS"] = True
     with pytest.raises(ConfigError, match=r"data\.add_bos"):

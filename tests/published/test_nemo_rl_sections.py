@@ -1,145 +1,69 @@
 """Sections of NeMo-RL's configurations, written from the keys and values that they have."""
 
-import copy
-
 import pytest
+import yaml
 
 from aligner.compat.nemo_rl import published_role, read_role
 from aligner.errors import ConfigError
 
-WARM_UP = [
-    {
-        "name": "torch.optim.lr_scheduler.LinearLR",
-        "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50},
-    },
-    {
-        "name": "torch.optim.lr_scheduler.ConstantLR",
-        "kwargs": {"factor": 1.0, "total_iters": 10000000000},
-    },
-    {"milestones": [50]},
-]
-LORA_OFF = {
-    "enabled": False,
-    "target_modules": [],
-    "exclude_modules": [],
-    "match_all_linear": True,
-    "dim": 8,
-    "alpha": 32,
-    "dropout": 0.0,
-    "use_triton": True,
-}
-DTENSOR = {
-    "_v2": True,
-    "enabled": False,
-    "cpu_offload": False,
-    "sequence_parallel": False,
-    "activation_checkpointing": False,
-    "tensor_parallel_size": 1,
-    "context_parallel_size": 1,
-    "custom_parallel_plan": None,
-    "automodel_kwargs": {},
-    "lora_cfg": LORA_OFF,
-}
-MEGATRON = {
-    "enabled": False,
-    "env_vars": None,
-    "activation_checkpointing": False,
-    "recompute_granularity": "full",
-    "recompute_modules": None,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "sequence_parallel": False,
-    "num_layers_in_first_pipeline_stage": None,
-    "freeze_moe_router": True,
-    "moe_router_dtype": "fp64",
-    "moe_router_load_balancing_type": "none",
-    "moe_router_bias_update_rate": 0.0,
-    "moe_permute_fusion": True,
-    "apply_rope_fusion": True,
-    "cuda_graph_impl": "none",
-    "cuda_graph_modules": [],
-    "mtp_num_layers": 0,
-    "model_overrides": {},
-    "use_gloo_process_groups": False,
-    "checkpoint": {"async_save": True},
-    "fp8_cfg": {"enabled": False, "fp8": "e4m3", "fp8_recipe": "blockwise"},
-    "peft": {"enabled": False, "dim": 8, "exclude_modules": [], "lora_dtype": "None"},
-    "optimizer": {
-        "optimizer": "adam",
-        "lr": 5e-6,
-        "min_lr": 5e-7,
-        "weight_decay": 0.01,
-        "bf16": True,
-        "fp16": False,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.999,
-        "clip_grad": 1.0,
-    },
-    "scheduler": {
-        "start_weight_decay": 0.01,
-        "lr_decay_style": "constant",
-        "lr_decay_iters": 1000,
-        "lr_warmup_iters": 13,
-        "lr_warmup_init": 5e-7,
-    },
-    "distributed_data_parallel_config": {"overlap_grad_reduce": True},
-}
-GENERATION = {
-    "backend": "vllm",
-    "max_new_tokens": 512,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": None,
-    "stop_token_ids": None,
-    "stop_strings": None,
-    "val_temperature": 1.0,
-    "val_top_k": None,
-    "port_range_low": 3000,
-    "mcore_generation_config": {"max_tokens": 16384},
-    "vllm_cfg": {"async_engine": False, "tensor_parallel_size": 1},
-    "colocated": {"enabled": True, "resources": {"num_nodes": None}},
-    "refit_transport": None,
-    "real_quant_export_cpu_offload": True,
-}
+# One section of a policy, with the keys and values of a published configuration.
+SECTION = """
+model_name: Qwen/Qwen2.5-1.5B
+tokenizer: {name: Qwen/Qwen2.5-1.5B, chat_template_kwargs: null}
+hf_config_overrides: {}
+train_global_batch_size: 512
+train_micro_batch_size: 4
+generation_batch_size: 32
+logprob_batch_size: 4
+max_total_sequence_length: 512
+precision: bfloat16
+offload_optimizer_for_logprob: false
+draft: {enabled: false, loss_weight: 0.1, model_name: null}
+dtensor_cfg:
+  {_v2: true, enabled: false, cpu_offload: false, sequence_parallel: false,
+   activation_checkpointing: false, tensor_parallel_size: 1, context_parallel_size: 1,
+   custom_parallel_plan: null, automodel_kwargs: {}, lora_cfg: {enabled: false, dim: 8, alpha: 32,
+     target_modules: [], exclude_modules: [], match_all_linear: true, dropout: 0, use_triton: true}}
+megatron_cfg:
+  {enabled: false, env_vars: null, activation_checkpointing: false, recompute_granularity: full,
+   recompute_modules: null, tensor_model_parallel_size: 1, pipeline_model_parallel_size: 1,
+   context_parallel_size: 1, expert_model_parallel_size: 1, expert_tensor_parallel_size: 1,
+   sequence_parallel: false, num_layers_in_first_pipeline_stage: null, freeze_moe_router: true,
+   moe_router_dtype: fp64, moe_router_load_balancing_type: none, moe_router_bias_update_rate: 0.0,
+   moe_permute_fusion: true, apply_rope_fusion: true, cuda_graph_impl: none, cuda_graph_modules: [],
+   mtp_num_layers: 0, model_overrides: {}, use_gloo_process_groups: false,
+   checkpoint: {async_save: true}, fp8_cfg: {enabled: false, fp8: e4m3, fp8_recipe: blockwise},
+   peft: {enabled: false, dim: 8, exclude_modules: [], lora_dtype: None},
+   optimizer: {optimizer: adam, lr: 5.0e-6, min_lr: 5.0e-7, weight_decay: 0.01, bf16: true,
+     fp16: false, adam_beta1: 0.9, adam_beta2: 0.999, clip_grad: 1.0},
+   scheduler: {start_weight_decay: 0.01, lr_decay_style: constant, lr_decay_iters: 1000,
+     lr_warmup_iters: 13, lr_warmup_init: 5.0e-7},
+   distributed_data_parallel_config: {overlap_grad_reduce: true}}
+dynamic_batching: {enabled: false, train_mb_tokens: 2048}
+sequence_packing:
+  {enabled: true, train_mb_tokens: 2048, logprob_mb_tokens: 2048, algorithm: modified_ffd,
+   microbatch_order: packer, sequence_length_round: 64}
+make_sequence_length_divisible_by: 1
+max_grad_norm: 1.0
+optimizer:
+  {name: torch.optim.AdamW, kwargs: {lr: 5.0e-6, weight_decay: 0.01, foreach: false, fused: false}}
+scheduler:
+  - {name: torch.optim.lr_scheduler.LinearLR,
+     kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 50}}
+  - {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0, total_iters: 10000000000}}
+  - {milestones: [50]}
+generation:
+  {backend: vllm, max_new_tokens: 512, temperature: 1.0, top_p: 1.0, top_k: null,
+   stop_token_ids: null, stop_strings: null, val_temperature: 1.0, val_top_k: null,
+   port_range_low: 3000, mcore_generation_config: {max_tokens: 16384},
+   vllm_cfg: {async_engine: false, tensor_parallel_size: 1}, refit_transport: null,
+   colocated: {enabled: true, resources: {num_nodes: null}}, real_quant_export_cpu_offload: true}
+"""
+WARM_UP = yaml.safe_load(SECTION)["scheduler"]
 
 
 def section(backend="dtensor", **changes):
-    values = {
-        "model_name": "Qwen/Qwen2.5-1.5B",
-        "tokenizer": {"name": "Qwen/Qwen2.5-1.5B", "chat_template_kwargs": None},
-        "hf_config_overrides": {},
-        "train_global_batch_size": 512,
-        "train_micro_batch_size": 4,
-        "generation_batch_size": 32,
-        "logprob_batch_size": 4,
-        "max_total_sequence_length": 512,
-        "precision": "bfloat16",
-        "offload_optimizer_for_logprob": False,
-        "draft": {"enabled": False, "loss_weight": 0.1, "model_name": None},
-        "dtensor_cfg": DTENSOR,
-        "megatron_cfg": MEGATRON,
-        "dynamic_batching": {"enabled": False, "train_mb_tokens": 2048},
-        "sequence_packing": {
-            "enabled": True,
-            "train_mb_tokens": 2048,
-            "logprob_mb_tokens": 2048,
-            "algorithm": "modified_ffd",
-            "microbatch_order": "packer",
-            "sequence_length_round": 64,
-        },
-        "make_sequence_length_divisible_by": 1,
-        "max_grad_norm": 1.0,
-        "optimizer": {
-            "name": "torch.optim.AdamW",
-            "kwargs": {"lr": 5e-6, "weight_decay": 0.01, "foreach": False, "fused": False},
-        },
-        "scheduler": WARM_UP,
-        "generation": GENERATION,
-    }
-    values = copy.deepcopy(values)
+    values = yaml.safe_load(SECTION)
     values[f"{backend}_cfg"]["enabled"] = True
     for path, value in changes.items():
         *names, key = path.split("__")
@@ -150,15 +74,12 @@ def section(backend="dtensor", **changes):
     return values
 
 
-EARLIER = {"fsdp_offload_enabled": False, "activation_checkpointing_enabled": False}
-
-
 @pytest.mark.parametrize("backend", ["megatron", "dtensor"])
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        EARLIER,
+        {"fsdp_offload_enabled": False, "activation_checkpointing_enabled": False},
         {"hf_config_overrides": {"router_aux_loss_coef": 0.0}},
         {"generation__vllm_kwargs": {"speculative_config": {"method": "mtp"}}},
         {"generation__backend": "sglang", "generation__sglang_cfg": {"dtype": "bfloat16"}},
@@ -184,7 +105,7 @@ def test_a_backend_that_is_not_enabled_is_not_read():
 @pytest.mark.parametrize(
     ("backend", "changes", "key"),
     [
-        ("dtensor", {"dtensor_cfg__lora_cfg": {**LORA_OFF, "enabled": True}}, "lora_cfg"),
+        ("dtensor", {"dtensor_cfg__lora_cfg__enabled": True}, "lora_cfg"),
         ("dtensor", {"dtensor_cfg__expert_parallel_size": 8}, "expert_parallel_size"),
         ("dtensor", {"dtensor_cfg__context_parallel_size": 2}, "context_parallel_size"),
         ("dtensor", {"optimizer__name": "torch.optim.Adagrad"}, "optimizer.name"),

@@ -1,11 +1,16 @@
 """A small PPO run on either engine, in this process or in one of its own."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 
 import recipes
 from recipes import ROOT, numbers, trained_hash
+
+from aligner.distributed.worker_groups import RayWorkerGroup
+from aligner.errors import current_step
 
 STEPS = 3
 SMALL = [
@@ -85,3 +90,34 @@ def largest_difference(one, other):
         if not isinstance(a[name], str)
     )
     return max(abs(a - b) / max(1.0, abs(a)) for a, b in pairs)
+
+
+class Killer:
+    """Kills the first worker of ``victim`` once at each of ``moments``, with the call under way.
+
+    A moment is the step, the role that is called and the method.
+    """
+
+    def __init__(self, monkeypatch, victim, moments):
+        self.moments, self.killed, self.step = list(moments), [], 0
+        groups, real_call, real_start = (
+            {},
+            RayWorkerGroup._start_call,
+            RayWorkerGroup._start_workers,
+        )
+
+        def start(group, *arguments):
+            groups[group.name_prefix] = group
+            real_start(group, *arguments)
+
+        def call(group, method_name, *arguments):
+            answer = real_call(group, method_name, *arguments)
+            self.step = current_step() or self.step  # a state is saved after its step
+            if (self.step, group.name_prefix, method_name) in self.moments[:1]:
+                del self.moments[0]
+                self.killed.append(groups[victim]._seats[0].pid)
+                os.kill(self.killed[-1], signal.SIGKILL)
+            return answer
+
+        monkeypatch.setattr(RayWorkerGroup, "_start_call", call)
+        monkeypatch.setattr(RayWorkerGroup, "_start_workers", start)

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 from runs import ON_RAY, finished, go_back_to, result, start, train
@@ -15,55 +17,69 @@ OPTIONS = ["environment.concurrency=4", "trainer.devices=2", "cluster.colocated=
 KILLED_AT = 7  # of the calls by which conversations are continued: there are 12 and more a step
 
 
+@pytest.fixture(scope="module")
+def local(tmp_path_factory, tiny_nemo):
+    """Numbers and weights of two processes that never failed."""
+    folder = tmp_path_factory.mktemp("local") / "run"
+    finished(start(folder, tiny_nemo, *OPTIONS[:2], recipe=GAME))
+    return result(folder)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Groups of the calls that continue conversations; ``at`` makes of one call what it likes."""
+    found = SimpleNamespace(groups=[], at=None)
+    real_call = RayWorkerGroup._start_call
+
+    def call(group, method_name, *arguments):
+        if (group.name_prefix, method_name) != ("lm_policy", "generate"):
+            return real_call(group, method_name, *arguments)
+        found.groups.append(group)
+        with found.at(group) if len(found.groups) == KILLED_AT else nullcontext():
+            return real_call(group, method_name, *arguments)
+
+    monkeypatch.setattr(RayWorkerGroup, "_start_call", call)
+    return found
+
+
 def test_a_policy_worker_killed_in_the_middle_of_conversations(
-    tmp_path, tiny_nemo, ray, monkeypatch
+    tmp_path, tiny_nemo, ray, local, calls
 ):
     """Two policy workers and two of the critic end as two processes do."""
-    finished(start(tmp_path / "local", tiny_nemo, *OPTIONS[:2], recipe=GAME))
-    calls, seats = [], {}
-    start_call, real_start = RayWorkerGroup._start_call, RayWorkerGroup._start_workers
 
-    def begin(group, *arguments):
-        seats[group.name_prefix] = group._seats[0]
-        real_start(group, *arguments)
+    @contextmanager
+    def killed(group):
+        yield
+        os.kill(group._seats[0].pid, signal.SIGKILL)
 
-    def call(group, method_name, *arguments):
-        future = start_call(group, method_name, *arguments)
-        if (group.name_prefix, method_name) == ("lm_policy", "generate"):
-            calls.append(method_name)
-            if len(calls) == KILLED_AT:
-                os.kill(seats["lm_policy"].pid, signal.SIGKILL)
-        return future
-
-    monkeypatch.setattr(RayWorkerGroup, "_start_call", call)
-    monkeypatch.setattr(RayWorkerGroup, "_start_workers", begin)
+    calls.at = killed
     ended = train(tmp_path / "ray", tiny_nemo, ON_RAY, *OPTIONS, recipe=GAME)
-    assert len(calls) > KILLED_AT
-    assert ended == result(tmp_path / "local")
+    assert len(calls.groups) > KILLED_AT
+    assert ended == local
 
 
-def test_a_policy_worker_whose_call_fails_begins_again(tmp_path, tiny_nemo, ray, monkeypatch):
+def test_a_policy_worker_whose_call_fails_begins_again(tmp_path, tiny_nemo, ray, local, calls):
     """No worker is started anew, and the numbers are those of two processes that never failed."""
-    finished(start(tmp_path / "local", tiny_nemo, *OPTIONS[:2], recipe=GAME))
-    calls = []
-    start_call = RayWorkerGroup._start_call
 
-    def call(group, method_name, *arguments):
-        if (group.name_prefix, method_name) == ("lm_policy", "generate"):
-            calls.append(method_name)
-            if len(calls) == KILLED_AT:
-                method_name = "no_such_method"
-        return start_call(group, method_name, *arguments)
+    @contextmanager
+    def failing(group):
+        first, *others = actors = group._actors
 
-    monkeypatch.setattr(RayWorkerGroup, "_start_call", call)
+        def remote(method_name, *arguments):
+            return first.call.remote("no_such_method", *arguments)
+
+        group._actors = [SimpleNamespace(call=SimpleNamespace(remote=remote)), *others]
+        yield
+        group._actors = actors
+
+    calls.at = failing
     numbers, weights = train(
         tmp_path / "ray", tiny_nemo, ON_RAY, *OPTIONS, "cluster.max_restarts=0", recipe=GAME
     )
-    expected, expected_weights = result(tmp_path / "local")
     failed = "train_rollouts/failed_engine_error"
     assert sum(line.pop(failed, 0) for line in numbers) > 0
-    assert sum(line.pop(failed, 0) for line in expected) == 0
-    assert (numbers, weights) == (expected, expected_weights)
+    expected = [{name: line[name] for name in line if name != failed} for line in local[0]]
+    assert (numbers, weights) == (expected, local[1])
 
 
 # Its messages spell special tokens.

@@ -121,12 +121,8 @@ def test_policy_and_value_with_layouts_of_their_own(cluster, ray, tiny_nemo):
 
     assert value.train(trained_batch(), mean_square)["loss"] >= 0
     names = [key for keys in policy.prepare_weights_for_ipc(1) for key in keys]
-    offers = ray.get(
-        [
-            each.get_weights_ipc_handles.remote(keys=names[:1])
-            for each in policy.worker_group.workers
-        ]
-    )
+    workers = policy.worker_group.workers
+    offers = ray.get([each.get_weights_ipc_handles.remote(keys=names[:1]) for each in workers])
     assert len(offers) == 2
     policy.offload_after_refit()
     assert policy.shutdown()
@@ -135,6 +131,21 @@ def test_policy_and_value_with_layouts_of_their_own(cluster, ray, tiny_nemo):
         cluster, policy_config(tiny_nemo, **pair), tokenizer, init_optimizer=False
     )
     del again  # ends its workers, for the fixture finds none left
+
+
+def run(group, method, data, **common):
+    """Results of the data-parallel ranks."""
+    replicated = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
+    ranks = group.sharding_annotations.get_axis_size("data_parallel")
+    future = group.run_all_workers_sharded_data(
+        method,
+        data=data.shard_by_batch_size(ranks, batch_size=None),
+        in_sharded_axes=["data_parallel"],
+        replicate_on_axes=replicated,
+        output_is_replicated=replicated,
+        common_kwargs=common,
+    )
+    return group.get_all_worker_results(future)
 
 
 @pytest.mark.ray_heavy
@@ -160,16 +171,7 @@ def test_a_published_builder_makes_a_training_group(cluster, tiny_nemo):
         sharding_annotations=places,
         env_vars={},
     )
-    shards = prompts().shard_by_batch_size(1, batch_size=None)
-    model_axes = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
-    future = group.run_all_workers_sharded_data(
-        "get_values",
-        data=shards,
-        in_sharded_axes=["data_parallel"],
-        replicate_on_axes=model_axes,
-        output_is_replicated=model_axes,
-    )
-    (result,) = group.get_all_worker_results(future)
+    (result,) = run(group, "get_values", prompts())
     assert result["values"].shape == (4, 5)
     assert group.shutdown(cleanup_method="shutdown")
 
@@ -197,30 +199,20 @@ def test_a_front_of_ones_own_on_published_workers(cluster, ray, tiny_nemo, tmp_p
     )
     group = RayWorkerGroup(cluster, builder, "lm_policy", sharding_annotations=places)
 
-    def run(method, data, **common):
-        replicated = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
-        future = group.run_all_workers_sharded_data(
-            method,
-            data=data.shard_by_batch_size(2, batch_size=None),
-            in_sharded_axes=["data_parallel"],
-            replicate_on_axes=replicated,
-            output_is_replicated=replicated,
-            common_kwargs=common,
-        )
-        return group.get_all_worker_results(future)
-
     def tokens(**common):
-        parts = run("generate", prompts(), greedy=False, **common)
+        parts = run(group, "generate", prompts(), greedy=False, **common)
         return [row for part in parts for row in part["output_ids"].tolist()]
 
     with pytest.raises(DataError, match="input_lengths"):
-        run("generate", BatchedDataDict({"input_ids": prompts()["input_ids"]}))
+        run(group, "generate", BatchedDataDict({"input_ids": prompts()["input_ids"]}))
     assert tokens() != tokens()
     assert tokens(seed=3) == tokens(seed=3)
-    assert [part["logprobs"].shape for part in run("get_logprobs", prompts())] == [(2, 5)] * 2
+    assert [part["logprobs"].shape for part in run(group, "get_logprobs", prompts())] == [
+        (2, 5)
+    ] * 2
     ray.get(group.run_all_workers_single_data("prepare_for_training"))
     data = BatchedDataDict({**trained_batch(), "advantages": trained_batch()["returns"]})
-    results = run("train", data, loss_fn=PPOPolicyLoss(), gbs=4, mbs=2)
+    results = run(group, "train", data, loss_fn=PPOPolicyLoss(), gbs=4, mbs=2)
     assert results[0]["global_loss"] == results[1]["global_loss"]
     saved = str(tmp_path / "w.nemo")
     ray.get(group.run_all_workers_single_data("save_checkpoint", weights_path=saved))

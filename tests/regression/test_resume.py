@@ -89,3 +89,31 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path, start, left_alone):
     assert "the same command continues" in " ".join(output.split())
     finished(start(folder), folder)
     assert result(folder) == left_alone
+
+
+# With a reference that was asked and a baseline of the policy.
+KTO = [
+    *("--config-name", "recipes/kto_tiny_cpu"),
+    "trainer.dpo.max_steps=6",
+    "trainer.dpo.save_interval=2",
+    "trainer.dpo.val_check_interval=3",
+    "data.train.arguments.size=192",
+    "data.validation.arguments.size=16",
+]
+
+
+def test_a_preference_run_that_is_killed_asks_its_reference_once(tmp_path, start_run):
+    def start(folder):
+        return start_run("train_gpt_dpo", folder, *KTO)
+
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    finished(start(alone), alone)
+    process = start(killed)
+    # Step 3 is made, and the state of step 2, which is written beside it, is whole.
+    wait_for(lambda: len(read_metrics(killed / "metrics.jsonl")) > 3, process)
+    wait_for(lambda: any((killed / "run_state").glob("step_*")), process)
+    kill(process)
+    asked = (killed / "reference_logprobs.pt").stat().st_mtime_ns
+    finished(start(killed), killed)
+    assert (killed / "reference_logprobs.pt").stat().st_mtime_ns == asked  # not asked again
+    assert result(killed) == result(alone)

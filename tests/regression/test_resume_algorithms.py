@@ -143,20 +143,3 @@ def test_more_rows_that_are_accepted_lengthen_the_epoch(tmp_path, tiny_nemo):
     more = [f"{rows}=48", f"exp_manager.resume_changed=[{rows}]"]
     run(tmp_path, tiny_nemo, None, "sft_tiny_cpu", -1, *options, *more)
     assert written(tmp_path)[-1]["step"] == 6
-
-
-@pytest.mark.extended
-def test_an_accepted_environment_goes_on_with_its_new_rules(tmp_path, tiny_nemo):
-    """Conversations after the resume are of the new rules; those before it were of the old ones."""
-    turns = "environment.max_turns"
-    run(tmp_path, tiny_nemo, None, GAME, 1, f"{turns}=3")
-    with pytest.raises(ConfigError, match=rf"{turns}: 3 -> 1.*resume_changed=\[{turns}\]"):
-        run(tmp_path, tiny_nemo, None, GAME, 2, f"{turns}=1")
-    accepted = f"exp_manager.resume_changed=[{turns}]"
-    run(tmp_path, tiny_nemo, None, GAME, 2, f"{turns}=1", accepted)
-    first, second = (line["train_rollouts/turns"] for line in written(tmp_path)[1:])
-    assert first > 1
-    assert second == 1
-    whole = tmp_path / "other"
-    run(whole, tiny_nemo, None, GAME, 2, f"{turns}=3")
-    assert written(whole)[:2] == written(tmp_path)[:2]

@@ -1,5 +1,7 @@
 """What every loss must pass: global denominators, micro-batches, and masked garbage."""
 
+import math
+
 import torch
 
 from aligner.types import Denominators, TokenOutputs
@@ -22,6 +24,40 @@ def denominators(batch):
     return Denominators(torch.as_tensor(tokens).clamp(min=1), counts.sum().clamp(min=1))
 
 
+def policy_batch(seed=0, rows=6, length=9):
+    """Log-probs, entropies and a batch for the policy loss, with a row and a sample that is out."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(rows, length, generator=generator, dtype=torch.float64)
+
+    logprobs = normal() * 0.5 - 2
+    batch = {
+        "advantages": normal(),
+        "token_mask": (torch.rand(rows, length, generator=generator) < 0.6).double(),
+        "sample_mask": column(1, 1, 0, 1, 1, 1),
+        "prev_logprobs": logprobs + normal() * 0.3,
+        "ref_logprobs": logprobs + normal() * 0.3,
+        "generation_logprobs": logprobs + normal() * 0.3,
+    }
+    batch["token_mask"][3] = 0  # a row without a generated token
+    return logprobs, normal().abs(), batch
+
+
+def hand_batch(ratios, advantages, gaps=None):
+    """One response: each token's ratio of the loss, and of the trainer over the sampler."""
+    logprobs = row(*(math.log(ratio) - 1 for ratio in ratios))
+    batch = {
+        "advantages": row(*advantages),
+        "token_mask": torch.ones_like(logprobs),
+        "sample_mask": torch.ones(1, dtype=torch.float64),
+        "prev_logprobs": torch.full_like(logprobs, -1.0),
+    }
+    if gaps is not None:
+        batch["generation_logprobs"] = row(*(-1 - math.log(gap) for gap in gaps))
+    return logprobs, batch
+
+
 def evaluate(loss_function, outputs, batch, entropy=None):
     """Loss, gradient with respect to ``outputs`` and metrics of a batch in one piece."""
     leaf = outputs.detach().clone().requires_grad_()
@@ -30,6 +66,20 @@ def evaluate(loss_function, outputs, batch, entropy=None):
     assert not any(value.requires_grad for value in metrics.values())
     assert metrics["loss"].item() == loss.item()
     return loss.item(), leaf.grad, {name: value.item() for name, value in metrics.items()}
+
+
+def masked_in(outputs, batch):
+    """True where ``outputs`` do not count by the masks of the batch, in the shape of outputs."""
+    masked = (batch["token_mask"] * batch["sample_mask"][:, None]) == 0
+    return masked.reshape(*masked.shape, *[1] * (outputs.ndim - 2)).expand(outputs.shape)
+
+
+def check_loss(loss_function, outputs, batch, sizes, entropy=None, masked=None, ignored=()):
+    """The checks below, with micro-batches of ``sizes``."""
+    masked = masked_in(outputs, batch) if masked is None else masked
+    check_micro_batches(loss_function, outputs, batch, sizes, entropy)
+    check_garbage(loss_function, outputs, batch, masked, ignored, entropy)
+    check_nothing_counts(loss_function, outputs, batch, entropy)
 
 
 def check_micro_batches(loss_function, outputs, batch, sizes, entropy=None):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
+_ROLES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 _TE_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -44,25 +45,15 @@ def write_archive(path, members, *, mode="w"):
 
 def config_members(vocab_size, **keys):
     """``model_config.yaml`` with a byte-pair vocabulary of the wanted size beside it."""
-    vocab = json.dumps(
-        {f"t{i}": i for i in range(vocab_size - 1)} | {"<|endoftext|>": vocab_size - 1}
-    )
+    tokens = [*(f"t{i}" for i in range(vocab_size - 1)), "<|endoftext|>"]
+    vocab = json.dumps({token: i for i, token in enumerate(tokens)})
     prefix = "0123456789abcdef0123456789abcdef_"
-    tokenizer = {
-        "library": "megatron",
-        "type": "GPT2BPETokenizer",
-        "model": None,
-        "vocab_file": f"nemo:{prefix}vocab.json",
-        "merge_file": f"nemo:{prefix}merges.txt",
-    }
+    tokenizer = {"library": "megatron", "type": "GPT2BPETokenizer", "model": None}
+    tokenizer |= {name: f"nemo:{prefix}{file}" for name, file in _ROLES.items()}
     config = {
-        "mcore_gpt": True,
-        "num_query_groups": None,
-        "kv_channels": None,
-        "transformer_engine": True,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "target": "nemo.collections.nlp.models.language_modeling.gone.Gone",
+        **{"mcore_gpt": True, "transformer_engine": True, "target": "nemo.collections.gone.Gone"},
+        **{"num_query_groups": None, "kv_channels": None},
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0},
         **keys,
         "tokenizer": tokenizer,
     }
@@ -139,22 +130,18 @@ def rank_files(weights, architecture, tp, pp, style="tp_rank"):
             if architecture.tie_embeddings and stage == pp - 1 and pp > 1:
                 embedding = weights["embedding.word_embeddings.weight"]
                 state["model.output_layer.weight"] = embedding.chunk(tp)[rank].clone()
-            folder = (
-                f"mp_rank_{rank:02d}"
-                if style == "mp_rank"
-                else (f"tp_rank_{rank:02d}_pp_rank_{stage:03d}")
-            )
+            folder = f"tp_rank_{rank:02d}_pp_rank_{stage:03d}"
+            folder = f"mp_rank_{rank:02d}" if style == "mp_rank" else folder
             members[f"{folder}/model_weights.ckpt"] = saved(state)
     return members
 
 
 def _rank_part(name, tensor, architecture, rank, tp):
-    if name.endswith(("word_embeddings.weight", "output_layer.weight")) or "linear_qkv" in name:
-        part = tensor.chunk(tp)[rank]
-    elif "linear_fc1" in name and architecture.activation in ("swiglu", "geglu"):
+    rows = ("word_embeddings.", "output_layer.", "linear_qkv.", "linear_fc1.")
+    if "linear_fc1" in name and architecture.activation in ("swiglu", "geglu"):
         gate, up = tensor.chunk(2)
         part = torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]])
-    elif "linear_fc1" in name:
+    elif any(part in name for part in rows):
         part = tensor.chunk(tp)[rank]
     elif name.endswith(("linear_proj.weight", "linear_fc2.weight", "rm_head.weight")):
         part = tensor.chunk(tp, dim=1)[rank]
@@ -173,9 +160,7 @@ def zarr_members(weights, architecture, row_chunks=2):
             key = key.replace(old, new)
         stacks.setdefault(key, []).append((tensor, bool(match)))
     members = {
-        "model_weights/metadata.json": json.dumps(
-            {"sharded_backend": "zarr", "sharded_backend_version": 1}
-        ).encode(),
+        "model_weights/metadata.json": b'{"sharded_backend": "zarr", "sharded_backend_version": 1}',
         "model_weights/common.pt": saved({}),
         "model_weights/model.decoder.layers.mlp.linear_fc1._extra_state/shard_0_2.pt": b"junk",
     }
@@ -192,16 +177,8 @@ def _zarr_array(folder, array, stacked, row_chunks):
     chunks = [1] * stacked + shape[axis:]
     chunks[axis] = -(-shape[axis] // row_chunks)
     name = {torch.bfloat16: "bfloat16", torch.float32: "<f4"}[array.dtype]
-    header = {
-        "zarr_format": 2,
-        "shape": shape,
-        "chunks": chunks,
-        "dtype": name,
-        "compressor": None,
-        "filters": None,
-        "fill_value": None,
-        "order": "C",
-    }
+    header = {"zarr_format": 2, "shape": shape, "chunks": chunks, "dtype": name, "order": "C"}
+    header |= dict.fromkeys(("compressor", "filters", "fill_value"))
     members = {f"{folder}/.zarray": json.dumps(header).encode()}
     for position in np.ndindex(*[-(-s // c) for s, c in zip(shape, chunks, strict=True)]):
         where = tuple(slice(p * c, (p + 1) * c) for p, c in zip(position, chunks, strict=True))

@@ -22,7 +22,6 @@ WRONG = {
     "not_json": (200, b"<html>welcome</html>"),
     "no_rewards": (200, b'{"scores": [1.0]}'),
     "nan": (200, b'{"rewards": [NaN]}'),
-    "text": (200, b'{"rewards": ["good"]}'),
     "huge": (200, b'{"rewards": [0.5, 1e300]}'),
     "too_many": (200, b'{"rewards": [1.0, 2.0]}'),
     "ids": (200, b'{"rewards": [1.0], "ids": [1]}'),

@@ -60,21 +60,6 @@ def two_turns(policy, task):
     policy.reward({"reward": 1.0, "accuracy": 1})
 
 
-def each_turn(policy, task):
-    messages = [said(task["name"])]
-    for reward in (0.25, None, {"reward": 2.0, "found": 1.0}):
-        messages += [policy.ask(messages), said("and?")]
-        policy.reward(reward)
-
-
-def rewrites(policy, task):
-    """Its second question does not continue the first."""
-    messages = [said("one?"), policy.ask([said("one?")])]
-    policy.ask([said("two?")])
-    policy.ask([*messages, said("three?")])
-    policy.reward(1.0)
-
-
 def own_sampling(policy, task):
     policy.ask([said(task["name"])], max_tokens=2, model="gpt-x")
     policy.ask([said("?")], max_completion_tokens=99, temperature=0, top_p=0.1, seed=1)
@@ -87,27 +72,8 @@ def asks_on(policy, task):
         policy.reward(number)
 
 
-def asks_on_and_ends_well(policy, task):
-    try:
-        asks_on(policy, task)
-    except RuntimeError:
-        policy.reward(7.0)
-
-
 def asks_much(policy, task):
     policy.ask([said("x" * 5000)])
-
-
-def with_tools(policy, task):
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    messages = [
-        said("1+1?"),
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "2"},
-    ]
-    policy.ask(messages, tools=tools)
-    policy.reward(1.0)
 
 
 def asks_again(policy, task):
@@ -151,13 +117,6 @@ def crashes(policy, task):
     sys.exit(3)
 
 
-def crashes_once(policy, task):
-    if not os.path.exists(task["marker"]):
-        open(task["marker"], "w").close()
-        crashes(policy, task)
-    two_turns(policy, task)
-
-
 def hangs(policy, task):
     policy.ask([said("?")])
     child = subprocess.Popen(
@@ -172,13 +131,6 @@ def hangs_once(policy, task):
     if not os.path.exists(task["marker"]):
         hangs(policy, task)
     two_turns(policy, task)
-
-
-def asks_without_reward(policy, task):
-    messages = []
-    for _ in range(50):
-        messages += [said("?")]
-        messages += [policy.ask(messages)]
 
 
 def half_an_answer(policy, task):

@@ -173,6 +173,12 @@ class Does(Echo):
     def is_no_number(self, turn):
         return Turn([{"role": "user", "content": "a"}], float("nan"))
 
+    def is_text(self, turn):
+        return Turn(turn.messages, "much")
+
+    def has_no_reward(self, turn):
+        return Turn(turn.messages, {"other": 1.0})
+
     def says_nothing(self, turn):
         return Turn()
 

@@ -71,21 +71,6 @@ def naps(prompts, responses, ground_truths):
     return [float(os.getpid())] * len(prompts)
 
 
-def crashes(prompts, responses, ground_truths):
-    if responses[0] == "crash":
-        os.kill(os.getpid(), 9)
-    return [1.0] * len(prompts)
-
-
-def leaves(prompts, responses, ground_truths):
-    sys.exit(3)
-
-
-def forks(prompts, responses, ground_truths):
-    os.fork()
-    return [float(r) for r in responses]
-
-
 def hangs_with_a_daemon(prompts, responses, ground_truths):
     command = [sys.executable, "-c", "import time; time.sleep(1000)"]
     started = [subprocess.Popen(command, start_new_session=True, env={}).pid]

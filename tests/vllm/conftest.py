@@ -3,7 +3,6 @@
 make test-vllm        makes the engines' environment and runs this folder
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 # Runs on Ray and what they could leave; agents.
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("ray", "unit")]
 
-from leftovers import living_actors, processes_of, reserved_groups, session_folder, shared_memory
+from ray_fixtures import own_ray, ray  # noqa: F401
 from vllm_roles import WIDE
 
 from aligner.checkpoint.nemo.model_file import save_nemo
@@ -37,25 +36,3 @@ def write_wide(tmp_path_factory, scale):
     weights = random_weights(WIDE, seed=0, scale=scale)
     save_nemo(path, weights, WIDE, byte_level_tokenizer().files())
     return path
-
-
-@pytest.fixture(scope="session")
-def own_ray():
-    """Ray's processes, started once; at the end they and all memory they shared are gone."""
-
-    from aligner.distributed.ray.session import ray_session
-
-    memory = shared_memory()
-    with ray_session(None, cpus=4, object_store_mb=128):
-        folder = session_folder(os.getpid())
-        yield
-    assert processes_of(folder) == []
-    assert shared_memory() <= memory
-
-
-@pytest.fixture
-def ray(own_ray):
-    """The Ray of all tests; no actor and no placement group may outlive the test."""
-    yield
-    assert living_actors() == []
-    assert reserved_groups() == []

@@ -4,21 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
-from runs import ON_RAY, train
-from vllm_roles import ROOT
+from runs import train
+from test_engine_kills import VLLM
 
 from aligner.generation.vllm import generation
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 OPTIONS = [
-    ON_RAY,
-    "generation.backend=vllm",
-    f"generation.vllm.python={ROOT}/.venv-vllm/bin/python",
-    "generation.vllm.kv_cache_mb=128",
-    "generation.vllm.threads=1",
-    "environment.concurrency=4",
-    "environment.retries=1",
-    "trainer.ppo.max_steps=1",
+    *VLLM,
+    *("environment.concurrency=4", "environment.retries=1", "trainer.ppo.max_steps=1"),
 ]
 FAILED = "rollouts/failed_engine_error"
 

@@ -4,8 +4,8 @@ ends with the uninterrupted run's numbers. No process and no shared memory is le
 
 import psutil
 import pytest
-from runs import ON_RAY, train
-from vllm_roles import ROOT, Killer
+from runs import ON_RAY, Killer, train
+from vllm_roles import ROOT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 VLLM = [
@@ -35,7 +35,7 @@ def engines():
 def test_killed_while_drawing_loading_and_idle(tmp_path, fresh_nemo, ray, monkeypatch, capfd):
     before = engines()
     left_alone = train(tmp_path / "left_alone", fresh_nemo, *VLLM)
-    killer = Killer(monkeypatch, MOMENTS)
+    killer = Killer(monkeypatch, "vllm", MOMENTS)
     ended = train(tmp_path / "run", fresh_nemo, *VLLM)
     assert killer.moments == []
     told = capfd.readouterr().out
@@ -50,7 +50,7 @@ def test_killed_while_drawing_loading_and_idle(tmp_path, fresh_nemo, ray, monkey
 def test_killed_while_it_draws_ahead(in_flight, tmp_path, fresh_nemo, ray, monkeypatch):
     way = [*VLLM, *AHEAD, f"generation.in_flight={in_flight}"]
     left_alone = train(tmp_path / "left_alone", fresh_nemo, *way)
-    killer = Killer(monkeypatch, [(2, "lm_policy", "train")])
+    killer = Killer(monkeypatch, "vllm", [(2, "lm_policy", "train")])
     ended = train(tmp_path / "run", fresh_nemo, *way)
     assert len(killer.killed) == 1
     assert ended == left_alone

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
-import signal
 from pathlib import Path
 
 import torch
@@ -11,8 +9,6 @@ import torch
 from aligner.checkpoint.model_source import open_model
 from aligner.config import parse_config
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.worker_groups import RayWorkerGroup
-from aligner.errors import current_step
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 
 ROOT = Path(__file__).parents[2]
@@ -100,24 +96,3 @@ def scored(output):
             "token_mask": ((position >= starts) & (position < ends)).float(),
         }
     )
-
-
-class Killer:
-    """Kills the first engine once at each of ``moments``: step, role and method under way."""
-
-    def __init__(self, monkeypatch, moments):
-        self.moments, self.killed, self.step = list(moments), [], 0
-        seats = {}
-        start_call = RayWorkerGroup._start_call
-
-        def call(group, method_name, *arguments):
-            future = start_call(group, method_name, *arguments)
-            seats[group.name_prefix] = group._seats[0]
-            self.step = current_step() or self.step
-            if (self.step, group.name_prefix, method_name) in self.moments[:1]:
-                del self.moments[0]
-                self.killed.append(seats["vllm"].pid)
-                os.kill(self.killed[-1], signal.SIGKILL)
-            return future
-
-        monkeypatch.setattr(RayWorkerGroup, "_start_call", call)

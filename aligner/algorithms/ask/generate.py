@@ -15,13 +15,12 @@ from aligner.data.chat import Message, parse_messages, render, with_system
 from aligner.data.prompts import PromptDataset, make_prompt
 from aligner.data.readers import DataRow
 from aligner.data.special_tokens import treat_special_tokens
-from aligner.data.tokenizers.decoding import IncrementalDecoder
+from aligner.data.tokenizers.decoding import IncrementalDecoder, response_texts
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError, TokenizerError
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import is_rank_zero, on_rank_zero
-from aligner.rewards.interface import response_texts
 
 RESET, HELP = "/reset", "/help"
 _HELP = f"Ctrl-D ends. {RESET} forgets the conversation. Ctrl-C stops an answer"

@@ -5,15 +5,15 @@ rewards ─► shaped rewards, masked samples ─► minus β·KL ─► advanta
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.rollout import shape_rewards, shape_turn_rewards
 from aligner.config import TrainerPPOConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.errors import ConfigError
 from aligner.losses.advantages import generalized_advantage_estimate, token_rewards
 from aligner.losses.groups import (
     CriticFreeEstimator,
@@ -21,9 +21,42 @@ from aligner.losses.groups import (
     soft_overlong_penalty,
     token_advantages,
 )
-from aligner.losses.kl import kl_estimate
 from aligner.losses.masked import masked_whiten
+from aligner.losses.policy import kl_estimate
 from aligner.observe.diagnostics import explained_variance, statistics
+
+
+class KLController:
+    """Controller of the KL coefficient β of the reward, which is fixed without a ``target``.
+
+    For a target KL, ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)`` (Ziegler et
+    al., 2019, "Fine-Tuning Language Models...", §2.2). KL is summed over a sample's tokens and
+    averaged over samples. ``value`` is the coefficient for the next rollout.
+    """
+
+    def __init__(self, coefficient: float, target: float | None = None, horizon: int = 1) -> None:
+        self.value, self._target, self._horizon = coefficient, target, horizon
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Update β from the mean KL per sample of a rollout and the sample count."""
+        if self._target is not None:
+            error = min(max(current_kl / self._target - 1, -0.2), 0.2)
+            self.value *= 1 + error * n_samples / self._horizon
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coefficient, unless it is fixed. The rest comes from the configuration."""
+        return {} if self._target is None else {"coefficient": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``. A fixed and an adaptive coefficient cannot be exchanged."""
+        if bool(state) != (self._target is not None):
+            kinds = ("an adaptive", "fixed") if state else ("a fixed", "adaptive")
+            raise ConfigError(
+                f"the run state was saved with {kinds[0]} KL coefficient ({dict(state)}), but the "
+                f"configured coefficient is {kinds[1]}. Change trainer.ppo.kl_controller.mode, or "
+                "start a new run"
+            )
+        self.value = float(state.get("coefficient", self.value))
 
 
 @dataclass(frozen=True)
@@ -37,23 +70,32 @@ class Credit:
     estimator: UserEstimator | None = None  # if ``trainer.advantage`` names one
 
     def shape(self, batch: BatchedDataDict) -> None:
-        """Add ``shaped_rewards`` [B], ``sample_mask`` and any ``shaped_turn_rewards`` [B, S]."""
-        trainer = self.trainer
-        # Conversations: shaped rewards of turns and their sum.
-        if "turn_ids" in batch:
-            shaped, batch["sample_mask"] = shape_turn_rewards(
-                batch, trainer.reward, trainer.improper_end
-            )
+        """Add ``shaped_rewards`` float32 [B], of turns ``shaped_turn_rewards`` float32 [B, S].
+
+        ``R <- clamp(scale * R + shift, ±clip)`` for each response or turn, then the penalty for an
+        improper end, in the last turn. If ``improper_end.mode`` is ``mask``, ``sample_mask``
+        float32 [B] becomes 0 for responses that did not end properly (``is_end`` bool [B]).
+        """
+        shaping, improper = self.trainer.reward, self.trainer.improper_end
+        ended, turns = batch["is_end"].float(), batch.get("turn_ids")
+        rewards = batch["rewards" if turns is None else "turn_rewards"]
+        shaped = shaping.scale * rewards + shaping.shift
+        if shaping.clip is not None:
+            shaped = shaped.clamp(-shaping.clip, shaping.clip)
+        if improper.mode == "penalize":
+            penalties = improper.penalty * (1 - ended)
+            if turns is not None:
+                penalties = token_rewards(penalties, None, batch["token_mask"], 0.0, turn_ids=turns)
+            shaped = shaped - penalties
+        elif improper.mode == "mask":
+            batch["sample_mask"] = batch["sample_mask"] * ended
+        if turns is not None:
             batch["shaped_turn_rewards"] = shaped
-            batch["shaped_rewards"] = shaped.double().sum(1).float()
-            return
-        shaped, batch["sample_mask"] = shape_rewards(
-            batch["rewards"], batch["is_end"], trainer.reward, trainer.improper_end
-        )
-        if trainer.reward.overlong_cache is not None:
+            shaped = shaped.double().sum(1).float()
+        elif shaping.overlong_cache is not None:
             lengths = batch["input_lengths"] - batch["prompt_lengths"]
             shaped = shaped + soft_overlong_penalty(
-                lengths, batch["is_end"], self.max_length, trainer.reward.overlong_cache
+                lengths, batch["is_end"], self.max_length, shaping.overlong_cache
             )
         batch["shaped_rewards"] = shaped
 

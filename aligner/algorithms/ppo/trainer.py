@@ -24,21 +24,20 @@ from aligner.algorithms.ppo.build import (
     run_notes,
     start_roles,
 )
-from aligner.algorithms.ppo.credit import Credit
+from aligner.algorithms.ppo.credit import Credit, KLController
+from aligner.algorithms.ppo.dynamic_sampling import fill_with_varied_groups
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.rollout import fill_with_varied_groups, prefixed, samples_of, score
+from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
 from aligner.algorithms.rollout.trainer import SamplingInputs, SamplingTrainer
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
 from aligner.config import RunConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.losses.corrections import second_moment_masks
-from aligner.losses.kl import KLController
 from aligner.losses.value import PPOValueLoss
 from aligner.models.handle import TRAINED_COLUMNS
 from aligner.observe.diagnostics import count_updates, gap_warnings, idle_roles, update_metrics
-from aligner.observe.metric_names import describe
-from aligner.observe.metrics import PhaseTimers
+from aligner.observe.metrics import PhaseTimers, describe
 from aligner.types import LossFunction
 
 CRITIC_COLUMNS = (*TRAINED_COLUMNS, "values", "returns")

@@ -206,10 +206,7 @@ def _tokens(items: ExampleSet[Any]) -> list[bytes]:
 
 
 def _digest(parts: Sequence[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _examples(items: ExampleSet[Any]) -> list[Example]:

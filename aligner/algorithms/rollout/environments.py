@@ -37,7 +37,7 @@ from aligner.http.queue import JobQueue
 from aligner.importing import describe_exception
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.parallel.collectives import gather_objects, is_rank_zero, on_rank_zero
-from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.function.runner import ScoredResponses
 from aligner.types import PAD_VALUES
 
 log = logging.getLogger(__name__)

@@ -41,7 +41,8 @@ from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.value.lm_value import Value
 from aligner.observe.startup import RoleMemory
-from aligner.rewards.interface import Reward, RewardInterface, check_weights
+from aligner.rewards.function.runner import Reward
+from aligner.rewards.interface import RewardInterface, check_weights
 from aligner.rewards.model import ModelReward, SharedBackboneReward, VerifiedReward
 from aligner.rewards.sequences import SequenceEncoder
 

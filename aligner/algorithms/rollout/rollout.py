@@ -1,22 +1,25 @@
-"""Collection of rollouts: prompts → responses → rewards, for every algorithm that samples."""
+"""Collection of rollouts: prompts → responses → rewards, for every algorithm that samples.
+
+main thread ── begin ──► collecting thread (`ConversationsAhead`) ── rows ──► engine
+     ▲                          │         ▲                                     │
+     └──── rollout batch ───────┘         └────────────── tokens ───────────────┘
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aligner.config import ImproperEndConfig, RewardShapingConfig, SamplingOptions
+from aligner.config import SamplingOptions
 from aligner.data.batches import PromptBatch
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.losses.advantages import token_rewards
-from aligner.losses.groups import has_reward_variance
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.observe.diagnostics import rollout_metrics, statistics
-from aligner.observe.samples import Sample
+from aligner.observe.metrics import Sample
 from aligner.rewards.interface import RewardInterface
 
 # Added to the run's seed for validation, so that validation never shares random numbers with
@@ -178,43 +181,6 @@ def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     return {**metrics, **parts, **scored.metrics}
 
 
-def shape_rewards(
-    rewards: Tensor, is_end: Tensor, shaping: RewardShapingConfig, improper: ImproperEndConfig
-) -> tuple[Tensor, Tensor]:
-    """Return the rewards that the algorithm uses and a mask of the samples that count.
-
-    ``R <- clamp(scale * R + shift, ±clip)``, then the penalty for responses that did not end
-    properly. ``rewards`` float32 [B], ``is_end`` bool [B]. Returns float32 [B] and a float32
-    sample mask [B], 0 for responses that did not end properly if ``improper.mode`` is ``mask``.
-    """
-    shaped = shaping.scale * rewards + shaping.shift
-    if shaping.clip is not None:
-        shaped = shaped.clamp(-shaping.clip, shaping.clip)
-    if improper.mode == "penalize":
-        shaped = torch.where(is_end, shaped, shaped - improper.penalty)
-    return shaped, is_end.float() if improper.mode == "mask" else torch.ones_like(rewards)
-
-
-def shape_turn_rewards(
-    batch: BatchedDataDict, shaping: RewardShapingConfig, improper: ImproperEndConfig
-) -> tuple[Tensor, Tensor]:
-    """Return the shaped rewards of turns and a mask of the samples that count.
-
-    ``R <- clamp(scale * R, ±clip)`` for each turn, then the penalty for an improper end in the last
-    turn. Reads ``turn_rewards`` float32 [B, S], ``token_mask`` [B, S], ``is_end`` bool [B] and
-    ``sample_mask`` float32 [B] (by default 1 for scored and for unfinished responses).
-    Returns float32 [B, S] and a sample mask [B].
-    """
-    shaped, ended = shaping.scale * batch["turn_rewards"], batch["is_end"].float()
-    if shaping.clip is not None:
-        shaped = shaped.clamp(-shaping.clip, shaping.clip)
-    if improper.mode == "penalize":
-        penalties, turns = improper.penalty * (1 - ended), batch.get("turn_ids")
-        shaped = shaped - token_rewards(penalties, None, batch["token_mask"], 0.0, turn_ids=turns)
-    counts = batch.get("sample_mask", torch.maximum(batch["is_scored"], 1 - ended))
-    return shaped, counts * ended if improper.mode == "mask" else counts
-
-
 def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> list[Sample]:
     """Return the first ``count`` rows of a scored rollout batch for display."""
     truths = batch["ground_truths"]
@@ -239,70 +205,3 @@ def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> lis
 def prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
     """Return ``metrics`` with ``prefix/`` before every name."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
-
-
-def fill_with_varied_groups(
-    sample: Callable[[int], BatchedDataDict],
-    *,
-    prompts: int,
-    rollouts_per_prompt: int,
-    max_rollouts: int,
-    prompts_left: Callable[[], int],
-    pad_id: int,
-    credit: Literal["trajectory", "turn"] = "trajectory",
-) -> tuple[BatchedDataDict, int]:
-    """Return a scored rollout batch of ``prompts`` groups and the number of samples drawn for it.
-
-    Dynamic sampling of DAPO (Yu et al., 2025): if all responses to a prompt earn the same reward,
-    their advantages are 0, so other groups replace them. Later rollouts sample only as many groups
-    as are missing. No group with signal is dropped.
-
-    Args:
-        sample: returns the next scored rollout of n prompts, with the columns ``sample_mask`` and
-            ``shaped_rewards``. The ``rollouts_per_prompt`` responses to a prompt are adjacent.
-        prompts: number of groups.
-        rollouts_per_prompt: number of responses in a group.
-        max_rollouts: sampling ends after ``max_rollouts * prompts`` prompts. Groups without signal
-            then fill the batch, the earliest first.
-        prompts_left: returns how many prompts the run may still sample.
-        pad_id: id that pads shorter rows.
-        credit: see `teaches`.
-    """
-    with_signal: list[BatchedDataDict] = []
-    without_signal: list[BatchedDataDict] = []
-    sampled, missing, count = 0, prompts, prompts
-    allowed = max_rollouts * prompts
-    while count:
-        batch = sample(count)
-        allowed -= count
-        sampled += batch.size
-        has_signal = teaches(batch, rollouts_per_prompt, credit)
-        with_signal.append(batch.select_indices(has_signal.nonzero().flatten()))
-        without_signal.append(batch.select_indices((~has_signal).nonzero().flatten()))
-        missing -= int(has_signal.sum()) // rollouts_per_prompt
-        count = min(missing, allowed, prompts_left())
-    # Groups without signal fill up the batch.
-    batch = BatchedDataDict.from_batches(
-        [*with_signal, *without_signal], pad_value_dict={"input_ids": pad_id}
-    )
-    return batch.slice(0, prompts * rollouts_per_prompt), sampled
-
-
-def teaches(
-    batch: BatchedDataDict,
-    rollouts_per_prompt: int,
-    credit: Literal["trajectory", "turn"] = "trajectory",
-) -> Tensor:
-    """Return bool [B], true if the rewards of the row's group differ before and after shaping.
-
-    DAPO compares the verifier's rewards, without the length penalty. A limit of rewards
-    (``trainer.ppo.reward.clip``) may remove the difference. A sample that does not count
-    (``sample_mask`` 0) is not compared. ``credit="turn"`` compares rewards of turns, if any.
-    """
-    groups = torch.arange(batch.size) // rollouts_per_prompt
-    counts = batch["sample_mask"]
-    turns = batch.get("turn_ids") if credit == "turn" else None
-    name = "rewards" if turns is None else "turn_rewards"
-    varied = has_reward_variance(batch[name], groups, counts, turns)
-    varied &= has_reward_variance(batch[f"shaped_{name}"], groups, counts, turns)
-    return varied.view(-1, rollouts_per_prompt).any(1).repeat_interleave(rollouts_per_prompt)

@@ -22,7 +22,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.importing import load_function
 from aligner.models.interfaces import GenerationInterface
 from aligner.observe.estimates import Estimate, answer_estimates, mean_over_prompts
-from aligner.observe.samples import Sample
+from aligner.observe.metrics import Sample
 from aligner.rewards.interface import RewardInterface
 
 

@@ -38,7 +38,7 @@ from aligner.errors import DeviceMemoryError, WorkerError, training_step
 from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import PhaseTimers
 from aligner.parallel.collectives import gather_objects, this_rank
-from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.function.runner import ScoredResponses
 from aligner.rewards.model import ModelReward
 
 Config = TypeVar("Config", bound=BaseRunConfig)

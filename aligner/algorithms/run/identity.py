@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -219,17 +220,20 @@ def _code_content(key: str, value: Any) -> str | None:
         elif key == "model.tokenizer" and path.exists():
             files += [path] if path.is_file() else sorted(filter(Path.is_file, path.rglob("*")))
         elif not is_command:
-            files += _module_file(location if separator else word.rpartition(".")[0])
+            module = location if separator else word.rpartition(".")[0]
+            if module.partition(".")[0] != "aligner":
+                files += filter(Path.is_file, [module_file(module)])
     return fingerprint_of(files) if files else None
 
 
-def _module_file(module: str) -> list[Path]:
-    """Return the file of a user's module, without importing it, or nothing for this library."""
-    names = module.split(".")
-    if names[0] == "aligner" or not all(name.isidentifier() for name in names):
-        return []
-    candidates = (Path(folder, *names).with_suffix(".py") for folder in ("", *sys.path))
-    return [path for path in candidates if path.is_file()][:1]
+def module_file(module: str) -> Path:
+    """Return the file of a module that is not imported, or a path that does not exist."""
+    folders: Sequence[str] | None = ["", *sys.path]
+    spec = None
+    for name in module.split("."):
+        spec = PathFinder.find_spec(name, folders) if folders and name.isidentifier() else None
+        folders = None if spec is None else spec.submodule_search_locations
+    return Path((spec and spec.origin) or "")
 
 
 def _data_content(source: Source) -> str | None:

@@ -3,13 +3,11 @@
 import ast
 import os
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import PathFinder
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from aligner.algorithms.run.identity import flat
+from aligner.algorithms.run.identity import flat, module_file
 from aligner.checkpoint.nemo.archive import ArchiveReader, named_by
 from aligner.data.readers import source_files
 from aligner.errors import ConfigError
@@ -52,7 +50,7 @@ def check_inputs(config: Any) -> None:
 def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:
     """Check the signature of a reward function without running its file."""
     module, _, function = name.rpartition(":" if ":" in name else ".")
-    file = Path(module).expanduser() if module.endswith(".py") else _file_of(module)
+    file = Path(module).expanduser() if module.endswith(".py") else module_file(module)
     if not file.is_file():
         load_function(name, key="reward.function")  # raises, or finds a module without a file
         return
@@ -65,16 +63,6 @@ def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:
             continue
         if node.name == function and not node.decorator_list:
             LoadedFunction(_without_body(node), name, kwargs)
-
-
-def _file_of(module: str) -> Path:
-    """Return the file of a module that is not imported, or a path that does not exist."""
-    folders: Sequence[str] | None = [*sys.path, os.getcwd()]
-    spec = None
-    for part in module.split("."):
-        spec = None if folders is None else PathFinder.find_spec(part, folders)
-        folders = None if spec is None else spec.submodule_search_locations
-    return Path((spec and spec.origin) or "")
 
 
 def _without_body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:

@@ -34,9 +34,8 @@ from aligner.errors import (
     training_step,
 )
 from aligner.models.handle import RoleHandle
-from aligner.observe.metrics import MetricsWriter, PhaseTimers
-from aligner.observe.progress import ConsoleProgress
-from aligner.observe.samples import Sample, sample_table
+from aligner.observe.metrics import MetricsWriter, PhaseTimers, Sample
+from aligner.observe.progress import ConsoleProgress, sample_table
 from aligner.parallel.collectives import from_rank_zero, gather_objects, is_rank_zero, on_rank_zero
 
 
@@ -107,11 +106,6 @@ class Schedule:
     def validates(self, step: int) -> bool:
         """Return whether ``step`` is followed by a validation."""
         return self._is_due(step, self.val_check_interval)
-
-    @property
-    def saves_in_background(self) -> bool:
-        """True if run states are written during later steps."""
-        return self.async_save and 0 < self.save_interval < self.total_steps
 
     def saves(self, step: int) -> bool:
         """Return whether ``step`` is followed by saving."""
@@ -240,9 +234,10 @@ class RunLoop:
             with timers("save"):
                 self.store.check()
             self._announce()
-        elif step == (self.resumed_step or 0) + 1 and self.schedule.saves_in_background:
-            # The first step has created the optimizer's state.
-            for role in self.learner.roles.values():
+        elif step == (self.resumed_step or 0) + 1 and self.schedule.async_save:
+            # The first step has created the optimizer's state, which a later save copies.
+            is_needed = 0 < self.schedule.save_interval < self.schedule.total_steps
+            for role in self.learner.roles.values() if is_needed else ():
                 role.prepare_saving()
 
     def _validate(self, step: int, timers: PhaseTimers) -> StepResult:

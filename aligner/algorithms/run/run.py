@@ -25,8 +25,7 @@ from aligner.config import BaseRunConfig, check_layout
 from aligner.config.parse import defaults_of, refuse
 from aligner.data.tokenizers.tokenizer import Tokenizer, fixed_time
 from aligner.errors import NonFiniteError, WorkerDiedError
-from aligner.observe.metric_names import check_names
-from aligner.observe.metrics import MetricsWriter, make_loggers
+from aligner.observe.metrics import MetricsWriter, check_names, make_loggers
 from aligner.observe.report.run import RunRecord, write_report
 from aligner.observe.run_lock import RunLock
 from aligner.observe.startup import StartupSummary, startup_report

@@ -148,9 +148,11 @@ def startup_summary(
         ),
         packages=find_packages(),
         restores=restores,
-        way=workers.roles[0].way_in_words(),
-        dropout=dropout_in_words(config.model, architecture),
-        repetition=repetition_in_words(config, on_gpus=device.has_gpu),
+        remarks=[
+            workers.roles[0].way_in_words(),
+            dropout_in_words(config.model, architecture),
+            repetition_in_words(config, on_gpus=device.has_gpu),
+        ],
         notes=[*notes, *untried_versions(), *ignored],
     )
 

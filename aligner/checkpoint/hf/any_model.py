@@ -84,16 +84,12 @@ class LoadedWeights(Mapping[str, Tensor]):
     """Float32 parameters and persistent buffers of a model that transformers loads on the host."""
 
     def __init__(self, source: TransformersSource) -> None:
-        """Prepare to load the weights. Nothing is read."""
+        """Prepare to load the weights when they are indexed."""
         self._source = source
 
     @cached_property
     def model(self) -> "PreTrainedModel":
-        """The loaded model, in evaluation mode, on the host.
-
-        Raises:
-            CheckpointError: the files are damaged, or tensors are missing or surplus.
-        """
+        """The loaded model in evaluation mode. Raises `CheckpointError` for damaged files."""
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
@@ -150,11 +146,8 @@ class LoadedWeights(Mapping[str, Tensor]):
 def read_any(folder: Path, *, trusted: bool = False) -> TransformersSource:
     """Read configuration and tokenizer of a directory.
 
-    ``trusted``: whether the directory's own code builds the model, if it has code.
-
-    Raises:
-        CheckpointError: the installed transformers does not build such a model, or the model is no
-            decoder-only language model, quantised, or smaller than its tokenizer.
+    ``trusted``: whether the directory's own code builds the model, if it has code. Raises
+    `CheckpointError` for an unsupported model, or a vocabulary smaller than its tokenizer.
     """
     settings = read_json(folder / "config.json")
     architecture = architecture_of(settings, str(folder), trusted=trusted)
@@ -276,21 +269,13 @@ def _own_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
 
 
 def unapplied_settings(architecture: GPTArchitecture) -> dict[str, float]:
-    """Return what training does not apply: dropout, noise and auxiliary losses of routers above 0.
-
-    transformers adds the auxiliary loss if ``output_router_logits`` is set.
-    """
+    """Return what training does not apply: dropout, noise and auxiliary losses of routers."""
     settings = _own_config(architecture).to_dict()
+    unapplied = [*_RANDOM, *(["aux_loss"] if settings.get("output_router_logits") else [])]
     return {
         name: value
         for name, value in settings.items()
-        if (
-            any(part in name for part in _RANDOM)
-            or ("aux_loss" in name and settings.get("output_router_logits"))
-        )
-        and isinstance(value, float | int)
-        and not isinstance(value, bool)
-        and value > 0
+        if any(part in name for part in unapplied) and type(value) in (int, float) and value > 0
     }
 
 
@@ -311,10 +296,7 @@ def model_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
 def empty_model(
     architecture: GPTArchitecture, dtype: torch.dtype = torch.float32
 ) -> "PreTrainedModel":
-    """Build the model without memory for its parameters. Its buffers are on the host.
-
-    ``dtype``: of a forward pass. Buffers that transformers keeps in float32 are float32.
-    """
+    """Build the model of ``dtype`` without memory for parameters. Its buffers are on the host."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -326,7 +308,7 @@ def empty_model(
     model.tie_weights()
     wide = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
     for name, buffer in model.named_buffers():
-        if any(part in name for part in wide):
+        if any(part in name for part in wide):  # transformers keeps it in float32
             buffer.data = buffer.float()
     return model
 
@@ -361,10 +343,9 @@ def save_any(
     tokenizer_files: Mapping[str, bytes],
     keys: Mapping[str, Any],
 ) -> None:
-    """Write a directory that ``from_pretrained`` loads, completely or not at all.
+    """Write a new directory that ``from_pretrained`` loads, completely or not at all.
 
-    ``folder``: a new or an empty directory. ``weights``: by the module's names. ``keys``: NeMo's
-    keys of a reward model. A head is in a file of its own, in place of the output layer.
+    ``weights``: by the module's names. ``keys``: NeMo's keys of a reward model.
     """
     from transformers.utils.logging import disable_progress_bar
 

@@ -37,19 +37,6 @@ _LLAMA_KEYS = {
     "init_std": "initializer_range",
     "attention_dropout": "attention_dropout",
 }
-_MISTRAL_KEYS = {**_LLAMA_KEYS, "window_size": "sliding_window"}
-_MIXTRAL_KEYS = {
-    **_MISTRAL_KEYS,
-    "num_moe_experts": "num_local_experts",
-    "moe_router_topk": "num_experts_per_tok",
-}
-_QWEN3_MOE_KEYS = {
-    **_LLAMA_KEYS,
-    "num_moe_experts": "num_experts",
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-    "moe_router_pre_softmax": "norm_topk_prob",  # negated
-}
 _GPT2_KEYS = {
     "num_layers": "n_layer",
     "hidden_size": "n_embd",
@@ -70,40 +57,59 @@ _SAME: tuple[tuple[str, Any, Any], ...] = (
     *(("hidden_act", "silu", "swish"), ("hidden_act", "gemma", "gelu")),
     *(("mlp_only_layers", [], None), ("use_bidirectional_attention", None, False)),
 )
-_SILU = {"hidden_act": "silu"}
 _NO_WINDOW = {"use_sliding_window": False}
-_COMMON = {"initializer_range": 0.02, "attention_dropout": 0.0, "tie_word_embeddings": False}
-_LLAMA_DEFAULTS = {**_COMMON, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-_MISTRAL_DEFAULTS = {
-    **_LLAMA_DEFAULTS,
-    **{"max_position_embeddings": 131_072, "num_key_value_heads": 8},
-}
-_QWEN_DEFAULTS = {
-    **_LLAMA_DEFAULTS,
-    **{"max_position_embeddings": 32_768, "num_key_value_heads": 32},
-}
-_QWEN3_FIXED = {**_NO_WINDOW, **_SILU, "attention_bias": False}
-_QWEN3_MOE = Family(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    QWEN3_MOE_TABLE,
-    _QWEN3_MOE_KEYS,
-    {**_QWEN_DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8}
-    | {"moe_intermediate_size": 768, "norm_topk_prob": False},
-    {**_QWEN3_FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    {"qk_layernorm": True},
-)
+_WINDOW = {"window_size": "sliding_window"}
 _LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     LLAMA_TABLE,
     {**_LLAMA_KEYS, "bias_linear": "attention_bias"},
-    {**_LLAMA_DEFAULTS, "attention_bias": False, "mlp_bias": False},
-    _SILU,
+    {"initializer_range": 0.02, "attention_dropout": 0.0, "tie_word_embeddings": False}
+    | {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+    | {"attention_bias": False, "mlp_bias": False},
+    {"hidden_act": "silu"},
     equal={"mlp_bias": "attention_bias"},
 )
 # Families that differ from Llama by names, activation, norms or biases.
 _PLAIN = dataclasses.replace(_LLAMA, keys=_LLAMA_KEYS, equal={})
+_MISTRAL = _PLAIN.variant(
+    "mistral",
+    "MistralForCausalLM",
+    keys=_WINDOW,
+    defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+)
+_MIXTRAL = dataclasses.replace(_MISTRAL, table=MIXTRAL_TABLE).variant(
+    "mixtral",
+    "MixtralForCausalLM",
+    keys={"num_moe_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None}
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    fixed={"router_jitter_noise": 0.0},
+)
+_QWEN2 = _PLAIN.variant(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    defaults={"max_position_embeddings": 32_768, "num_key_value_heads": 32},
+    fixed=_NO_WINDOW,
+    implied={"bias_qkv": True},
+)
+_QWEN3 = _QWEN2.variant(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    defaults={"head_dim": 128},
+    fixed={"attention_bias": False},
+    implied={"bias_qkv": False, "qk_layernorm": True},
+)
+_QWEN3_MOE = dataclasses.replace(_QWEN3, table=QWEN3_MOE_TABLE).variant(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    keys={"num_moe_experts": "num_experts", "moe_router_topk": "num_experts_per_tok"}
+    | {"moe_ffn_hidden_size": "moe_intermediate_size"}
+    | {"moe_router_pre_softmax": "norm_topk_prob"},  # negated
+    defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8, "head_dim": None}
+    | {"moe_intermediate_size": 768, "norm_topk_prob": False},
+    fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
+)
 _BIAS_QKV = {"bias_qkv": "attention_bias"}
 _SQUARED_RELU: dict[str, Any] = {
     "table": UNGATED_MLP,
@@ -134,7 +140,7 @@ _LLAMA_LIKE = (
         "Starcoder2ForCausalLM",
         table=STARCODER2_MLP,
         keys={"bias_linear": "use_bias", "layernorm_epsilon": "norm_epsilon"}
-        | {"window_size": "sliding_window", "hidden_dropout": "residual_dropout"},
+        | {**_WINDOW, "hidden_dropout": "residual_dropout"},
         defaults={"use_bias": True, "norm_epsilon": 1e-5, "initializer_range": 0.018042}
         | {"num_key_value_heads": 2, "max_position_embeddings": 4096, "residual_dropout": 0.0}
         | {"tie_word_embeddings": True},
@@ -145,7 +151,7 @@ _LLAMA_LIKE = (
         "phi3",
         "Phi3ForCausalLM",
         table={**FUSED_QKV, **FUSED_GATE_UP},
-        keys={"window_size": "sliding_window", "hidden_dropout": "resid_pdrop"},
+        keys={**_WINDOW, "hidden_dropout": "resid_pdrop"},
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "resid_pdrop": 0.0}
         | {ORIGINAL: 4096},
         rotary_percent=1.0,
@@ -242,7 +248,7 @@ _LLAMA_LIKE = (
 _OLMO3 = next(family for family in _LLAMA_LIKE if family.model_type == "olmo2").variant(
     "olmo3",
     "Olmo3ForCausalLM",
-    keys={"window_size": "sliding_window"},
+    keys=_WINDOW,
     defaults={"sliding_window": 4096, "rope_theta": 5e5},
     window_pattern=4,
 )
@@ -252,7 +258,7 @@ _GEMMA3 = _LLAMA_LIKE[-1].variant(
     table=norms_after(
         "post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm"
     ),
-    keys={"window_size": "sliding_window", "attention_scale": "query_pre_attn_scalar"},
+    keys={**_WINDOW, "attention_scale": "query_pre_attn_scalar"},
     defaults={"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_theta": 1e6}
     | {"num_key_value_heads": 4, "max_position_embeddings": 131_072},
     fixed={"hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": None}
@@ -262,43 +268,7 @@ _GEMMA3 = _LLAMA_LIKE[-1].variant(
     window_rotary_base=1e4,
 )
 _FAMILIES = (
-    _LLAMA,
-    Family(
-        "mistral",
-        "MistralForCausalLM",
-        LLAMA_TABLE,
-        _MISTRAL_KEYS,
-        {**_MISTRAL_DEFAULTS, "sliding_window": 4096},
-        _SILU,
-    ),
-    Family(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        LLAMA_TABLE,
-        _LLAMA_KEYS,
-        _QWEN_DEFAULTS,
-        {**_NO_WINDOW, **_SILU},
-        {"bias_qkv": True},
-    ),
-    Family(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        LLAMA_TABLE,
-        _LLAMA_KEYS,
-        {**_QWEN_DEFAULTS, "head_dim": 128},
-        _QWEN3_FIXED,
-        {"qk_layernorm": True},
-    ),
-    Family(
-        "mixtral",
-        "MixtralForCausalLM",
-        MIXTRAL_TABLE,
-        _MIXTRAL_KEYS,
-        {**_MISTRAL_DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
-        | {"num_local_experts": 8, "num_experts_per_tok": 2},
-        {**_SILU, "router_jitter_noise": 0.0},
-    ),
-    _QWEN3_MOE,
+    *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE),
     Family(
         "gpt2",
         "GPT2LMHeadModel",

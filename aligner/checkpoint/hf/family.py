@@ -64,7 +64,7 @@ class Family:
         return self.model_type == "gpt2"
 
     def read(self, config: Config) -> GPTArchitecture:
-        """Return the architecture of a ``config.json`` that includes the defaults."""
+        """Return the architecture that ``config``, with all defaults filled in, describes."""
         fields: dict[str, Any] = {name: config.get(key) for name, key in self.keys.items()}
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         fields["num_query_groups"] = fields.get("num_query_groups") or heads
@@ -157,10 +157,8 @@ class Family:
         }
 
     def _read_rope(self, config: Config) -> dict[str, Any]:
-        """Return base, share and scaling of the rotation, and the longest sequence.
-
-        They are in ``rope_parameters`` (transformers 5) or in older keys.
-        """
+        """Return base, share and scaling of the rotation, and the longest sequence."""
+        # Keys of transformers 5, or older ones.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope = rope.get(_FULL) or rope
         share = rope.get(_PARTIAL, config.get(_PARTIAL))

@@ -38,13 +38,6 @@ _OPTIONAL = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-_GPT2 = {
-    "max_position_embeddings": "n_positions",
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "intermediate_size": "n_inner",
-    "num_attention_heads": "n_head",
-}
 # Keys without effect at any value.
 _UNUSED = (
     *("tensor_data_layout", "rope.scaling.finetuned"),
@@ -169,7 +162,9 @@ def _family(
         experts = settings.pop("expert_count", None)
         return {"model_type": kind, "num_experts": experts, "norm_topk_prob": True}
     if kind == "gpt2":
-        moved = {theirs: config.pop(ours) for ours, theirs in _GPT2.items()}
+        llama = family_of("llama").keys
+        gpt2 = {llama.get(field): key for field, key in family_of(kind).keys.items()}
+        moved = {gpt2[ours]: config.pop(ours) for ours in _SIZES.values()}
         epsilon = settings.pop("attention.layer_norm_epsilon", 1e-5)
         return {**moved, "model_type": kind, "layer_norm_epsilon": epsilon}
     if kind != "llama":

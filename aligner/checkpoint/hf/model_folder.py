@@ -165,10 +165,7 @@ def save_hf(
     """Write a Hugging Face directory that ``from_pretrained`` loads, see `new_folder`.
 
     ``keys``: NeMo's keys of the model. A reward model becomes a sequence classifier, a critic a
-    token classifier.
-
-    Raises:
-        CheckpointError: the family has no such classifier, or its scores would differ.
+    token classifier. Raises `CheckpointError` if the classifier does not exist or scores otherwise.
     """
     folder = Path(folder)
     for name in tokenizer_files:
@@ -197,9 +194,9 @@ def save_hf(
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill, and rename it to ``folder`` after the block succeeded.
+    """Yield a folder to fill, and rename it to ``folder`` after the block.
 
-    Raises `StorageError` if the folder exists and is not empty, or cannot be written.
+    Raises `StorageError` if ``folder`` exists and is not empty, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(

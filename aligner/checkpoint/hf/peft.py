@@ -1,7 +1,6 @@
 """Export of adapters in the format of Hugging Face's PEFT, for ``PeftModel.from_pretrained``.
 
-The fused linears of this library are separate in Hugging Face's models: query, key and value (gate
-and up) share A, and each receives its rows of B.
+Modules of a fused linear (query, key and value, or gate and up) share A and have their rows of B.
 """
 
 import json

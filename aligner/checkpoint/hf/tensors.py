@@ -14,6 +14,8 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
     EMBEDDING,
+    EXPERT,
+    LAYER,
     OUTPUT_LAYER,
     REWARD_HEAD,
     LazyTensors,
@@ -99,31 +101,29 @@ _GATE_UP = Layout(lambda parts, _: torch.cat(parts), lambda tensor, _: list(tens
 Table = Mapping[str, tuple[Layout, tuple[str, ...]]]
 
 _L, _H = "decoder.layers.{n}", "model.layers.{n}"
+_ATTENTION, _MLP = f"{_H}.self_attn", f"{_H}.mlp"
+_SEPARATE_QKV = (f"{_ATTENTION}.q_proj", f"{_ATTENTION}.k_proj", f"{_ATTENTION}.v_proj")
 LLAMA_TABLE: Table = {
     "embedding.word_embeddings": (_COPY, ("model.embed_tokens",)),
     f"{_L}.input_layernorm": (_COPY, (f"{_H}.input_layernorm",)),
-    f"{_L}.self_attention.linear_qkv": (
-        _QKV,
-        (f"{_H}.self_attn.q_proj", f"{_H}.self_attn.k_proj", f"{_H}.self_attn.v_proj"),
-    ),
-    f"{_L}.self_attention.q_layernorm": (_COPY, (f"{_H}.self_attn.q_norm",)),
-    f"{_L}.self_attention.k_layernorm": (_COPY, (f"{_H}.self_attn.k_norm",)),
-    f"{_L}.self_attention.linear_proj": (_COPY, (f"{_H}.self_attn.o_proj",)),
+    f"{_L}.self_attention.linear_qkv": (_QKV, _SEPARATE_QKV),
+    f"{_L}.self_attention.q_layernorm": (_COPY, (f"{_ATTENTION}.q_norm",)),
+    f"{_L}.self_attention.k_layernorm": (_COPY, (f"{_ATTENTION}.k_norm",)),
+    f"{_L}.self_attention.linear_proj": (_COPY, (f"{_ATTENTION}.o_proj",)),
     f"{_L}.pre_mlp_layernorm": (_COPY, (f"{_H}.post_attention_layernorm",)),
-    f"{_L}.mlp.linear_fc1": (_GATE_UP, (f"{_H}.mlp.gate_proj", f"{_H}.mlp.up_proj")),
-    f"{_L}.mlp.linear_fc2": (_COPY, (f"{_H}.mlp.down_proj",)),
+    f"{_L}.mlp.linear_fc1": (_GATE_UP, (f"{_MLP}.gate_proj", f"{_MLP}.up_proj")),
+    f"{_L}.mlp.linear_fc2": (_COPY, (f"{_MLP}.down_proj",)),
     "decoder.final_layernorm": (_COPY, ("model.norm",)),
     "output_layer": (_COPY, ("lm_head",)),
 }
 # Rows that replace rows of Llama's table.
-_ATTENTION, _MLP = f"{_H}.self_attn", f"{_H}.mlp"
 INTERLEAVED_ROPE: Table = {
     f"{_L}.self_attention.linear_qkv": (
         Layout(
             lambda parts, arch: join_qkv(_reorder(parts, _rotated_order(arch)), arch),
             lambda tensor, arch: _reorder(part_qkv(tensor, arch), _rotated_order(arch).argsort()),
         ),
-        (f"{_ATTENTION}.q_proj", f"{_ATTENTION}.k_proj", f"{_ATTENTION}.v_proj"),
+        _SEPARATE_QKV,
     )
 }
 FUSED_QKV: Table = {
@@ -197,34 +197,24 @@ GPT2_TABLE: Table = {
 }
 # The scalar head of token and sequence classifiers.
 SCORE = dict(zip(REWARD_HEAD, ("score.weight", "score.bias"), strict=True))
-_NUMBERED = re.compile(r"^decoder\.layers\.(\d+)\.")
-_NUMBERED_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 # Buffers that old transformers versions saved: causal masks and rope frequencies.
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
     """Return the layout and the Hugging Face names of one canonical tensor."""
-    indices = {}
-    for mark, pattern in (("{n}", _NUMBERED), ("{e}", _NUMBERED_EXPERT)):
-        match = pattern.search(name)
-        indices[mark] = match[1] if match else ""
-    # The table contains names without indices.
-    unnumbered = _NUMBERED.sub("decoder.layers.{n}.", name)
-    unnumbered = _NUMBERED_EXPERT.sub(".local_experts.{e}.", unnumbered)
+    # The table contains names with marks for the indices.
+    layer, expert = LAYER.match(name), EXPERT.search(name)
+    unnumbered = f"decoder.layers.{{n}}.{layer[2]}" if layer else name
+    unnumbered = EXPERT.sub("{e}", unnumbered)
     module, _, kind = unnumbered.rpartition(".")
     if unnumbered in table:  # a parameter with a name of its own
         module, kind = unnumbered, "weight"
     if module not in table:
         raise CheckpointError(f"{name} does not exist in this Hugging Face family")
     layout, sources = table[module]
-    # Insert the indices into Hugging Face's names.
-    names = []
-    for source in sources:
-        for mark, index in indices.items():
-            source = source.replace(mark, index)
-        names.append(f"{source}.{kind}")
-    return layout, names
+    indices = {"n": layer and layer[1], "e": expert and expert[1]}
+    return layout, [f"{source.format(**indices)}.{kind}" for source in sources]
 
 
 def part_rows(

@@ -63,7 +63,8 @@ class ArchiveReader:
             for path in paths:
                 if path.is_symlink():
                     raise CheckpointError(
-                        f"checkpoint directory {str(self.path)!r} contains the link {path.name!r}"
+                        f"checkpoint directory {str(self.path)!r} contains the link {path.name!r}, "
+                        "which could lead to another file. Replace the link by its file"
                     )
             files = (path.relative_to(self.path) for path in paths if path.is_file())
             self.names = frozenset(file.as_posix() for file in files)
@@ -86,7 +87,7 @@ class ArchiveReader:
 
     def _checked_members(self, tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
         text, damage = f"{str(self.path)!r} is truncated or damaged", (tarfile.TarError, ValueError)
-        with raised_as(CheckpointError, text, *damage, remedy="copy it anew"):
+        with raised_as(CheckpointError, text, *damage, remedy="copy it again"):
             infos = tar.getmembers()
         members: dict[str, tarfile.TarInfo] = {}
         end = 0
@@ -109,14 +110,14 @@ class ArchiveReader:
         self._stream.seek(end)
         if self._stream.read(_BLOCK) != bytes(_BLOCK):
             raise CheckpointError(
-                f"{str(self.path)!r} is truncated (no end-of-archive mark). Copy it anew"
+                f"{str(self.path)!r} is truncated (no end-of-archive mark). Copy it again"
             )
         return members
 
     def view(self, name: str) -> memoryview:
-        """Map member ``name`` into memory that processes share. Bytes are read when accessed.
+        """Map member ``name`` into memory. The view stays valid after `close`.
 
-        The view stays valid after `close`. Writing changes only this process's copy.
+        Processes share the memory. Bytes are read when accessed, and writing changes only a copy.
         """
         if name not in self.names:
             raise CheckpointError(
@@ -142,15 +143,15 @@ class ArchiveReader:
     def read(self, name: str) -> bytes:
         """Return all bytes of member ``name``.
 
-        The files of an unpacked archive are not compared with `CHECKSUMS`: users may edit them.
-        Raises `CheckpointError` if the bytes from a tar do not match their digest in `CHECKSUMS`.
+        Raises `CheckpointError` if a tar's bytes do not match their digest in `CHECKSUMS`. Users
+        may edit the files of an unpacked archive.
         """
         if self._tar is None and name in self.names:
             return (self.path / name).read_bytes()
         data = bytes(self.view(name))
         if self._digests.get(name, _digest(data)) != _digest(data):
             raise CheckpointError(
-                f"{name!r} of {str(self.path)!r} is damaged: its checksum differs. Copy it anew. "
+                f"{name!r} of {str(self.path)!r} is damaged: its checksum differs. Copy it again. "
                 f"If you changed the member on purpose, remove it from {CHECKSUMS}"
             )
         return data
@@ -159,7 +160,7 @@ class ArchiveReader:
         """Read member ``name``, which contains a JSON object."""
         data = bytes(self.view(name)) if name == CHECKSUMS else self.read(name)
         text = f"{name} of {str(self.path)!r} is damaged"
-        return json_object(data, CheckpointError, text, "copy the file anew")
+        return json_object(data, CheckpointError, text, "copy the file again")
 
     @functools.cached_property
     def _digests(self) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class ArchiveReader:
         absent = sorted(set(listed) - self.names)
         if absent:
             raise CheckpointError(
-                f"{str(self.path)!r} lacks {absent[0]!r}, which its {CHECKSUMS} lists. Copy it anew"
+                f"{str(self.path)!r} lacks {absent[0]!r}, which {CHECKSUMS} lists. Copy it again"
             )
         return listed
 

@@ -1,7 +1,6 @@
-"""Files inside a `.nemo`: artifacts that users registered with a model, and tokenizer files.
+"""Files inside a `.nemo`: artifacts of users (NeMo's ``register_artifact``) and tokenizer files.
 
-A file is the member ``<hex>_<name>`` of the archive. The configuration key under which it was
-registered (NeMo's ``register_artifact``) has the value ``nemo:<hex>_<name>``.
+A file is the member ``<hex>_<name>``. Its configuration key has the value ``nemo:<hex>_<name>``.
 """
 
 import hashlib

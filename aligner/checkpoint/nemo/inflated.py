@@ -37,9 +37,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 def open_inflated(path: Path) -> IO[bytes]:
     """Open the content of the gzip file ``path``, and inflate it unless another process has.
 
-    Raises:
-        CheckpointError: the file is damaged.
-        StorageError: the temporary directory has too little space.
+    Raises `CheckpointError` for a damaged file, `StorageError` if ``TMPDIR`` has too little space.
     """
     shared = _shared_path(path)
     # Remove the files of killed processes.
@@ -81,36 +79,30 @@ class _Shared(io.FileIO):
 
     def __init__(self, path: str, packed: Path) -> None:
         self._path = path
-        while True:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            super().__init__(descriptor, "rb")
-            is_ready = False
-            try:
-                status = os.fstat(descriptor)
-                if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
-                    raise PermissionError(path)
-                is_ready = self._is_ready(packed)
-            finally:
-                if not is_ready:
-                    super().close()
-            if is_ready:
-                return
+        while not self._open(packed):
+            # Its last reader has removed the file, or the inflating process failed or starts soon.
+            time.sleep(random.uniform(0.001, 0.01))
 
-    def _is_ready(self, packed: Path) -> bool:
-        """Wait for the file or inflate it. Return False if it was removed."""
-        while True:
+    def _open(self, packed: Path) -> bool:
+        """Open the file, and wait for its content or inflate it. Return False to try again."""
+        flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW
+        super().__init__(os.open(self._path, flags, 0o600), "rb")
+        is_ready = False
+        try:
+            status = os.fstat(self.fileno())
+            if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+                raise PermissionError(self._path)
             # No process waits for an exclusive lock, because readers keep their shared locks.
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._exists() and not self._is_complete():
                     self._inflate(packed)
             fcntl.flock(self, fcntl.LOCK_SH)
-            if not self._exists():
-                return False
-            if self._is_complete():
-                return True
-            fcntl.flock(self, fcntl.LOCK_UN)
-            time.sleep(random.uniform(0.001, 0.01))  # the inflating process failed or starts soon
+            is_ready = self._exists() and self._is_complete()
+        finally:
+            if not is_ready:
+                super().close()
+        return is_ready
 
     def _inflate(self, packed: Path) -> None:
         try:
@@ -149,7 +141,7 @@ def _inflate(path: Path, target: IO[bytes]) -> None:
     damage = (EOFError, gzip.BadGzipFile, zlib.error)
     with (
         raised_as(StorageError, no_space, OSError, remedy="free space or set TMPDIR"),
-        raised_as(CheckpointError, text, *damage, remedy="copy it anew"),
+        raised_as(CheckpointError, text, *damage, remedy="copy it again"),
     ):
         with gzip.open(path) as packed:
             shutil.copyfileobj(packed, target, 1 << 20)

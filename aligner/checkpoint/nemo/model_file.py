@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
+    EXPERT,
     LAYER,
     REWARD_HEAD,
     Shape,
@@ -43,7 +43,6 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import TokenizerError
 
 CONFIG_FILE = "model_config.yaml"
-_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 class NemoCheckpoint:
@@ -65,7 +64,8 @@ class NemoCheckpoint:
         if not self.tokenizer_files:
             raise TokenizerError(
                 f"{path!r} contains no tokenizer files (its configuration has tokenizer="
-                f"{self.config.get('tokenizer')}). Convert it anew with its tokenizer"
+                f"{self.config.get('tokenizer')}). Convert the model again from a directory with "
+                "tokenizer files"
             )
         return tokenizer_from_files(self.tokenizer_files, origin=path)
 
@@ -150,9 +150,9 @@ def _stack_position(
         # megatron-core stores the norms before dense blocks under Transformer Engine's names.
         suffix = suffix.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     suffix = suffix.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-    expert = _EXPERT.search(suffix)
+    expert = EXPERT.search(suffix)
     if expert is not None and architecture.num_moe_experts is not None:
         index += (int(expert[1]),)
         stack += (architecture.num_moe_experts,)
-        suffix = _EXPERT.sub(".experts.", suffix)
+        suffix = suffix.replace(f".local_experts.{expert[1]}.", ".experts.")
     return f"decoder.layers.{suffix}", index, stack

@@ -61,13 +61,16 @@ class Record:
         if not self.is_intact():
             raise CheckpointError(
                 f"{self._name} is damaged: its CRC-32 differs from the CRC-32 that was written. "
-                "Copy the file anew"
+                "Copy the file again"
             )
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of any shape and dtype in a file. ``view`` is unchecked memory of the file."""
+    """A tensor of any shape and dtype in a file.
+
+    ``view`` maps the file's memory. The checksum is compared separately (`records`).
+    """
 
     view: Tensor
     record: Record | None = None  # None: the bytes have been compared already
@@ -82,11 +85,8 @@ class StoredTensor:
         return [] if self.record is None else [self.record]
 
     def tensor(self, index: tuple[int, ...] = ()) -> Tensor:
-        """Return the tensor with its leading axes fixed at ``index``, without CRC-32 checks.
-
-        A view of the file if the bytes are aligned to the dtype, as they are in rank files.
-        """
-        part = self.view[index]
+        """Return the tensor with its leading axes fixed at ``index``, without CRC-32 checks."""
+        part = self.view[index]  # bytes of boxes may not be aligned to the dtype
         return part.clone() if part.data_ptr() % part.element_size() else part
 
 

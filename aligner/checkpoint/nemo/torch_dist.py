@@ -1,8 +1,7 @@
 """megatron-core's ``torch_dist`` checkpoints, read and written without megatron-core.
 
-``.metadata`` is a pickle with the file and offset of every box (rectangular part) of every tensor.
-An unpickler that admits only the names of such files reads it. ``*.distcp`` are concatenated
-`torch.save` blobs, one for each box.
+``.metadata`` is a pickle with the file and offset of every box (rectangular part) of every tensor,
+read by an unpickler of few names. ``*.distcp`` are `torch.save` blobs, one for each box.
 """
 
 import io
@@ -41,36 +40,27 @@ class _Inert:
         pass
 
 
+_DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("int64", "int32", "int16", "int8", "uint8", "bool"),
+)
+_METADATA = (
+    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+)
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 _ADMITTED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("collections", "OrderedDict"): dict,
-    **{
-        ("torch", name): getattr(torch, name)
-        for name in (
-            *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-            *("int64", "int32", "int16", "int8", "uint8", "bool"),
-        )
-    },
-    **{
-        ("torch.distributed.checkpoint.metadata", name): getattr(dcp, name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
-            *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    **{
-        ("pathlib", name): pathlib.PurePosixPath
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-    },
+    **{("torch", name): getattr(torch, name) for name in _DTYPES},
+    **{(dcp.__name__, name): getattr(dcp, name) for name in _METADATA},
+    **{("pathlib", name): pathlib.PurePosixPath for name in _PATHS},
     **{("torch.distributed.checkpoint.planner", name): _Inert for name in _PLANNER},
-    **{
-        ("megatron.core.dist_checkpointing.strategies.torch", name): _Inert
-        for name in ("MCoreSavePlan", "MCoreMetadata")
-    },
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): _Inert,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): _Inert,
 }
 
 
@@ -155,7 +145,7 @@ class TorchDistSource:
         if len(content) != info.length:
             raise CheckpointError(
                 f"{name!r} of {str(self._archive.path)!r} ends before byte "
-                f"{info.offset + info.length}. Copy it anew"
+                f"{info.offset + info.length}. Copy it again"
             )
         tensor = load_tensors(content, f"{name} ({key})")
         if not isinstance(tensor, StoredTensor) or tensor.view.shape != box.sizes:

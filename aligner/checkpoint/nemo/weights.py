@@ -40,6 +40,11 @@ _STACKED = re.compile(r"^decoder\.layers\.(?!\d)(.*)$")
 _STACKED_EXPERTS = ".experts.experts."
 _THREADS = 1  # more threads would compete with the copying thread
 _TENSORS_AHEAD = 8  # about a layer
+# By ``sharded_backend``.
+_SOURCES: dict[str, type[TorchDistSource | ZarrSource]] = {
+    "torch_dist": TorchDistSource,
+    "zarr": ZarrSource,
+}
 _LEGACY_UP = re.compile(r"(.*\.mlp\.)dense_h_to_4h_2\.(weight|bias)$")
 
 
@@ -72,8 +77,8 @@ class LazyWeights(LazyTensors):
     """Canonical weights that are read when indexed. Names, shapes and CRC-32 are checked.
 
     Args:
-        parts: canonical name → parts of the tensor in the order of the tensor-parallel ranks that
-            wrote the parts, as `merge` joins them. A caller reads the names in this order.
+        parts: canonical name → parts of the tensor in the order of the tensor-parallel ranks, as
+            `merge` joins them. A caller reads the names in this order.
         architecture: shape of the model.
         source: name of the file, for errors.
     """
@@ -104,10 +109,7 @@ class LazyWeights(LazyTensors):
         return tensor
 
     def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
-        """Return this rank's part of a tensor, as `split` does. Only required parts are read.
-
-        Records are compared in the background. Call `check` before any value is used.
-        """
+        """Return this rank's part of a tensor, as `split` does. Then call `check`."""
         parts, axis = self._parts[name], split_axis(name)
         first, shapes = parts[0], {tuple(part.shape) for part in parts}
         is_split = axis is not None and axis < len(first.shape) and len(shapes) == 1
@@ -167,7 +169,13 @@ def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyW
     """Detect the layout of the archive's weights and open them."""
     names = archive.names
     if f"{WEIGHTS_FOLDER}/metadata.json" in names:
-        parts = _stacked_parts(_distributed_source(archive), architecture)
+        backend = archive.read_json(f"{WEIGHTS_FOLDER}/metadata.json").get("sharded_backend")
+        if backend not in _SOURCES:
+            raise CheckpointError(
+                f"{WEIGHTS_FOLDER}/metadata.json names sharded_backend={backend!r}. "
+                f"Supported: {', '.join(_SOURCES)}"
+            )
+        parts = _stacked_parts(_SOURCES[backend](archive, WEIGHTS_FOLDER), architecture)
     elif WEIGHTS_FILE in names:
         parts = _rank_parts([[_load_rank(archive, WEIGHTS_FILE)]])
     elif any(map(_RANK_FILE.match, names)):
@@ -178,18 +186,6 @@ def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyW
             f"{WEIGHTS_FOLDER}/metadata.json, mp_rank_XX/ or tp_rank_XX_pp_rank_XXX/"
         )
     return LazyWeights(parts, architecture, repr(str(archive.path)))
-
-
-def _distributed_source(archive: ArchiveReader) -> TorchDistSource | ZarrSource:
-    backend = archive.read_json(f"{WEIGHTS_FOLDER}/metadata.json").get("sharded_backend")
-    if backend == "torch_dist":
-        return TorchDistSource(archive, WEIGHTS_FOLDER)
-    if backend == "zarr":
-        return ZarrSource(archive, WEIGHTS_FOLDER)
-    raise CheckpointError(
-        f"{WEIGHTS_FOLDER}/metadata.json names sharded_backend={backend!r}. "
-        "Supported: torch_dist, zarr"
-    )
 
 
 def _stacked_parts(

@@ -1,7 +1,6 @@
 """Reading of the subset of zarr version 2 in older NeMo files: uncompressed, C order.
 
-The zarr library is not used, because NumPy lacks the dtype ``bfloat16`` that NeMo stores. Extra
-state in the same folder (``shard_l_L.pt`` without ``.zarray``) is ignored.
+The zarr library does not read NeMo's dtype ``bfloat16``, which NumPy lacks.
 """
 
 import itertools

@@ -41,8 +41,8 @@ class SavedState:
 def raised_on_all(exchange: Exchange, prefix: str = "") -> Iterator[None]:
     """Run the block on every rank. If it fails on any rank, raise on all.
 
-    A rank without a failure raises a `StorageError`, or a `DamagedStateError` if all failures are
-    `DamagedStateError`. ``prefix`` is the start of its message.
+    Ranks without a failure raise a `StorageError` that begins with ``prefix``, or a
+    `DamagedStateError` if all failures are of this class.
     """
     error: Exception | None = None
     try:
@@ -81,10 +81,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def check_files(folder: Path, checksums: Mapping[str, str]) -> None:
-    """Compare the files of ``folder`` with ``checksums`` (file name → checksum).
-
-    Raises `DamagedStateError` if a file is damaged.
-    """
+    """Raise `DamagedStateError` if a file's checksum differs (``checksums``: by file name)."""
     for name, expected in checksums.items():
         path = folder / name
         with raised_as(DamagedStateError, f"{path} cannot be read", OSError):
@@ -103,9 +100,8 @@ def is_step(path: Path) -> bool:
 def read_manifest(path: Path) -> SavedState:
     """Read the manifest of a state.
 
-    Raises:
-        DamagedStateError: the directory's files do not match the manifest.
-        CheckpointError: the state has another version of this format. Callers must not skip it.
+    Raises `DamagedStateError` if the directory's files do not match the manifest. Callers must not
+    skip the `CheckpointError` of a state in another version of this format.
     """
     text = f"the run state {path} is damaged or incomplete"
     damage = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)

@@ -72,9 +72,6 @@ class SavedRole(Protocol):
     def num_shares(self) -> int:
         """Number of shares."""
 
-    def prepare_saving(self) -> None:
-        """Let each worker allocate the memory of a copy of its share beforehand."""
-
     def begin_saving(self, folder: Path, in_background: bool) -> None:
         """Let each worker write its current share, or a copy of it in the background."""
 
@@ -100,13 +97,12 @@ class RunStateStore:
 
     Args:
         root: directory of the states, visible to all ranks.
-        save_top_k: number of best states to keep by ``metric`` in addition to the newest.
-            Without ``monitor`` the newest states are the best.
+        save_top_k: number of best states to keep, by ``metric``, or by step without ``monitor``.
         monitor: name of the metric passed to `save`, or None without a metric.
         mode: whether a higher (``max``) or lower (``min``) metric is better.
-        save_last_k: number of newest states to keep. If the newest state is damaged, a run
-            continues from the previous one.
-        rank: rank of this process. Rank 0 writes the entries that all ranks share.
+        save_last_k: number of newest states to keep. If the newest is damaged, a run continues
+            from the previous one.
+        rank: rank of this process.
         exchange: function that gathers one object of every rank. The default is for one process.
     """
 
@@ -145,8 +141,7 @@ class RunStateStore:
             state: named trees (`run_state.tree`), equal on every rank. Rank 0 writes them.
             metric: value of ``monitor`` at this step, or None if it was not measured.
             roles: folder name → role whose workers write into this folder.
-            in_background: whether threads write the state after the call, from copies of the data.
-                See `check` and `finish`.
+            in_background: whether threads write copies of the data after the call (see `check`).
             on_saved: function that is called on rank 0 when the state is complete.
         """
         self.finish()
@@ -295,10 +290,7 @@ class RunStateStore:
     # Reading
 
     def survey(self) -> tuple[list[SavedState], list[str]]:
-        """Return the complete states, oldest step first, and the errors of all other states.
-
-        File sizes are compared, but no checksums.
-        """
+        """Return the states with complete files, oldest first, and the errors of the others."""
         states, damaged = [], []
         folders = sorted(filter(is_step, self.root.iterdir())) if self.root.is_dir() else []
         for folder in folders:

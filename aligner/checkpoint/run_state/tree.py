@@ -30,8 +30,8 @@ _TENSOR_OVERHEAD = 512
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "state") -> Any:
     """Copy the containers of ``tree`` and apply ``change`` to each tensor (any shape).
 
-    Mappings become dicts. Subtypes of int and float (NumPy's, enums) become int or float. A value
-    that is not a tree raises `CheckpointError` with its path.
+    Mappings become dicts, NumPy's numbers and enums int or float. Raises `CheckpointError` with
+    the path of a value that is not a tree.
     """
     if isinstance(tree, Tensor):
         kind, is_strided = type(tree), tree.layout is torch.strided
@@ -94,8 +94,7 @@ def is_json(tree: Any) -> bool:
 def normalise(tree: Any, where: str = "state") -> Any:
     """Return a tree for writing, with plain containers and no storage with unused parts.
 
-    A file contains complete storages. A tensor is therefore copied if the tree lacks other parts of
-    its storage. Views of one buffer and tied weights are written once, without a copy.
+    A file contains complete storages. A tensor is copied if the tree lacks parts of its storage.
     """
     tree = map_tensors(tree, lambda tensor: tensor, where)
     is_covered = _covering(tree)
@@ -143,14 +142,13 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
 def bytes_to_copy(tree: Any) -> int:
     """Return the bytes of host memory that `copied` uses for a tree."""
     is_covered = _covering(tree)
-    storages = {}
-    parts = 0
+    storages, parts = {}, []
     for tensor in tensors_of(tree):
         if is_covered(tensor):
-            storages[_storage_id(tensor)] = aligned(tensor.untyped_storage().nbytes())
+            storages[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
         else:
-            parts += aligned(tensor.nbytes)
-    return sum(storages.values()) + parts
+            parts.append(tensor.nbytes)
+    return sum(map(aligned, [*storages.values(), *parts]))
 
 
 def storage_bytes(storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
@@ -217,18 +215,11 @@ def read_tree(path: Path) -> Any:
 
 
 def capture_rng(device_state: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's (global), torch's CPU and the device's generators.
-
-    ``device_state`` returns a tree, for example `accelerator.rng_state`.
-    """
+    """Return the states of Python's, NumPy's (global), torch's CPU and the device's generators."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
-        "python": {
-            "version": version,
-            "words": torch.tensor(words, dtype=torch.int64),
-            "gauss": gauss,
-        },
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "numpy": {
             "name": str(name),
             "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),

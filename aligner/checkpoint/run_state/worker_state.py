@@ -89,9 +89,8 @@ class ShareWriter:
     def begin(self, folder: str, in_background: bool) -> None:
         """Write the current share to ``folder``, which all workers see.
 
-        With ``in_background`` and enough host memory, the share is copied and written later.
-        Otherwise the share is on the disk when this returns. Raises `StorageError` if this share or
-        the previous share cannot be written.
+        With ``in_background`` and enough host memory, a thread writes a copy after this call.
+        Raises `StorageError` if this share or the previous share cannot be written.
         """
         if (failure := self.failure(wait=True)) is not None:
             raise StorageError(failure)
@@ -165,9 +164,7 @@ def _write_share(target: Path, rank: int, tree: Any, stop: threading.Event | Non
 def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> None:
     """Wait until all workers have written their shares, and collect the checksums in one file.
 
-    Raises:
-        AbandonedError: ``stop`` was set.
-        DamagedStateError: the size of a share differs from the size that its worker wrote.
+    Raises `AbandonedError` if ``stop`` is set, `DamagedStateError` if a share's size is wrong.
     """
     checksums = {}
     for rank in range(num_shares):
@@ -228,7 +225,6 @@ def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
     """Write the worker's training state to ``folder``, completely or not at all.
 
     All workers of the role must call it with the same ``folder``, on a disk that they share.
-    Workers in any parallel layout can read it.
     """
     target = Path(folder)
     partial = target.with_name(f".{target.name}.partial")
@@ -267,8 +263,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
 class SavedShares(Sequence[Mapping[str, Any]]):
     """Results of `StatefulWorker.state_dict` of every saved worker, in rank order.
 
-    A file is opened and memory-mapped when it is indexed. The file of ``rank``, if it exists,
-    describes the saved run.
+    A file is memory-mapped when it is indexed. The file of ``rank``, if any, describes the run.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

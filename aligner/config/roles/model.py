@@ -37,13 +37,6 @@ PackingAlgorithmName = Literal[
 ]
 
 
-class MegatronOnly(str):
-    """Mark in a field's type: ``policy.backend=dtensor`` accepts only the default.
-
-    The text is the alternative with dtensor, as the end of a sentence.
-    """
-
-
 @dataclass(frozen=True)
 class TokenBudgets:
     """Micro-batches of a number of tokens, for policy and critic."""
@@ -103,27 +96,17 @@ class ModelSourceConfig:
     """Processes that share every layer. `parallel@model=tensor2` sets 2 with sequence parallelism
     (docs/layouts.md)."""
 
-    pipeline_model_parallel_size: Annotated[
-        Count, MegatronOnly("fits more layers by model.tensor_model_parallel_size")
-    ] = 1
+    pipeline_model_parallel_size: Count = 1
     """Pipeline stages: processes with consecutive layers each. `parallel@model=pipeline2` sets
     2."""
 
-    context_parallel_size: Annotated[
-        Count,
-        MegatronOnly(
-            "fits longer sequences by model.tensor_model_parallel_size and "
-            "model.activations_checkpoint_granularity=full"
-        ),
-    ] = 1
+    context_parallel_size: Count = 1
     """Processes that share every sequence, in chunks. `parallel@model=context2` sets 2."""
 
-    expert_model_parallel_size: Annotated[
-        Count, MegatronOnly("keeps every expert on every rank")
-    ] = 1
+    expert_model_parallel_size: Count = 1
     """Processes that share the experts of a mixture of experts."""
 
-    sequence_parallel: Annotated[StrictBool, MegatronOnly("splits only layers")] = False
+    sequence_parallel: StrictBool = False
     """Shard norms and dropouts over the tensor-parallel processes. Needs
     `tensor_model_parallel_size` above 1."""
 
@@ -143,15 +126,13 @@ class TrainedModelConfig(ModelSourceConfig):
     a multiple of `micro_batch_size` × ranks. `null` divides a rollout into the fewest equal parts
     of up to 64 samples (rejection sampling: 16)."""
 
-    num_layers_in_first_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = (
-        None
-    )
+    num_layers_in_first_pipeline_stage: Count | None = None
     """Layers of the first pipeline stage. `null` means as many as middle stages."""
 
-    num_layers_in_last_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = None
+    num_layers_in_last_pipeline_stage: Count | None = None
     """Layers of the last pipeline stage. `null` means as many as middle stages."""
 
-    freeze_moe_router: Annotated[StrictBool, MegatronOnly("has no experts")] = False
+    freeze_moe_router: StrictBool = False
     """Freeze the routers of a mixture of experts, in policy and critic."""
 
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
@@ -168,12 +149,12 @@ class TrainedModelConfig(ModelSourceConfig):
     (0.1 if a `.nemo` has none) and is the default of SFT. With `policy.backend=dtensor`, Llama-like
     models need 0."""
 
-    fp8: Annotated[Literal["e4m3", "hybrid"] | None, MegatronOnly("has no 8-bit products")] = None
+    fp8: Literal["e4m3", "hybrid"] | None = None
     """Format of 8-bit matrix products in policy and critic. Sampling uses bf16. `e4m3`, `hybrid`
     with e5m2 in the backward pass, or `null` (none). Needs Transformer Engine, a GPU with 8-bit
     products and `trainer.precision=bf16`."""
 
-    layer_spec: Annotated[LayerSpec, MegatronOnly("has transformers' layers")] = "auto"
+    layer_spec: LayerSpec = "auto"
     """Implementation of the layers: `transformer_engine`, or `local` (megatron-core). `auto`
     selects Transformer Engine on GPUs if it is installed and no adapters are trained."""
 
@@ -181,11 +162,11 @@ class TrainedModelConfig(ModelSourceConfig):
     """On GPUs: use fused kernels for SwiGLU, rotary embedding, biases and experts. Needs Triton and
     a C compiler with Python's headers. Without them operations run separately."""
 
-    overlap_grad_reduce: Annotated[StrictBool, MegatronOnly("has FSDP2's overlap")] = False
+    overlap_grad_reduce: StrictBool = False
     """Sum gradients over data-parallel ranks during the backward pass. Useful on several nodes.
     Over NVLink the gain is small."""
 
-    overlap_param_gather: Annotated[StrictBool, MegatronOnly("has FSDP2's overlap")] = False
+    overlap_param_gather: StrictBool = False
     """Collect updated weights from data-parallel ranks during the next forward pass. Needs
     `overlap_grad_reduce`. Not available with adapters."""
 

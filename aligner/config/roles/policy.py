@@ -2,13 +2,27 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from aligner.config.combinations import multiples_near
-from aligner.config.parse import field_types, refuse
-from aligner.config.roles.model import LAYOUT_KEYS, MegatronOnly, TrainedModelConfig
+from aligner.config.parse import refuse
+from aligner.config.roles.model import LAYOUT_KEYS, STAGE_KEYS, TrainedModelConfig
 from aligner.foreign_keys import shown
+
+# Options of which dtensor accepts only the default, and what dtensor does instead.
+_MEGATRON_ONLY = {
+    "pipeline_model_parallel_size": "fits more layers by model.tensor_model_parallel_size",
+    "context_parallel_size": "fits longer sequences by model.tensor_model_parallel_size and "
+    "model.activations_checkpoint_granularity=full",
+    "expert_model_parallel_size": "keeps every expert on every rank",
+    "sequence_parallel": "splits only layers",
+    **dict.fromkeys(STAGE_KEYS, "has one stage"),
+    "freeze_moe_router": "has no experts",
+    "fp8": "has no 8-bit products",
+    "layer_spec": "has transformers' layers",
+    **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), "has FSDP2's overlap"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
             "model.peft.peft_scheme is null. Set it to lora"
         )
     if backend == "dtensor":
-        yield from _dtensor_problems(model, "model", [option.name for option in fields(model)])
+        yield from _dtensor_problems(model, "model", tuple(_MEGATRON_ONLY))
 
 
 def _budget_problems(model: TrainedModelConfig, key: str) -> Iterator[str]:
@@ -129,13 +143,11 @@ def _dtensor_problems(model: TrainedModelConfig, key: str, names: Sequence[str])
             f"{model.rollout_key}.offload_gradients=true: policy.backend=dtensor has no gradient "
             "buffers. Set it to false"
         )
-    for name in names:
-        value, default = getattr(model, name), getattr(TrainedModelConfig, name, None)
-        # `MegatronOnly` marks the options in their types.
-        for mark in get_args(field_types(type(model))[name]):
-            if isinstance(mark, MegatronOnly) and value != default:
-                yield (
-                    f"{key}.{name}={shown(value)}: policy.backend=dtensor supports only data and "
-                    f"tensor parallelism, and {mark}. Set {key}.{name}="
-                    f"{shown(default)}, or policy.backend=megatron"
-                )
+    for name in (option for option in _MEGATRON_ONLY if option in names):
+        value, default = getattr(model, name), getattr(TrainedModelConfig, name)
+        if value != default:
+            yield (
+                f"{key}.{name}={shown(value)}: policy.backend=dtensor supports only data and "
+                f"tensor parallelism, and {_MEGATRON_ONLY[name]}. Set {key}.{name}="
+                f"{shown(default)}, or policy.backend=megatron"
+            )

@@ -97,7 +97,7 @@ class KLLossConfig:
     docs/ppo.md#the-mathematics."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report an estimator without gradient."""
+        """Report a KL estimator whose mean gradient is 0."""
         if self.coef > 0 and self.estimator == "k1":
             yield (
                 f"{key}.estimator=k1 has a mean gradient of 0 and does not change the policy. Use "

@@ -1,9 +1,13 @@
 """Decoding of response tokens, completely or incrementally, and detection of stop strings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import TokenizerError
+
+if TYPE_CHECKING:  # readers of data need no PyTorch
+    from aligner.distributed.batched_data_dict import BatchedDataDict
 
 # A token's text depends on few earlier tokens: SentencePiece drops the space of a first piece, and
 # a character may consist of up to four byte tokens.
@@ -33,6 +37,21 @@ def decode_response(
         response_ids.pop()
     context, context_text = _context_of(tokenizer, prompt_ids)
     return tokenizer.decode([*context, *response_ids])[len(context_text) :]
+
+
+def token_rows(data: "BatchedDataDict") -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the tokens of prompt and response of each row of a rollout."""
+    names = ("input_ids", "prompt_lengths", "input_lengths")
+    for ids, start, end in zip(*(data[name].tolist() for name in names), strict=True):
+        yield ids[:start], ids[start:end]
+
+
+def response_texts(tokenizer: Tokenizer, data: "BatchedDataDict") -> list[str]:
+    """Return the responses of a rollout, without the end-of-sequence token.
+
+    Reads ``input_ids`` int64 [B, S], ``prompt_lengths`` and ``input_lengths`` int64 [B].
+    """
+    return [decode_response(tokenizer, *row) for row in token_rows(data)]
 
 
 class IncrementalDecoder:

@@ -51,13 +51,9 @@ _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"}
 
 
 def gguf_values(path: Path) -> tuple[Any, dict[str, Any]]:
-    """Open a GGUF file (``gguf.GGUFReader``) and return it with its keys.
+    """Open a GGUF file (``gguf.GGUFReader``) and return it with its keys, without long arrays.
 
-    The tokenizer's arrays have the value None.
-
-    Raises:
-        CheckpointError: the file is damaged or not a GGUF file.
-        MissingPackageError: the package gguf is not installed.
+    Raises `CheckpointError` for a damaged file, `MissingPackageError` without the package gguf.
     """
     require_extra("gguf", str(path))
     from gguf import GGUFReader
@@ -129,7 +125,9 @@ def _check(path: Path, keys: dict[str, Any]) -> None:
     if model not in ("gpt2", "llama"):
         problem = f"model={model!r} is not supported. Supported: gpt2 and llama"
     elif "tokens" not in keys or (model == "gpt2" and "merges" not in keys):
-        problem = f"{'merges' if 'tokens' in keys else 'tokens'} is missing. Convert the model anew"
+        problem = (
+            f"{'merges' if 'tokens' in keys else 'tokens'} is missing. Convert the model again"
+        )
     elif model == "gpt2" and pre is not None and pre not in _RULES:
         problem = f"pre={pre!r} is an unknown splitting rule. Known: {', '.join(_RULES)}"
     elif model == "llama" and keys.get("add_space_prefix") is False:

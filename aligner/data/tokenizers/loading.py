@@ -32,14 +32,10 @@ _PROBE = "What is 12 + 34?\n  Sixteen, or é.\t😀  漢字 ½ 's\r\n\n I'LL "
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a directory or a file.
 
-    Args:
-        path: a Hugging Face directory, a ``tokenizer.json`` (companion files such as
-            ``generation_config.json`` are read too), a SentencePiece ``.model``, a directory with
-            ``vocab.json`` and ``merges.txt`` (GPT-2), or a ``.gguf`` file.
-
-    Raises:
-        CheckpointNotFoundError: ``path`` does not exist.
-        TokenizerError: ``path`` contains no tokenizer, or the tokenizer is damaged.
+    ``path``: a Hugging Face directory, a ``tokenizer.json`` (companion files are read, too), a
+    SentencePiece ``.model``, a directory with ``vocab.json`` and ``merges.txt`` (GPT-2), or a
+    ``.gguf`` file. Raises `CheckpointNotFoundError` if ``path`` does not exist, and
+    `TokenizerError` if ``path`` contains no tokenizer, or the tokenizer is damaged.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -75,15 +71,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def named_tokenizer(name: str, *, key: str) -> Tokenizer:
     """Load the tokenizer at a path (`load_tokenizer`), or build it with a user's function.
 
-    Args:
-        name: a path, or ``package.module:function`` or ``path/to/file.py:function``. The function
-            has no arguments and returns a tokenizer of transformers or a `Tokenizer`.
-        key: configuration key of ``name``, for errors.
-
-    Raises:
-        ConfigError: the function cannot be imported or called, raises, or returns a tokenizer
-            that its ``files`` do not rebuild. A trained model contains only the files.
-        CheckpointNotFoundError, TokenizerError: see `load_tokenizer`.
+    ``name``, the value of the configuration key ``key``: a path, or ``package.module:function`` or
+    ``path/to/file.py:function``. The function has no arguments and returns a tokenizer of
+    transformers or a `Tokenizer`. Raises `ConfigError` if the function cannot be imported or
+    called, raises, or returns a tokenizer that its ``files`` do not rebuild.
     """
     if ":" not in name or Path(name).expanduser().exists():
         return load_tokenizer(name)
@@ -114,11 +105,9 @@ def tokenizer_from_files(
 ) -> Tokenizer:
     """Build a tokenizer from file contents, as packed in an archive.
 
-    Args:
-        files: ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``, or one SentencePiece
-            ``*.model``, and optional files such as ``tokenizer_config.json``. With the latter,
-            transformers converts a ``*.model`` to a Hugging Face tokenizer.
-        origin: source of the files, for errors.
+    ``files``: ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``, or one SentencePiece
+    ``*.model``, and optional files. With a ``tokenizer_config.json``, transformers converts a
+    ``*.model`` to a Hugging Face tokenizer. ``origin``: source of the files, for errors.
     """
     # Imported here, because each requires a package that the other does not.
     from aligner.data.tokenizers.hf import HuggingFaceTokenizer
@@ -150,9 +139,8 @@ def tokenizer_from_files(
 def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> Tokenizer:
     """Replace the tokenizer's chat template by a Jinja file.
 
-    Raises:
-        ConfigError: the file cannot be read, the tokenizer cannot have a template, or the template
-            omits the messages of user or assistant. The error begins with ``key``.
+    Raises `ConfigError` about ``key`` if the file cannot be read, the tokenizer cannot have a
+    template, or the template omits the messages of user or assistant.
     """
     setting = f"{key}={path}"
     text = f"{setting}: cannot be read as text"

@@ -63,18 +63,14 @@ def get_distillation_topk_logprobs_from_logits(
         student = student.log_softmax(dim=-1)
     # Teacher: renormalised over the k tokens.
     teacher = teacher_topk_logits.to(student).log_softmax(dim=-1)
-    entropy = None
-    # Entropy of the student over the whole vocabulary.
-    if calculate_entropy:
-        entropy = gather_context(mean_logprob(logits, shard), length, cp_group)[:, :-1]
-    return student[:, :-1], teacher[:, :-1], entropy
+    if not calculate_entropy:
+        return student[:, :-1], teacher[:, :-1], None
+    entropy = gather_context(mean_logprob(logits, shard), length, cp_group)
+    return student[:, :-1], teacher[:, :-1], entropy[:, :-1]
 
 
 def logprobs_of(logits: Tensor, indices: Tensor, shard: VocabShard) -> Tensor:
-    """Compute log-probs [B, S, K] of global ``indices`` int64 [B, S, K] over the whole vocabulary.
-
-    ``logits``: float [B, S, V_local]. The first ``shard.columns`` columns are real tokens.
-    """
+    """Compute log-probs [B, S, K] of global ``indices`` from ``logits`` float [B, S, V_local]."""
     end = shard.start + shard.columns
     return ChunkedDistributedGatherLogprob.apply(
         logits, indices, shard.start, end, _CHUNK_SIZE, shard.group, not torch.is_grad_enabled()

@@ -18,16 +18,6 @@ def arithmetic_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def log_normalizer(logits: Tensor, shard: VocabShard) -> Tensor:
-    """Compute ``log Σ_v exp(l_v)`` [..., S] over the vocabulary from float [..., S, V_local]."""
-    dtype = arithmetic_dtype(logits)
-    local = logits.new_empty(logits.shape[:-1], dtype=dtype)
-    for rows in sequence_chunks(logits, None):
-        chunk = logits[..., rows, : shard.columns].to(dtype)
-        local[..., rows] = chunk.logsumexp(dim=-1)
-    return shard.stack_ranks(local).logsumexp(dim=0)
-
-
 def _compute_distributed_log_softmax(
     vocab_parallel_logits: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
@@ -50,9 +40,14 @@ class _DistributedSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, shard: VocabShard, as_logarithm: bool) -> Tensor:
-        normalizer = log_normalizer(logits, shard)
+        # The normaliser of this rank's columns, then of the vocabulary.
+        local = logits.new_empty(logits.shape[:-1], dtype=arithmetic_dtype(logits))
+        for rows in sequence_chunks(logits, None):
+            local[..., rows] = logits[..., rows, :].to(local.dtype).logsumexp(dim=-1)
+        normalizer = shard.stack_ranks(local).logsumexp(dim=0)
         ctx.save_for_backward(logits, normalizer)
         ctx.shard, ctx.as_logarithm = shard, as_logarithm
+        # The normalised values.
         output = torch.empty_like(logits)
         for rows in sequence_chunks(logits, None):
             shifted = logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)

@@ -1,5 +1,6 @@
 """Patch of megatron-core's GPTModel, for the whole process, that returns log-probs."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -16,8 +17,7 @@ if TYPE_CHECKING:  # log-probs of plain tensors need no megatron-core
 def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
     """Add the argument ``return_logprobs_for_linear_ce_fusion`` to ``GPTModel.forward``.
 
-    ``chunk_size``: maximum number of tokens with logits in memory. A second call changes only
-    ``chunk_size``.
+    ``chunk_size``: maximum number of tokens with logits in memory. Another call changes only it.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -49,22 +49,22 @@ def _gpt_forward_with_linear_ce_fusion(
     With ``return_logprobs_for_linear_ce_fusion``, ``labels`` int64 [B, S] are the unshifted tokens.
     Packed (``packed_seq_params``, labels [1, T]) log-probs are [n, max_seqlen_q - 1].
     """
-    arguments = {
-        "input_ids": input_ids,
-        "position_ids": position_ids,
-        "attention_mask": attention_mask,
-        "decoder_input": decoder_input,
-        "inference_context": inference_context,
-        "packed_seq_params": packed_seq_params,
-        "extra_block_kwargs": extra_block_kwargs,
-        "runtime_gather_output": runtime_gather_output,
-        "inference_params": inference_params,
-        "loss_mask": loss_mask,
-        "padding_mask": padding_mask,
-    }
-    # The original forward pass.
+    original = partial(
+        self._original_forward_for_linear_ce_fusion,
+        input_ids,
+        position_ids,
+        attention_mask,
+        decoder_input,
+        inference_context=inference_context,
+        packed_seq_params=packed_seq_params,
+        extra_block_kwargs=extra_block_kwargs,
+        runtime_gather_output=runtime_gather_output,
+        inference_params=inference_params,
+        loss_mask=loss_mask,
+        padding_mask=padding_mask,
+    )
     if not return_logprobs_for_linear_ce_fusion:
-        return self._original_forward_for_linear_ce_fusion(labels=labels, **arguments)
+        return original(labels=labels)
     if labels is None:
         raise ConfigError(
             "labels=None with return_logprobs_for_linear_ce_fusion=True. Pass the tokens [B, S] "
@@ -72,7 +72,7 @@ def _gpt_forward_with_linear_ce_fusion(
         )
     # The forward pass up to the hidden states.
     with bypassed_output_layer(self):
-        hidden = self._original_forward_for_linear_ce_fusion(**arguments)
+        hidden = original()
     return _logprobs(self, hidden, labels, packed_seq_params) if self.post_process else hidden
 
 

@@ -45,10 +45,7 @@ class LogprobPlan:
         return cls(shard, chunk_size, sampling or TrainingSamplingParams())
 
     def chunk(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return positions ``rows`` of logits [..., S, V_local], divided by the temperature.
-
-        The result is in the dtype of the arithmetic, without padding columns.
-        """
+        """Return ``rows`` of logits [..., S, V_local] without padding, divided by temperature."""
         chunk = logits[..., rows, : self.shard.columns].to(arithmetic_dtype(logits))
         return chunk if self.sampling.temperature == 1.0 else chunk / self.sampling.temperature
 
@@ -69,9 +66,9 @@ class LogprobPlan:
     def restrict(
         self, chunk: Tensor, limits: Tensor | None, local: Tensor, owned: Tensor
     ) -> Tensor:
-        """Set ``chunk`` [..., n, columns] to -inf below ``limits`` [..., n].
+        """Set ``chunk`` [..., n, columns] to -inf below ``limits`` [..., n], except kept targets.
 
-        ``keep_target`` exempts the selected columns ``local`` [..., n, K] where ``owned``.
+        ``local``, ``owned``: columns [..., n, K] of the targets, and whether they are on this rank.
         """
         if limits is None or chunk.shape[-1] == 0:
             return chunk
@@ -111,10 +108,7 @@ def logprob_forward(
 
 
 def select_owned(chunk: Tensor, local: Tensor, owned: Tensor) -> Tensor:
-    """Return ``chunk`` at columns ``local`` if owned, else 0, as float [..., K].
-
-    ``chunk``: float [..., columns]. ``local``: int64 [..., K]. ``owned``: bool [..., K].
-    """
+    """Return float ``chunk`` [..., columns] at columns ``local`` [..., K] if ``owned``, else 0."""
     if chunk.shape[-1] == 0:  # this rank stores only padding
         return chunk.new_zeros(local.shape)
     return torch.where(owned, chunk.gather(-1, local), 0)
@@ -133,10 +127,7 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient of local logits, float [B, S, V_local], from [B, S(, K)].
-
-        With top-k or top-p the gradient is exact for a fixed set of kept tokens.
-        """
+        """Compute the gradient of local logits, exact for a fixed set of kept tokens."""
         logits, indices, normalizer, thresholds = ctx.saved_tensors
         upstream = grad_outputs[0].view(indices.shape)
         plan: LogprobPlan = ctx.plan

@@ -38,8 +38,8 @@ def from_parallel_logits_to_logprobs(
     positions per step. None derives it from memory. ``sampling_params``: the sampler's
     distribution, temperature included. ``inference_only``: save nothing for backward.
 
-    Every rank returns the complete [B, S-1]. The gradient is exact if all tensor-parallel ranks
-    compute the same loss, and is summed over the context-parallel ranks (`AllGatherCPTensor`).
+    Every rank returns all rows. The gradient is exact if all tensor-parallel ranks compute the same
+    loss, and is summed over the context-parallel ranks (`AllGatherCPTensor`).
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params
@@ -103,7 +103,6 @@ def get_next_token_logprobs_from_logits(
         return get_logprobs_from_vocab_parallel_logits(
             next_token_logits, input_ids, seq_index=seq_index, sampling_params=sampling_params
         )
-    # Plain tensors: the whole vocabulary, or the part of this rank.
     logits, shard = local_shard(next_token_logits, vocab_parallel_rank, vocab_parallel_group)
     return from_parallel_logits_to_logprobs(
         logits,

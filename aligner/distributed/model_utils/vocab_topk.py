@@ -25,8 +25,7 @@ def distributed_vocab_topk(
 ) -> tuple[Tensor, Tensor]:
     """Return the ``k`` largest logits of each position over the whole vocabulary, without gradient.
 
-    ``vocab_parallel_logits``: float [B, S, V_local]. The first ``vocab_end_index -
-    vocab_start_index`` columns are these global ids, others are padding, selected last.
+    ``vocab_parallel_logits``: see `DistributedLogprob.forward`. Padding is selected last.
     ``chunk_size``: positions converted to float32 at a time. Returns ``(values float32 [B, S, k] in
     descending order, global ids int64 [B, S, k])`` on every rank.
     """
@@ -64,9 +63,8 @@ def gather_logits_at_global_indices(
 ) -> Tensor:
     """Return logits at ``global_indices`` int64 [B, S, k], float32 [B, S, k] on every rank.
 
-    ``vocab_parallel_logits``: float [B, S_cp, V_local]. The first ``vocab_end_index -
-    vocab_start_index`` columns are these global ids. ``cp_group`` shards the positions
-    (`context_shard`). ``chunk_size``: positions per step in backward.
+    ``vocab_parallel_logits``: float [B, S_cp, V_local], see `DistributedLogprob.forward`.
+    ``cp_group`` shards the positions (`context_shard`). ``chunk_size``: positions per step.
     """
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     local = scatter_context(global_indices, vocab_parallel_logits.shape[1], cp_group)

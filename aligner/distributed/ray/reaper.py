@@ -2,8 +2,8 @@
 
     python -m aligner.distributed.ray.reaper DRIVER_PID FOLDER < pipe | pipe
 
-After the driver has ended (its end of a pipe closes), the process kills Ray's processes, which Ray
-would end minutes later. The process is not a child of the driver, because Ray kills those.
+After the driver has ended, which closes its end of a pipe, the process kills Ray's processes. Ray
+would end them minutes later. The process is not a child of the driver, because Ray kills those.
 """
 
 import os

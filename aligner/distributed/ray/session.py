@@ -1,4 +1,10 @@
-"""Connection to Ray: to an existing cluster, or to a cluster that the run starts and ends."""
+"""Connection to Ray: to an existing cluster, or to a cluster that the run starts and ends.
+
+::
+
+    run ─ ray.init ─► Ray's processes
+     └─ pipe, which closes with the run ─► reaper ─ ends them, removes their folder
+"""
 
 import contextlib
 import logging
@@ -65,7 +71,8 @@ def _joined(address: str) -> Iterator[None]:
     text = f"cluster.address={address} (or RAY_ADDRESS): no Ray cluster answers at this address"
     remedy = "start a cluster with `ray start --head`, or set neither to start one in the run"
     with raised_as(ConfigError, text, ConnectionError, RuntimeError, ValueError, remedy=remedy):
-        ray.init(address, namespace=_namespace(), log_to_driver=False, logging_level=logging.ERROR)
+        namespace = f"aligner-{uuid.uuid4().hex}"
+        ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     yield
 
 
@@ -83,7 +90,7 @@ def _started(cpus: float, object_store_mb: int) -> Iterator[None]:
         "include_dashboard": False,
         "log_to_driver": False,
         "logging_level": logging.ERROR,
-        "namespace": _namespace(),
+        "namespace": f"aligner-{uuid.uuid4().hex}",
         "_temp_dir": folder,
     }
     with _reaper(folder):
@@ -119,7 +126,3 @@ def _reaper(folder: str) -> Iterator[None]:
         finally:
             reaper.stdin.close()
             select.select([output], [], [], _REAPER_S)
-
-
-def _namespace() -> str:
-    return f"aligner-{uuid.uuid4().hex}"

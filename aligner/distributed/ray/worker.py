@@ -111,10 +111,9 @@ class WorkerProcess:
         rank_variables: Mapping[str, str],
         world: TorchWorld | None,
     ) -> None:
-        """Construct the worker. With a ``world``, join the world first and pass ``parallel``.
+        """Construct the worker, or raise `WorkerFailure`. A ``world`` is joined first.
 
-        ``arguments``: positional and keyword arguments. ``rank_variables``: environment variables
-        such as RANK. Raises `WorkerFailure`.
+        ``arguments``: positional and keyword arguments. ``rank_variables``: such as RANK.
         """
         os.environ |= rank_variables
         try:

@@ -26,8 +26,13 @@ from aligner.data.tokenizers.decoding import StopStrings
 from aligner.device import accelerator
 from aligner.device.counter_hash import text_hash
 from aligner.errors import ConfigError, raised_as
-from aligner.generation.vllm.kept import add_sets, check_sets, engine_arguments
-from aligner.generation.vllm.sampling import logprobs_mode, sampling_arguments
+from aligner.generation.vllm.sampling import (
+    add_sets,
+    check_sets,
+    engine_arguments,
+    logprobs_mode,
+    sampling_arguments,
+)
 from aligner.generation.vllm.settings import VllmConfig
 
 _ABANDON_INTERVAL = 8  # steps between two agreements of an engine's processes on abandoning a batch
@@ -37,37 +42,27 @@ Rules = tuple[SamplingOptions, StopStrings | None]
 
 @dataclass
 class Response:
-    """Response to one prompt. ``is_end``: whether the response ended properly.
-
-    ``kept_ids`` contains for each token the ids that top-k and top-p kept, if recorded.
-    """
+    """Response to one prompt."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept_ids: list[Sequence[int]] = field(default_factory=list)
-    is_end: bool = False
+    kept_ids: list[Sequence[int]] = field(default_factory=list)  # per token, if recorded
+    is_end: bool = False  # ended by an end token or stop string
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArguments:
-    """Arguments of a `VllmEngine`.
+    """Arguments of a `VllmEngine`."""
 
-    ``architecture`` must be supported by Hugging Face and vLLM. ``precision`` is ``32`` or
-    ``bf16``, for weights and activations. ``eos_ids`` end a response. ``max_batch_size`` limits the
-    sequences in flight, ``max_sequence_length`` prompt and response together. ``settings`` are the
-    result of `VllmConfig.on_device`. ``record_kept`` is the maximum number of kept tokens to record
-    per sampled token, 0 for none.
-    """
-
-    architecture: GPTArchitecture
-    precision: str
-    eos_ids: Sequence[int]
+    architecture: GPTArchitecture  # supported by Hugging Face and vLLM
+    precision: str  # of weights and activations, 32 or bf16
+    eos_ids: Sequence[int]  # ids that end a response
     length: LengthParams
     sampling: SamplingParams
-    max_batch_size: int
-    max_sequence_length: int
-    settings: VllmConfig
-    record_kept: int = 0
+    max_batch_size: int  # sequences in flight
+    max_sequence_length: int  # tokens of prompt and response
+    settings: VllmConfig  # the result of `VllmConfig.on_device`
+    record_kept: int = 0  # maximum number of kept tokens to record per sampled token
 
 
 class VllmEngine:
@@ -141,8 +136,8 @@ class VllmEngine:
 
         ``rules`` replaces the engine's lengths, sampling and stop strings.
 
-        A response depends on its prompt, ``seed`` and its sample id, as far as vLLM's kernels
-        return the same bits in every batch. If the call raises, its requests are aborted.
+        A response depends on its prompt, ``seed`` and its sample id, if vLLM's kernels return the
+        same bits in every batch. If the call raises, its requests are aborted.
         """
         from vllm.inputs.engine import tokens_input
 
@@ -227,10 +222,9 @@ class VllmEngine:
         self._llm.collective_rpc("begin_refit")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some of the weights, whose memory must stay valid until `finish_refit`.
+        """Load some weights: Hugging Face's names, complete float tensors [out, in] or [out].
 
-        ``weights``: names of Hugging Face and complete tensors [out, in] or [out], in any float
-        dtype.
+        Their memory must stay valid until `finish_refit`.
         """
         self._llm.collective_rpc("load_refit_weights", args=(weights,))
 
@@ -303,10 +297,7 @@ def _unlink_shared_memory() -> None:
 
 
 def set_environment(settings: VllmConfig) -> None:
-    """Set the environment variables that vLLM reads at import.
-
-    Values of the user are kept where possible.
-    """
+    """Set environment variables that vLLM reads at import, unless the user has set them."""
     # An engine core in a separate process could outlive this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults = {

@@ -30,11 +30,7 @@ class RefitExtension:
             initialize_layerwise_reload(model)
 
     def load_refit_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some weights. Layers that are complete are packed and activated.
-
-        ``weights``: names of Hugging Face and complete tensors [out, in] or [out], in any float
-        dtype.
-        """
+        """Load some weights, see `VllmEngine.load_weights`. Complete layers are activated."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
@@ -53,7 +49,7 @@ class RefitExtension:
 
 
 def _tie_again(model: nn.Module) -> None:
-    """Tie the output layer, which on CPU holds a packed copy of the old embedding."""
+    """Tie the output layer to the embedding. On CPU it still holds a packed copy of old weights."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,

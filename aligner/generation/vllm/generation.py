@@ -126,9 +126,8 @@ class VllmGeneration(BackgroundGeneration):
         configured lengths and sampling.
         """
         seed = self._seeds.next() if seed is None else seed
-        return self._started(
-            data, seed=seed, greedy=greedy, sampling_options=sampling_options
-        ).result()
+        options = {"greedy": greedy, "sampling_options": sampling_options}
+        return self.generate_in_background(data, seed=seed, **options).result()
 
     def recover(self) -> bool:
         """See `GenerationInterface.recover`. Return False if engines have several processes."""
@@ -144,16 +143,15 @@ class VllmGeneration(BackgroundGeneration):
             self._stale = True
         return True
 
-    def generate_in_background(self, data: BatchedDataDict, *, seed: int = 0) -> Self:
+    def generate_in_background(
+        self, data: BatchedDataDict, *, seed: int = 0, **options: Any
+    ) -> Self:
         """Begin `generate` without waiting. Only one batch can be in flight.
 
         Returns this handle, whose `result` and `abandon` end the batch.
         """
-        return self._started(data, seed=seed)
-
-    def _started(self, data: BatchedDataDict, **options: Any) -> Self:
         rows = columns_of(data, GENERATION_COLUMNS)
-        run_sharded(self.worker_group, VllmWorker.start_generation, rows, **options)
+        run_sharded(self.worker_group, VllmWorker.start_generation, rows, seed=seed, **options)
         return self
 
     def result(self) -> BatchedDataDict:
@@ -169,20 +167,13 @@ class VllmGeneration(BackgroundGeneration):
         """Abandon the batch in flight."""
         run_on_all(self.worker_group, VllmWorker.abandon_generation)
 
-    def memory_bytes(self) -> list[int]:
-        """Return the resident memory of every engine's process."""
-        return run_on_all(self.worker_group, VllmWorker.memory_bytes)
-
     def shutdown(self) -> bool:
         """Shut the engines down."""
         return self.worker_group.shutdown(cleanup_method="shutdown")
 
 
 def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str, Any]) -> None:
-    """Raise if expandable segments are enabled with CUDA IPC or `sleep`.
-
-    Handles of CUDA IPC cannot share such segments, and `sleep` cannot release them.
-    """
+    """Raise if expandable segments are enabled, which CUDA IPC and `sleep` do not support."""
     if not on_gpus or (settings.refit == "separate" and not settings.sleep):
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):

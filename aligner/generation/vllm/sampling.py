@@ -1,9 +1,19 @@
-"""Conversion of this library's sampling parameters to vLLM's, without importing vLLM."""
+"""Sampling in vLLM's terms: parameters, log-probs, and the tokens that top-k and top-p kept.
 
+vLLM calls sets of kept tokens sampling masks (its page docs/training/sampling_mask.md). The
+``sampling_mask`` of a ``vllm.outputs.CompletionOutput`` is None, or its ``token_ids`` contain for
+each generated token the list of ids that it was sampled from.
+"""
+
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from aligner.config import LengthParams, SamplingParams
+from aligner.errors import ConfigError, WorkerError
+
+SINCE = "0.28"  # the first release of vLLM with sampling masks
+_KEY = "model.ppo.record_kept_tokens"
 
 
 def sampling_arguments(
@@ -42,9 +52,8 @@ def sampling_arguments(
 def logprobs_mode(sampling: SamplingParams) -> Literal["raw_logprobs", "processed_logprobs"]:
     """Return vLLM's name of the log-probs under the sampled distribution.
 
-    ``processed_logprobs`` include temperature, top-k, top-p and repetition penalty, but also the
-    ban of EOS before ``min_length``, which the policy's log-probs do not include. If sampling is
-    unmodified, ``raw_logprobs`` equal the policy's log-probs to the bit.
+    ``processed_logprobs`` also include the ban of EOS before ``min_length``, unlike the policy's
+    log-probs. If sampling is unmodified, ``raw_logprobs`` equal the policy's to the bit.
     """
     is_unmodified = (
         sampling.temperature == 1.0
@@ -53,3 +62,59 @@ def logprobs_mode(sampling: SamplingParams) -> Literal["raw_logprobs", "processe
         and sampling.repetition_penalty == 1.0
     )
     return "raw_logprobs" if is_unmodified else "processed_logprobs"
+
+
+def engine_arguments(size: int) -> dict[str, bool]:
+    """Return arguments of ``vllm.LLM`` that enable sampling masks if ``size`` is above 0.
+
+    Raises `ConfigError` if the installed vLLM has no sampling masks.
+    """
+    if not size:
+        return {}
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    if "return_sampling_mask" not in {field.name for field in dataclasses.fields(EngineArgs)}:
+        raise ConfigError(
+            f"{_KEY}={size}: vLLM {vllm.__version__} does not return the tokens it kept. Install "
+            f"vLLM {SINCE} or newer, or set it to 0"
+        )
+    return {"return_sampling_mask": True}
+
+
+def add_sets(sets: list[Sequence[int]], output: Any, tokens: int) -> None:
+    """Add the sets in ``output``, a ``vllm.outputs.CompletionOutput``, to a response's ``sets``.
+
+    The first releases with sampling masks return the sets of all tokens with the last output of a
+    response. Release 0.32 returns with each output the sets of the output's tokens. Other numbers
+    of sets raise `WorkerError`. ``tokens``: number of the response's tokens, with the output's.
+    """
+    mask = getattr(output, "sampling_mask", None)
+    if mask is None:
+        return
+    rows = mask.token_ids
+    if len(rows) == tokens:
+        sets[:] = rows
+    elif len(rows) == len(output.token_ids) and len(sets) + len(rows) == tokens:
+        sets.extend(rows)
+    else:
+        raise WorkerError(
+            f"{_KEY}: vLLM returned {len(rows)} sets of kept tokens with {len(output.token_ids)} "
+            f"of a response's {tokens} tokens. Set it to 0, or use another release of vLLM"
+        )
+
+
+def check_sets(sets: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
+    """Raise `WorkerError` unless each of a response's ``tokens`` has a set that contains it."""
+    if len(sets) != len(tokens):
+        raise WorkerError(
+            f"{_KEY}: vLLM returned the kept tokens of {len(sets)} of a response's {len(tokens)} "
+            "tokens. Releases before 0.32 return none for a response with a stop string, or if "
+            "they share sampling among tensor-parallel ranks. Set it to 0, or use 0.32"
+        )
+    for index, (ids, token) in enumerate(zip(sets, tokens, strict=True)):
+        if token not in ids:
+            raise WorkerError(
+                f"{_KEY}: token {token} at index {index} of a response is not among the "
+                f"{len(ids)} tokens that vLLM kept. Set it to 0, or use another release of vLLM"
+            )

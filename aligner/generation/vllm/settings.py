@@ -72,11 +72,8 @@ class VllmConfig(EngineConfig):
     def on_device(self, *, has_gpu: bool, ahead: bool) -> "VllmConfig":
         """Return these settings with values for the device.
 
-        ``ahead``: rollouts are sampled while the policy trains.
-
-        Raises:
-            ConfigError: ``sleep``, or several engines with several processes, which vLLM does not
-                support on CPU.
+        ``ahead``: rollouts are sampled while the policy trains. Raises `ConfigError` for settings
+        that vLLM does not support on CPU.
         """
         problems = []
         if self.sleep and not has_gpu:

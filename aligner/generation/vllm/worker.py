@@ -3,10 +3,8 @@
     main thread: calls of the trainer ─► single engine thread: `VllmEngine`
 
 The process answers other calls during a rollout: `start_generation` returns at once,
-`collect_generation` waits, `abandon_generation` stops the batch.
-
-Consumes: prompts, weights. Waits for: the policy's worker in `init_collective` and
-`receive_weights`, at most ``timeout_s``.
+`collect_generation` waits, `abandon_generation` stops the batch. `init_collective` and
+`receive_weights` wait for the policy's worker, at most ``timeout_s``.
 """
 
 import os
@@ -16,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -103,10 +100,7 @@ class VllmWorker(RefitReceiver):
         """
         if self._pending is not None:
             raise WorkerError("a batch is in flight. Collect or abandon it before the next")
-        # vLLM takes prompts without padding.
-        lengths = data["input_lengths"].tolist()
-        rows = zip(data["input_ids"].tolist(), lengths, strict=True)
-        self._prompts = [row[:length] for row, length in rows]
+        self._prompts = _sequences(data)
         self._abandoned.clear()
         self._pending = self._thread.submit(
             self._engine.sample,
@@ -141,10 +135,7 @@ class VllmWorker(RefitReceiver):
 
         Used to compare an engine with the policy's ``get_logprobs`` after a refit.
         """
-        lengths = data["input_lengths"].tolist()
-        rows = zip(data["input_ids"].tolist(), lengths, strict=True)
-        sequences = [row[:length] for row, length in rows]
-        scores = self._thread.submit(self._engine.score, sequences).result()
+        scores = self._thread.submit(self._engine.score, _sequences(data)).result()
         logprobs = torch.zeros(data["input_ids"].shape)
         for row, score in enumerate(scores):
             logprobs[row, 1 : 1 + len(score)] = torch.tensor(score)
@@ -167,11 +158,8 @@ class VllmWorker(RefitReceiver):
         self._synchronized(self._engine.finish_refit)
 
     def _synchronized(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Run a refit step in the engine's thread, which has a separate stream on a GPU.
-
-        The step must see memory that other streams wrote, and the policy may free that memory
-        after the step.
-        """
+        """Run a refit step in the engine's thread, which has a separate stream on a GPU."""
+        # The step sees what other streams wrote, and the policy may free the memory afterwards.
         accelerator.synchronize()
         self._thread.submit(step, *arguments).result()
         accelerator.synchronize()
@@ -182,16 +170,18 @@ class VllmWorker(RefitReceiver):
         """Release the device's memory including weights until the next refit."""
         self._synchronized(self._engine.sleep)
 
-    def memory_bytes(self) -> int:
-        """Return the resident memory of this process."""
-        return psutil.Process().memory_info().rss
-
     def shutdown(self) -> bool:
         """Shut down the engine and its thread."""
         self.abandon_generation()
         self._thread.submit(self._engine.shutdown).result()
         self._thread.shutdown()
         return True
+
+
+def _sequences(data: Mapping[str, Any]) -> list[list[int]]:
+    """Return the rows of ``input_ids`` without padding."""
+    rows = zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
+    return [row[:length] for row, length in rows]
 
 
 def _meet(
@@ -232,8 +222,9 @@ def responses_batch(
 ) -> BatchedDataDict:
     """Return prompts and responses as a `GenerationOutputSpec`, right-padded to the longest.
 
-    ``record_kept``: K of ``kept_ids`` int32 [B, S, K], padded with -1. The row of a larger set
-    contains only -1. With 0 the column is omitted.
+    ``record_kept``: maximum number K of ids that top-k and top-p kept for a token, in ``kept_ids``
+    int32 [B, S, K], padded with -1. If more ids were kept, all K are -1. With 0 the column is
+    omitted.
     """
     starts = [len(prompt) for prompt in prompts]
     lengths = [len(response.tokens) for response in responses]
@@ -245,6 +236,7 @@ def responses_batch(
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids[row, : ends[row]] = torch.tensor([*prompt, *response.tokens])
         logprobs[row, starts[row] : ends[row]] = torch.tensor(response.logprobs)
+        # Padding follows the response, and a greedy response has no sets.
         for token_ids, kept in zip(kept_ids[row, starts[row] :], response.kept_ids, strict=False):
             if len(kept) <= record_kept:
                 token_ids[: len(kept)] = torch.tensor(kept, dtype=torch.int32)

@@ -5,12 +5,8 @@ Tensor-parallel sharding of the two matrices:
     column: A [rank, in] replicated, B [out / tp, rank]
     row:    A [rank, in / tp], B [out, rank] replicated
 
-Ranks exchange the ``rank`` values per token between A and B. A replicated matrix gets its full
-gradient on every rank. Under sequence parallelism this is the gradient of the rank's tokens, which
-megatron-core sums because of the ``sequence_parallel`` mark.
-
-Dropout of adapter inputs is a hash of the seed, the update, the adapter, the tokens up to the
-present token, its position and the feature. It depends on no row, micro-batch or rank.
+Ranks exchange the ``rank`` values per token between A and B. Under sequence parallelism,
+megatron-core sums the gradients of replicated matrices, which have the mark ``sequence_parallel``.
 """
 
 import contextlib
@@ -50,7 +46,10 @@ from aligner.parallel.groups import ParallelState
 
 
 class TokenDropout:
-    """Dropout that the adapters of one model share, with the tokens of the current pass."""
+    """Dropout of adapter inputs, a hash of seed, update, adapter, feature and the tokens so far.
+
+    It depends on no row, micro-batch or rank.
+    """
 
     def __init__(self, probability: float, seed: int) -> None:
         self.probability = probability
@@ -69,9 +68,8 @@ class TokenDropout:
         """Enable dropout in a forward pass inside the block.
 
         ``input_ids``: int64 ``[b, S]``, right-padded. ``lengths``: int64 ``[b]``.
-        ``frame_indices``: int64 ``[n, L]``, index into ``b * S`` of each token in the model's rows,
-        negative for padding. ``positions``: int64 ``[b, S]``, from 0 in every sequence, if rows
-        contain several.
+        ``frame_indices``: int64 ``[n, L]``, index into ``b * S`` of each row's token, or negative.
+        ``positions``: int64 ``[b, S]``, from 0 in every sequence, if rows contain several.
         """
         column = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         position = column if positions is None else positions
@@ -91,7 +89,7 @@ class TokenDropout:
             self._keys = None
 
     def __call__(self, hidden: Tensor, stream: int, *, part: int, parts: int, first: int) -> Tensor:
-        """Apply dropout to float ``hidden`` ``[L / parts, n, features]``, and scale the rest up.
+        """Apply dropout to float ``hidden`` ``[L / parts, n, features]``.
 
         ``stream``: the adapter's hash seed. ``part``, ``parts``: this rank's part of the sharded
         tokens. ``first``: index of the first feature among the features of all ranks.
@@ -144,10 +142,9 @@ class AdaptedLinear(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Map float ``[s, b, in]`` to ``[s, b, out]``, sharded as the linear's input and output."""
         output, bias = super().forward(input_, *args, **kwargs)
-        return output + self.adapter_output(input_) if self.lora.enabled else output, bias
+        return output + self._adapter_output(input_) if self.lora.enabled else output, bias
 
-    def adapter_output(self, hidden: Tensor) -> Tensor:
-        """Map ``[s, b, in]`` to the adapter's output ``[s, b, out]``, sharded as in `forward`."""
+    def _adapter_output(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -163,7 +160,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
         self.lora.a.sequence_parallel = self.sequence_parallel
         set_tensor_model_parallel_attributes(self.lora.b, True, 0, 1)
 
-    def adapter_output(self, hidden: Tensor) -> Tensor:
+    def _adapter_output(self, hidden: Tensor) -> Tensor:
         """Map ``[s, b, in]`` to ``[s, b, out / tp]``. Sequence parallelism shards input tokens."""
         group = self.tp_group
         if self.sequence_parallel:
@@ -188,7 +185,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowLinear):
         self.lora.b.sequence_parallel = self.sequence_parallel
         set_tensor_model_parallel_attributes(self.lora.a, True, 1, 1)
 
-    def adapter_output(self, hidden: Tensor) -> Tensor:
+    def _adapter_output(self, hidden: Tensor) -> Tensor:
         """Map ``[s, b, in / tp]`` to ``[s, b, out]``. Sequence parallelism shards output tokens."""
         group = self.tp_group
         low = self.lora.down(hidden, first=group.rank() * hidden.shape[-1])

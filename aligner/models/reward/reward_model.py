@@ -1,15 +1,105 @@
-"""`RewardModel`, the controller's handle of a group of reward-model workers."""
+"""`RewardWorker`, one process's share of a reward model, and `RewardModel`, their handle."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.interfaces import Cluster
 from aligner.distributed.workers import on_all_workers, scored_rows
-from aligner.models.gpt.role.settings import RunSettings
+from aligner.models.gpt.role.settings import RunSettings, reward_settings, settings_to_continue
 from aligner.models.handle import RoleHandle
-from aligner.models.reward.workers.reward_worker import RewardWorker
+from aligner.models.worker import RoleWorker, passes_over
+from aligner.parallel.groups import ParallelState
+
+if TYPE_CHECKING:  # a handle's process need not import the model
+    from aligner.models.gpt.role.reward import RewardRole
+
+
+class RewardScorer(ABC):
+    """Mixin of workers with a reward model, separate or on the critic's backbone."""
+
+    @property
+    @abstractmethod
+    def reward_model(self) -> "RewardRole":
+        """Model that scores."""
+
+    def get_rewards(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """Compute ``rewards`` float32 [B], or [B, K] for K rated attributes.
+
+        Rewards are standardised if the model is. Reads ``input_ids`` int64 [B, S] and
+        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass.
+        """
+        rewards = self.reward_model.infer(*passes_over(data, micro_batch_size))
+        return BatchedDataDict({"rewards": rewards})
+
+    def reward_attributes(self) -> tuple[str, ...]:
+        """Return the names of the rated attributes, empty for a model trained on comparisons."""
+        return self.reward_model.attributes
+
+
+class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
+    """Worker of `RewardModel`, which loads a reward model or a language model with a new head.
+
+    ``offload_weights``: keep weights in host memory between phases.
+    """
+
+    def __init__(
+        self,
+        config: TrainedModelConfig,
+        tokenizer: Tokenizer,
+        run: RunSettings,
+        parallel: ParallelState,
+        *,
+        attributes: tuple[str, ...] | None = None,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        offload_weights: bool = False,
+    ) -> None:
+        settings = reward_settings(config, run, attributes, init_optimizer)
+        settings, whole_path = settings_to_continue(settings, weights_path)
+        model = self.load_model(settings, whole_path or config.restore_from_path, tokenizer)
+        super().__init__(
+            model,
+            parallel,
+            offloads=offload_weights,
+            init_optimizer=init_optimizer,
+            optimizer_path=optimizer_path,
+        )
+        if init_optimizer:
+            # Training makes the file's standardisation and form of sequences obsolete.
+            model.standardization = model.sequence_form = None
+
+    @property
+    def reward_model(self) -> "RewardRole":
+        """Model of this worker."""
+        return self.model
+
+    def standardize(self, mean: float, std: float) -> None:
+        """Apply ``(reward - mean) / std`` from now on, and save it with the model."""
+        self.model.standardize(mean, std)
+
+    def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
+        """Save with the model whether training sequences start with BOS, and their end."""
+        self.model.remember_sequences(add_bos, end_id)
+
+
+class MegatronRewardWorker(RewardWorker):
+    """Worker of `RewardModel` on megatron-core."""
+
+    model_path = "aligner.models.gpt.megatron.reward:MegatronGPTRewardModel"
+
+
+class DTensorRewardWorker(RewardWorker):
+    """Worker of `RewardModel` on a transformers model, as FSDP2."""
+
+    model_path = "aligner.models.gpt.dtensor.critic:DTensorRewardModel"
+
 
 REWARD_COLUMNS = ("input_ids", "input_lengths")
 
@@ -18,8 +108,8 @@ class RewardModel(RoleHandle):
     """A trainable model that scores sequences."""
 
     workers: ClassVar[Mapping[str, str]] = {
-        "megatron": "aligner.models.reward.workers.reward_worker.MegatronRewardWorker",
-        "dtensor": "aligner.models.reward.workers.reward_worker.DTensorRewardWorker",
+        "megatron": "aligner.models.reward.reward_model.MegatronRewardWorker",
+        "dtensor": "aligner.models.reward.reward_model.DTensorRewardWorker",
     }
 
     def __init__(

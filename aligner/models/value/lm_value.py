@@ -1,19 +1,176 @@
-"""`Value`, the controller's handle of a group of value workers."""
+"""`ValueWorker`, one process's share of a critic, and `Value`, the handle of its workers."""
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from aligner.checkpoint.model_source import open_model
+from aligner.checkpoint.nemo.archive import named_by
+from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.interfaces import Cluster
+from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.workers import scored_rows
-from aligner.models.gpt.role.settings import RunSettings
+from aligner.errors import ConfigError
+from aligner.models.gpt.role.model import ValueModel
+from aligner.models.gpt.role.settings import (
+    RunSettings,
+    critic_settings,
+    reward_settings,
+    settings_to_continue,
+)
 from aligner.models.handle import RoleHandle
 from aligner.models.interfaces import ValueInterface
-from aligner.models.value.workers.value_worker import ValueWorker, read_critic
+from aligner.models.reward.reward_model import RewardScorer
+from aligner.models.worker import RoleWorker, note_unused, passes_over, place_of, read_published
+from aligner.parallel.groups import ParallelState
+
+if TYPE_CHECKING:  # a handle's process need not import the models
+    from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
+    from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
+
+TokenizerType = TypeVar("TokenizerType", bound=Tokenizer)  # NeMo-RL's
+
+
+def read_critic(
+    config: CriticConfig | Mapping[str, Any],
+    model: TrainedModelConfig | None,
+    run: RunSettings | None,
+) -> tuple[CriticConfig, TrainedModelConfig, RunSettings, PublishedRole | None]:
+    """Return the critic's section, the policy's with the critic's layout, and run settings.
+
+    ``config`` is a section, which requires ``model``, or a mapping, which is also returned.
+    """
+    published = None if isinstance(config, CriticConfig) else read_published(config, "value")
+    if published is not None:
+        config, model, run = published.critic, published.model, run or RunSettings.of(published)
+    assert isinstance(config, CriticConfig)
+    if model is None:
+        raise ConfigError(
+            "model is required in addition to a CriticConfig. Pass the policy's section"
+        )
+    return config, config.with_layout(model), run or RunSettings(), published
+
+
+class ValueWorker(RoleWorker[ValueModel]):
+    """Worker of `Value`, which loads the critic's body, by default the policy's.
+
+    For the arguments see `Value` and `PolicyWorker`.
+    """
+
+    def __init__(
+        self,
+        config: CriticConfig | Mapping[str, Any],
+        tokenizer: Tokenizer,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        *,
+        worker_sharding_annotations: NamedSharding | None = None,
+        model: TrainedModelConfig | None = None,
+        run: RunSettings | None = None,
+        parallel: ParallelState | None = None,
+        **kwargs: Any,
+    ) -> None:
+        note_unused(type(self).__name__, kwargs)
+        config, model, run, _ = read_critic(config, model, run)
+        parallel = place_of(model.parallel, worker_sharding_annotations, parallel, run.seed)
+        tokenizer = as_tokenizer(tokenizer)
+        # The model. Errors about the file name the key of its path.
+        body_path = config.restore_from_path or model.restore_from_path
+        settings = critic_settings(config, model, run)
+        own_body = config.restore_from_path is not None and weights_path is None
+        with named_by("critic.restore_from_path" if own_body else "model.restore_from_path"):
+            settings, whole_path = settings_to_continue(settings, weights_path)
+            critic = self.load_model(settings, whole_path or body_path, tokenizer)
+        super().__init__(
+            critic,
+            parallel,
+            offloads=config.offload_weights,
+            init_optimizer=init_optimizer,
+            optimizer_path=optimizer_path,
+        )
+
+    def get_values(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """Compute ``values`` float32 [B, S]: position t is the value of the state before token t.
+
+        Values are 0 at t = 0 and from a row's length on. Reads ``input_ids`` int64 [B, S] and
+        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass.
+        """
+        values = self.model.get_values(*passes_over(data, micro_batch_size))
+        return BatchedDataDict({"values": values})
+
+    def share_backbone(
+        self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
+    ) -> None:
+        """Load a reward model into host memory, to be scored on the critic's backbone."""
+        raise ConfigError(
+            "reward.model.share_body_with_critic=true needs policy.backend=megatron. Set it, or "
+            "set share_body_with_critic to false"
+        )
+
+
+class DTensorValueWorkerV2(ValueWorker):
+    """Worker of `Value` on a transformers model, as FSDP2 and DTensors."""
+
+    model_path = "aligner.models.gpt.dtensor.critic:DTensorCriticModel"
+
+
+class MegatronValueWorker(RewardScorer, ValueWorker):
+    """Worker of `Value` on megatron-core. A reward model can share its backbone."""
+
+    model_path = "aligner.models.gpt.megatron.critic:MegatronGPTCriticModel"
+    model: "MegatronGPTCriticModel"
+    _reward: "SharedBackboneRewardModel | None" = None
+
+    def share_backbone(
+        self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
+    ) -> None:
+        """See `ValueWorker.share_backbone`."""
+        from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
+
+        settings = reward_settings(config, run, learns=False)
+        with open_model(config.restore_from_path) as checkpoint:
+            self._reward = SharedBackboneRewardModel.in_critic(
+                self.model, checkpoint, settings=settings, tokenizer=tokenizer
+            )
+
+    @property
+    def reward_model(self) -> "SharedBackboneRewardModel":
+        """Reward model that shares the backbone, after `share_backbone`."""
+        assert self._reward is not None, "call share_backbone first"
+        return self._reward
+
+    def enable_forward_pre_hook(self) -> None:
+        """Gather, from the next update on, each weight in the forward pass that reads it.
+
+        It has an effect only with several data-parallel workers in training.
+        """
+        if self.model.optimizer is not None:
+            self.model.optimizer.defer_weight_gather()
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Gather weights right after updates again, and now unless ``param_sync`` is False."""
+        if self.model.optimizer is None:
+            return
+        if self.model.settings.overlap_param_gather:  # configured, not set by a caller
+            if param_sync:
+                self.model.collect_weights()
+            return
+        self.model.optimizer.gather_weights_after_updates(param_sync)
+
+    def _gather_weights(self) -> None:
+        self.disable_forward_pre_hook()
+
+
+MegatronValueWorkerImpl = MegatronValueWorker  # NeMo-RL's class without Ray
+
 
 VALUE_COLUMNS = ("input_ids", "input_lengths")
 
@@ -22,8 +179,8 @@ class Value(RoleHandle, ValueInterface):
     """A critic that predicts the return from every state, and trains on returns."""
 
     workers: ClassVar[Mapping[str, str]] = {
-        "megatron": "aligner.models.value.workers.value_worker.MegatronValueWorker",
-        "dtensor": "aligner.models.value.workers.value_worker.DTensorValueWorkerV2",
+        "megatron": "aligner.models.value.lm_value.MegatronValueWorker",
+        "dtensor": "aligner.models.value.lm_value.DTensorValueWorkerV2",
     }
 
     def __init__(
@@ -43,10 +200,11 @@ class Value(RoleHandle, ValueInterface):
     ) -> None:
         """Start the workers on ``cluster``.
 
-        They load ``config.restore_from_path``, or the policy's weights with a new head, or the
-        weights and head of ``weights_path``. ``config``: the critic's section, which requires
-        ``model``, or a mapping of `ValueConfig`. ``model``: the policy's section, with
-        micro-batching and the default layout. For the other arguments and the errors see `Policy`.
+        They load ``weights_path`` if given, else ``config.restore_from_path``, else the policy's
+        weights with a new head. ``config``: the critic's section of a configuration (``model`` must
+        then be given), or a mapping with the keys of `ValueConfig`. ``model``: the policy's
+        section, with the settings of micro-batches, and the layout unless ``config`` sets a layout.
+        For the other arguments and the errors see `Policy`.
         """
         self.cfg = config
         config, section, run, published = read_critic(config, model, run)

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aligner.observe.estimates import Z95, Estimate
-from aligner.observe.metric_names import describe
+from aligner.observe.metrics import Sample, describe
 from aligner.observe.report.chart import short_number
 from aligner.observe.report.page import render
-from aligner.observe.samples import Sample
 
 _MEANINGS = (
     ("accuracy", "share of right answers"),

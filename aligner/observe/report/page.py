@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aligner.observe.metrics import Sample
 from aligner.observe.report.chart import short_number
-from aligner.observe.samples import Sample
 
 if TYPE_CHECKING:
     from jinja2 import Environment

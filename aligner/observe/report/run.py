@@ -8,8 +8,7 @@ from typing import Any
 
 from aligner.checkpoint.durable import atomic_file
 from aligner.observe.diagnostics import ROUNDING_GAPS, gap_verdict
-from aligner.observe.metric_names import MetricInfo, describe
-from aligner.observe.metrics import read_metrics
+from aligner.observe.metrics import MetricInfo, Sample, describe, read_metrics, read_samples
 from aligner.observe.report.chart import (
     Bar,
     Change,
@@ -22,7 +21,6 @@ from aligner.observe.report.chart import (
     short_number,
 )
 from aligner.observe.report.page import render
-from aligner.observe.samples import Sample, read_samples
 
 
 @dataclass(frozen=True)

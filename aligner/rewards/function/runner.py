@@ -1,4 +1,4 @@
-"""Run a reward function over a batch, with a time limit and errors that name the sample.
+"""A reward from a function, which processes run with a time limit on the parts of a batch.
 
 batch ─► parts ─► a process for each part ─► scores, or a timeout ─► halves of the part, again
 """
@@ -18,7 +18,12 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from aligner.child_process import ProcessPool, Program
+from aligner.config import RewardConfig
+from aligner.data.tokenizers.decoding import response_texts
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import RewardError, RewardTimeoutError
+from aligner.parallel.collectives import on_rank_zero
 from aligner.rewards.function.execution import Scored, failure_message
 from aligner.rewards.protocol import Samples, Signature, parse_scores
 
@@ -39,8 +44,7 @@ class ScoredResponses:
 class RewardFunction(ProcessPool):
     """Reward function in separate processes, a process for each part of a batch.
 
-    After a timeout, the process is killed with its children. Hanging C calls and crashes do not
-    stop the training process.
+    After a timeout, the process is killed with its children, also in a C call that hangs.
     """
 
     def __init__(
@@ -151,9 +155,9 @@ class RewardFunction(ProcessPool):
     def _answers(self, samples: Samples) -> list[tuple[Samples, Scored | None]]:
         """Return the parts of the batch in order with their scores, None after a timeout.
 
-        A sample that hangs affects its whole part. After a timeout, the part is scored again in
-        halves, sequentially, down to single samples, within twice the time limit. The limit of a
-        half is four times the duration of the last part that succeeded.
+        After a timeout, a part is scored again in halves, sequentially, down to single samples,
+        within twice the time limit. The time limit of a half is four times the duration of the last
+        part that succeeded.
         """
         answers: list[tuple[Samples, Scored | None]] = []
         waiting, limit = _split(samples, self._max_concurrency), self._time_limit_s
@@ -189,7 +193,14 @@ class RewardFunction(ProcessPool):
         """Return the scores of each part, or the error after a timeout."""
         answers: list[Scored | RewardTimeoutError] = []
         try:
-            deadline = self.begin(parts, time_limit_s)
+            # Send each part to a separate process. They have a common deadline.
+            for error in self.start(range(len(parts))).values():
+                raise error
+            deadline = time.monotonic() + time_limit_s
+            for slot, part in enumerate(parts):
+                columns = self.signature.select(part.columns, self._kwargs)
+                message = replace(part, columns=columns)
+                self._processes[slot].ask(message, time_limit_s=time_limit_s)
             for slot, part in enumerate(parts):
                 try:
                     answers.append(self._receive(slot, part, deadline, time_limit_s))
@@ -199,17 +210,6 @@ class RewardFunction(ProcessPool):
             self.close()
             raise
         return answers
-
-    def begin(self, parts: Sequence[Samples], time_limit_s: float) -> float:
-        """Send each part to a separate process. Returns their common deadline."""
-        for error in self.start(range(len(parts))).values():
-            raise error
-        deadline = time.monotonic() + time_limit_s
-        for slot, part in enumerate(parts):
-            columns = self.signature.select(part.columns, self._kwargs)
-            message = replace(part, columns=columns)
-            self._processes[slot].ask(message, time_limit_s=time_limit_s)
-        return deadline
 
     def _receive(self, slot: int, samples: Samples, deadline: float, time_limit_s: float) -> Scored:
         # The child checks the scores, too, but its messages are not trusted.
@@ -222,6 +222,76 @@ class RewardFunction(ProcessPool):
             culprit = process.receive(deadline, 0.0)[1]
         culprit = culprit if culprit in range(len(samples)) else None
         raise RewardError(failure_message(name, str(payload), samples, culprit))
+
+
+class Reward:
+    """Scores the responses of a rollout with a `RewardFunction`.
+
+    Only rank 0 calls the function and broadcasts the result. A function with side effects or random
+    results is therefore called once.
+    """
+
+    def __init__(self, function: RewardFunction | None, tokenizer: Tokenizer) -> None:
+        self._function = function
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, config: RewardConfig, tokenizer: Tokenizer) -> "Reward":
+        """Import the function ``reward.function``. An invalid name fails on every rank."""
+        reward = cls(None, tokenizer)
+
+        def load() -> None:
+            assert config.function is not None, "checked with the configuration"
+            names = ("kwargs", "time_limit_s", "max_concurrency", "timeout_reward")
+            options = {name: getattr(config, name) for name in names}
+            reward._function = RewardFunction(config.function, **options)
+
+        on_rank_zero(load)
+        return reward
+
+    def check_columns(self, available: frozenset[str]) -> None:
+        """Raise `DataError` if the data lacks a column that the function needs."""
+        columns = available | {"is_end", "response_lengths"}
+        on_rank_zero(lambda: self._rank_zero_function().check_columns(columns))
+
+    def notes(self) -> list[str]:
+        """Return a note for the start-up report if the function has another library's form."""
+
+        def note() -> list[str]:
+            function = self._rank_zero_function()
+            name, form = function.signature.name, function.signature.form
+            return [f"reward.function={name} is called in the form of {form}"] if form else []
+
+        return on_rank_zero(note)
+
+    def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
+        """Decode and score every row.
+
+        Reads ``input_ids`` int64 [B, S], ``prompt_lengths`` and ``input_lengths`` int64 [B],
+        ``is_end`` bool [B], and the lists ``prompts``, ``ground_truths`` and ``columns`` (a dict
+        of the data's other columns for each row).
+        """
+
+        def score() -> ScoredResponses:
+            responses, rows = response_texts(self.tokenizer, data), data["columns"]
+            names = dict.fromkeys(name for row in rows for name in row)
+            columns = {name: [row.get(name) for row in rows] for name in names}
+            lengths = data["input_lengths"] - data["prompt_lengths"]
+            columns |= {"is_end": data["is_end"].tolist(), "response_lengths": lengths.tolist()}
+            function, truths = self._rank_zero_function(), data["ground_truths"]
+            return function(data["prompts"], responses, truths, columns)
+
+        return on_rank_zero(score)
+
+    def shutdown(self) -> bool:
+        """End the function's processes."""
+        if self._function is not None:
+            self._function.close()
+        return True
+
+    def _rank_zero_function(self) -> RewardFunction:
+        assert self._function is not None, "rank 0 must hold the reward function"
+        return self._function
 
 
 def _split(samples: Samples, count: int) -> list[Samples]:

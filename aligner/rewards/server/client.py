@@ -31,7 +31,8 @@ from aligner.http import JSON_TYPE, MAX_BYTES
 from aligner.http.messages import parse_json, validated
 from aligner.http.tokens import read_token
 from aligner.parallel.collectives import on_rank_zero
-from aligner.rewards.interface import ScoredResponses, check_weights, rated_responses
+from aligner.rewards.function.runner import ScoredResponses
+from aligner.rewards.interface import check_weights, rated_responses
 from aligner.rewards.sequences import scored_texts
 from aligner.rewards.server.wire import (
     HEALTH,
@@ -45,8 +46,7 @@ from aligner.rewards.server.wire import (
 log = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # otherwise a line for every request
 
-# Timeouts, too many requests, and servers and proxies that restart.
-_TEMPORARY = (408, 429, 500, 502, 503, 504)
+_TEMPORARY = (408, 429, 500, 502, 503, 504)  # timeouts, load, servers and proxies that restart
 _MAX_PAUSE_S = 15.0  # between two tries. The first pause is half a second.
 
 
@@ -67,16 +67,14 @@ class _RewardRequest:
 
 def _score_request(samples: Sequence[WireSample], width: int) -> _RewardRequest:
     body = json.dumps({"samples": list(map(asdict, samples))}).encode()
-    return _RewardRequest(
-        "POST", SCORE, body, lambda value: parse_rewards(value, len(samples), width)
-    )
+    parse = partial(parse_rewards, count=len(samples), width=width)
+    return _RewardRequest("POST", SCORE, body, parse)
 
 
 class RewardClient:
     """Client of a reward server. Thread-safe."""
 
     def __init__(self, config: RewardServerConfig) -> None:
-        """Read the token, without sending a request."""
         self.config = config
         url = _checked_url(config.url)
         token = read_token(config.token_env, config.token_file, "the reward server")
@@ -216,8 +214,7 @@ class RemoteReward:
     ) -> None:
         """Check the server's health, and ``weights`` against its attributes.
 
-        ``tokenizer``: tokenizer of the policy. ``end_strings``: stop strings of the policy, which
-        are removed from the responses.
+        ``tokenizer`` and ``end_strings``: of the policy, whose stop strings are removed.
         """
         self.tokenizer, self.end_strings = tokenizer, end_strings
         self._client = RewardClient(config)

@@ -1,4 +1,9 @@
-"""HTTP server of a reward model. Samples of several requests are scored in one batch."""
+"""HTTP server of a reward model. Samples of several requests are scored in one batch.
+
+request ─► event loop ── Job ──► JobQueue ──► main thread of rank 0 ── batch ──► all ranks
+               ▲                                      │                             │
+               └───────────── Results ◄───────────────┘ ◄───────── scores ──────────┘
+"""
 
 import asyncio
 import json
@@ -90,8 +95,7 @@ class RewardService:
             return [rewards async for rewards in results.of(job, deadline, timeout_message)]
 
 
-# The other ranks wait for rank 0 in a collective, and rank 0 ends idle waits after this time.
-_HEARTBEAT_S = 1.0
+_HEARTBEAT_S = 1.0  # of rank 0, for which the other ranks wait in a collective
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,7 @@ class ServeOptions:
     token: str | None = None  # that requests need, None for no token
     batch_size: int = 64  # sequences that are scored together
     micro_batch_size: int = 16  # sequences per forward pass
-    # Maximum number of waiting sequences. More requests are refused with status 503, and a request
-    # with more sequences with status 413.
-    max_waiting: int = 4096
+    max_waiting: int = 4096  # waiting sequences. More are refused, with status 503 or 413
     timeout_s: float = 120.0  # time limit of a request
     add_bos: bool | None = None  # None: as in the model's file
     precision: Literal["32", "bf16"] = "32"

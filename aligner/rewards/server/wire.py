@@ -41,13 +41,10 @@ _Row = Annotated[
 
 
 class ScoreAnswer(BaseModel):
-    """Rewards: for each sample a number, or a list with a number per attribute.
-
-    ``ids``: index in the request of the sample of each reward. None: the order of the request.
-    """
+    """Rewards: for each sample a number, or a list with a number per attribute."""
 
     rewards: Annotated[list[_Row], FailFast()]
-    ids: Any = None  # only compared with the expected list
+    ids: Any = None  # index of the sample of each reward, to prove the order
 
 
 class HealthAnswer(BaseModel):
@@ -65,7 +62,6 @@ def parse_rewards(value: Any, count: int, width: int) -> list[list[float]]:
         problem = f"{len(rows)} rewards for {count} samples"
     elif wrong := [index for index, row in enumerate(rows) if len(row) != width]:
         problem = f"reward {wrong[0]} has {len(rows[wrong[0]])} numbers, expected {width}"
-    # A server may return ids, to prove the order.
     elif answer.ids is not None and answer.ids != list(range(count)):
         problem = f"ids are not 0 to {count - 1} in order: the rewards are of other samples"
     if problem:

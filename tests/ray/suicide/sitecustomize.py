@@ -1,4 +1,4 @@
-"""Imported by every Python that starts with this folder on its path; see `test_driver`.
+"""Imported by every Python that starts with this folder on its path; see `test_kills`.
 
 ``ALIGNER_TEST_DIE_IN="2 train"``: the process that calls a policy worker so in step 2 ends there.
 """
@@ -23,15 +23,15 @@ def _change():
     from aligner.errors import current_step
 
     step, method = os.environ["ALIGNER_TEST_DIE_IN"].split()
-    start_call, seen = RayWorkerGroup._start_call, [0]
+    real_call, seen = RayWorkerGroup._start_call, [0]
 
     def call(group, method_name, *arguments):
-        future = start_call(group, method_name, *arguments)
+        answer = real_call(group, method_name, *arguments)
         seen.append(current_step() or seen[-1])  # a state is saved after its step
         called = (group.name_prefix, method_name, seen[-1])
         if called == ("lm_policy", method, int(step)):
             os.kill(os.getpid(), signal.SIGKILL)
-        return future
+        return answer
 
     RayWorkerGroup._start_call = call
 

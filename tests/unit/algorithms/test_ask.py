@@ -3,12 +3,10 @@
 import itertools
 import json
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from recipes import CONF, composed
 
-from aligner.algorithms.ask import evaluate as evaluation
 from aligner.algorithms.ask.evaluate import evaluate
 from aligner.algorithms.ask.generate import Chat, generate
 from aligner.algorithms.ask.model import find_source, open_model
@@ -31,7 +29,6 @@ from aligner.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parents[3]
 ROWS = [{"prompt": f"{one}+{one + 1}=", "ground_truth": str(2 * one + 1)} for one in range(4)]
 DIGIT = {"function": "aligner.rewards.regex_format:reward", "kwargs": {"pattern": "[0-9].*"}}
 
@@ -62,8 +59,8 @@ def answers(tmp_path, prompts, model, **changes):
 @pytest.mark.parametrize("backend", ["megatron", "dtensor"])
 def test_a_directory_answers_as_its_nemo(tmp_path, prompts, models, backend):
     one, two = (
-        answers(tmp_path, prompts, models[kind], policy={"backend": backend})
-        for kind in ("nemo", "hf")
+        answers(tmp_path, prompts, models[kind], policy={"backend": backend}, sampling=batches)
+        for kind, batches in (("nemo", {}), ("hf", {"batch_size": 3}))
     )
     assert one == two
     assert [line["prompt"] for line in one[::2]] == [row["prompt"] for row in ROWS]
@@ -71,11 +68,6 @@ def test_a_directory_answers_as_its_nemo(tmp_path, prompts, models, backend):
     assert one[0]["ground_truth"] == "1"  # a column of the row
     assert one[0]["response"] != one[1]["response"]
     assert all(1 <= line["tokens"] <= 8 for line in one)
-
-
-def test_batches_do_not_change_answers(tmp_path, prompts, models):
-    whole = answers(tmp_path, prompts, models["nemo"])
-    assert answers(tmp_path, prompts, models["nemo"], sampling={"batch_size": 3}) == whole
 
 
 def trained_run(folder, model, prompts, *, data=None, seed=1, **changes):
@@ -164,7 +156,6 @@ def test_an_evaluation_adds_up(tmp_path, prompts, models, capsys):
     assert "pass@4" in page
     assert "few" in page
     assert "pass@4" in capsys.readouterr().out
-    assert evaluation.DEFAULT_SET == "prompts"
 
 
 def test_runs_and_evaluations_side_by_side(tmp_path, prompts, models, capsys):
@@ -256,17 +247,12 @@ NASTY = [
 ]
 
 
-def composed(arguments):
-    overrides = check_overrides(arguments, GenerateConfig, ROOT / "conf")
-    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-        return load_config(compose("gpt_generate", overrides=overrides), GenerateConfig)
-
-
 def test_prompts_arrive_as_they_were_typed():
     arguments = list(itertools.chain(*(("--prompt", text) for text in NASTY)))
     typed = ["--model", "dir with spaces/m.nemo", *arguments, "sampling.top_k=3", "--output=a,b"]
     kinds = {"flags": {"--chat": "chat=true"}, "repeated": {"--prompt": "prompt"}}
-    config = composed(as_overrides(typed, ASKING, **kinds))
+    overrides = check_overrides(as_overrides(typed, ASKING, **kinds), GenerateConfig, CONF)
+    config = load_config(composed("gpt_generate", *overrides), GenerateConfig)
     assert config.prompt == tuple(NASTY)
     assert config.model.restore_from_path == "dir with spaces/m.nemo"
     assert config.output == "a,b"
@@ -281,12 +267,12 @@ def test_prompts_arrive_as_they_were_typed():
         ({"prompt": ()}, "no prompts"),
         ({"chat": True}, "chat=true reads prompts"),
         ({"prompt": (), "chat": True, "trainer": {"devices": 2}}, "chat=true with 2 processes"),
-        (
-            {"sampling": {"use_greedy": True, "samples_per_prompt": 2}},
-            "sampling.samples_per_pr.*=2",
-        ),
+        ({"sampling": {"use_greedy": True, "samples_per_prompt": 2}}, "samples_per_prompt=2"),
         ({"sampling": {"min_length": 300}}, r"sampling\.min_length=300 exceeds"),
         ({"sampling": {"max_new_tokens": 3}}, r"Did you mean sampling\.max_length"),
+        ({"trainer": {"max_time": "00:00:01:00"}}, r"max_time=00:00:01:00 applies .* it to null"),
+        ({"generation": {"async_rollouts": True}}, r"async_rollouts=true applies .* it to false"),
+        ({"generation": {"in_flight": "abandon"}}, r"in_flight=abandon applies .* it to finish"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, words):
@@ -294,22 +280,8 @@ def test_settings_that_cannot_work_are_refused(changes, words):
         asked("m.nemo", **changes)
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "kept"),
-    [
-        ("trainer", "max_time", "00:00:01:00", "null"),
-        ("generation", "async_rollouts", True, "false"),
-        ("generation", "in_flight", "abandon", "finish"),
-    ],
-)
-def test_settings_of_training_runs_are_refused(section, key, value, kept):
-    values = {"model": {"restore_from_path": "m.nemo"}, "prompt": ["a"], section: {key: value}}
-    told = str(value).lower()
-    with pytest.raises(
-        ConfigError, match=rf"^{section}.{key}={told} applies to .*\. Set it to {kept}$"
-    ):
-        parse_config(values, GenerateConfig)
-    del values["prompt"]
-    # There are no prompts either, and both are named.
-    with pytest.raises(ConfigError, match=rf"(?s)- {section}.{key}={told} .*- data.prompts.source"):
-        parse_config({**values, "reward": {"function": "m:f"}}, EvaluateConfig)
+def test_all_problems_of_an_evaluation_are_named():
+    values = {"model": {"restore_from_path": "m.nemo"}, "reward": {"function": "m:f"}}
+    values["generation"] = {"async_rollouts": True}
+    with pytest.raises(ConfigError, match=r"(?s)- generation.async_rol.*- data.prompts.source"):
+        parse_config(values, EvaluateConfig)

@@ -13,6 +13,7 @@ from pathlib import Path
 import golden_games
 import pytest
 import torch
+from loaded import load_policy
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
@@ -24,9 +25,6 @@ from aligner.config import TrainerPPOConfig, parse_config
 from aligner.config.algorithms.trainer import AdvantageConfig
 from aligner.data.batches import Prompt, collate_prompts
 from aligner.data.tokenizers.loading import with_chat_template
-from aligner.distributed.workers import LocalCluster
-from aligner.models.policy.lm_policy import Policy
-from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
@@ -105,9 +103,7 @@ class Played:
         self.path = str(path)
         with open_nemo(path) as checkpoint:
             self.tokenizer, self.architecture = checkpoint.tokenizer, checkpoint.architecture
-        cluster = LocalCluster(initialize_parallel())
-        model = self.configuration({"factory": "a:b"}).model
-        self.policy = Policy(cluster, model, self.tokenizer, init_reference_model=False)
+        self.policy = load_policy(self.configuration({"factory": "a:b"}).model)
 
     def configuration(self, environment):
         rollout = {"num_rollout_samples": 8, "length_params": {"max_length": 6}}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.algorithms.rollout.rollout import fill_with_varied_groups, teaches
+from aligner.algorithms.ppo.dynamic_sampling import fill_with_varied_groups, teaches
 from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import (
     AdvantageConfig,
@@ -46,6 +46,24 @@ def credit(estimator, *, kl_in_reward=False, **options):
 def assign(how, batch, beta=0.0):
     how.shape(batch)
     return how.assign(batch, beta)
+
+
+@pytest.mark.parametrize(
+    ("shaping", "improper", "shaped", "counts"),
+    [
+        (RewardShapingConfig(), ImproperEndConfig(), [1.0, 4.0], [1, 1]),
+        (RewardShapingConfig(scale=2, shift=-1), ImproperEndConfig(), [1.0, 7.0], [1, 1]),
+        (RewardShapingConfig(scale=2, clip=3), ImproperEndConfig(), [2.0, 3.0], [1, 1]),
+        # A penalty comes off after the clip.
+        (RewardShapingConfig(clip=3), ImproperEndConfig("penalize", 0.5), [1.0, 2.5], [1, 1]),
+        (RewardShapingConfig(), ImproperEndConfig(mode="mask"), [1.0, 4.0], [1, 0]),
+    ],
+)
+def test_rewards_are_shaped(shaping, improper, shaped, counts):
+    batch = rollout([1.0, 4.0], [1, 1], ended=[True, False])
+    credit("rloo", reward=shaping, improper_end=improper).shape(batch)
+    assert batch["shaped_rewards"].tolist() == shaped
+    assert batch["sample_mask"].tolist() == counts
 
 
 def test_rloo_by_hand():
@@ -88,14 +106,6 @@ def test_what_is_charged_by_hand():
     assign(credit("grpo", kl_in_reward=True), batch, beta=2.0)
     expected = 0.4 / (math.sqrt(0.5) + 1e-6)
     assert batch["advantages"][:, PROMPT].tolist() == pytest.approx([expected, -expected])
-
-
-def test_reinforce_plus_plus_is_white():
-    batch = rollout([1, 0, 0, 0], [1, 1, 1, 1])
-    assign(credit("reinforce_plus_plus"), batch)
-    token = batch["advantages"][:, PROMPT]
-    assert token.mean().item() == pytest.approx(0, abs=1e-6)
-    assert token[0].item() == pytest.approx(0.75 / math.sqrt(0.25))
 
 
 def noisy_kl(batch, seed=0):

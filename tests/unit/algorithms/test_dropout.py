@@ -5,23 +5,17 @@ the learning rate at about 0 the policy does not move, so the ratio to its own r
 implicit reward over the reference 0; whatever else is seen is dropout.
 """
 
+import dataclasses
 import tarfile
 from pathlib import Path
 
 import pytest
+import recipes
 import yaml
-from hydra import compose, initialize_config_dir
 from nemo_writers import write_archive
 
 from aligner.checkpoint.model_source import open_model
-from aligner.config import (
-    DPORunConfig,
-    LoraConfig,
-    OptimConfig,
-    RunConfig,
-    SFTRunConfig,
-    load_config,
-)
+from aligner.config import LoraConfig, OptimConfig, SFTRunConfig, load_config
 from aligner.errors import ConfigError
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
@@ -31,12 +25,10 @@ from aligner.models.gpt.role.settings import (
     critic_settings,
     policy_settings,
 )
-from aligner.observe.metrics import read_metrics
 from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
-CONF = Path(__file__).parents[3] / "conf"
 STILL = ["model.optim.lr=1e-12", "exp_manager.save_nemo=false"]
 
 
@@ -54,42 +46,13 @@ def old_nemo(tiny_nemo, tmp_path_factory) -> Path:
     return path
 
 
-def composed(name, root, *overrides):
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return load_config(compose(name, overrides=overrides), root)
-
-
-def last_line(folder, nemo, recipe, root, train, *overrides):
-    train(
-        composed(
-            f"recipes/{recipe}",
-            root,
-            f"model.restore_from_path={nemo}",
-            f"exp_manager.explicit_log_dir={folder}",
-            "exp_manager.create_tensorboard_logger=false",
-            *STILL,
-            *overrides,
-        )
-    )
-    return read_metrics(folder / "metrics.jsonl")[-1]
-
-
 @pytest.mark.parametrize(("dropout", "still"), [("0", True), ("null", False)])
 def test_the_ratio_of_a_policy_that_does_not_move_is_one(
     tmp_path, old_nemo, dropout, still, capsys
 ):
-    from aligner.algorithms.ppo.trainer import train_ppo
-
-    line = last_line(
-        tmp_path,
-        old_nemo,
-        "grpo_tiny_cpu",
-        RunConfig,
-        train_ppo,
-        f"model.dropout={dropout}",
-        "trainer.ppo.max_steps=1",
-        "model.global_batch_size=32",  # the second update compares with the rollout
-    )
+    # The second update compares with the rollout.
+    options = [f"model.dropout={dropout}", "trainer.ppo.max_steps=1", "model.global_batch_size=32"]
+    line = recipes.run(tmp_path, old_nemo, "grpo_tiny_cpu", *STILL, *options)[-1]
     assert (abs(line["train_optim/ppo_ratio_max"] - 1) < 1e-3) == still
     said = capsys.readouterr().out
     assert ("dropout as in the checkpoint: 0.1 of hidden states" in said) != still
@@ -97,37 +60,23 @@ def test_the_ratio_of_a_policy_that_does_not_move_is_one(
 
 
 def test_the_policy_is_its_own_reference_in_preference_training(tmp_path, old_nemo):
-    from aligner.algorithms.preference.build import train_dpo
-
-    line = last_line(
-        tmp_path, old_nemo, "dpo_tiny_cpu", DPORunConfig, train_dpo, "trainer.dpo.max_steps=1"
-    )
+    options = [*STILL, "trainer.dpo.max_steps=1"]
+    line = recipes.run(tmp_path, old_nemo, "dpo_tiny_cpu", *options)[-1]
     assert line["train_optim/rewards_chosen"] == pytest.approx(0.0, abs=1e-5)
     assert line["train_optim/preference_loss"] == pytest.approx(0.693147, abs=1e-5)
 
 
-SCRIPTS = {
-    "gpt_ppo": 0.0,
-    "gpt_reinforce": 0.0,
-    "gpt_rs": 0.0,
-    "gpt_dpo": 0.0,
-    "gpt_reward": 0.0,
-    "gpt_distill": 0.0,
-    "gpt_sft": None,
-}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["ppo", "reinforce", "rs", "dpo", "reward", "distill", "sft"])
 def test_only_fine_tuning_keeps_the_checkpoints(script):
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        assert compose(script).model.dropout == SCRIPTS[script]
+    dropout = recipes.composed(f"gpt_{script}").model.dropout
+    assert dropout == (None if script == "sft" else 0.0)
 
 
 def test_roles_drop_what_they_are_told_and_files_keep_what_they_said(old_nemo):
     needed = [f"model.restore_from_path={old_nemo}", "data.train.source=x.jsonl"]
-    tuned = composed("gpt_sft", SFTRunConfig, *needed)
-    ppo = composed("gpt_ppo", RunConfig, *needed, "reward.function=a.b:reward")
-    half = composed("gpt_ppo", RunConfig, *needed, "reward.function=a:b", "model.dropout=0.5")
+    tuned = load_config(recipes.composed("gpt_sft", *needed), SFTRunConfig)
+    ppo = load_config(recipes.composed("gpt_ppo", *needed, "reward.function=a:b"))
+    half = dataclasses.replace(ppo, model=dataclasses.replace(ppo.model, dropout=0.5))
     facts = RunSettings()
     for settings, cls, expected in [
         (policy_settings(tuned.model, facts), MegatronGPTActorModel, 0.1),

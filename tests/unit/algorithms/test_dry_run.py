@@ -1,16 +1,14 @@
 """``dry_run=true``: the longest batch goes through the real step, and nothing is left behind."""
 
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import recipes
 import torch
-from hydra import compose, initialize_config_dir
 
 from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, longest_set, report
 from aligner.algorithms.run.engine import Workers
-from aligner.catalog import ALGORITHMS, imported
 from aligner.config import load_config
 from aligner.data.batches import Shares
 from aligner.data.supervised import Example, ExampleDataset
@@ -27,8 +25,6 @@ from aligner.models.value.lm_value import Value
 
 pytestmark = pytest.mark.integration
 
-BY_RECIPE = {entry.recipe: entry for entry in ALGORITHMS.values()}
-CONF = Path(__file__).parents[3] / "conf"
 GIB = 1 << 30
 # recipe: settings, tokens of the longest sequence
 RUNS = {
@@ -44,19 +40,8 @@ RUNS = {
 
 
 def config_of(recipe, nemo, folder, *overrides):
-    common = [f"model.restore_from_path={nemo}", f"exp_manager.explicit_log_dir={folder}"]
-    settings = [*common, "model.optim.lr=1e-3", *overrides]
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        composed = compose(f"recipes/{recipe}", overrides=settings)
-    return load_config(composed, algorithm_of(recipe).root_class)
-
-
-def algorithm_of(recipe):
-    return BY_RECIPE.get(recipe, ALGORITHMS["dpo"])  # of which kto is one
-
-
-def train(config, recipe):
-    imported(algorithm_of(recipe).builder)(config)
+    tree = recipes.composed(recipe, *recipes.settings(folder, nemo), *overrides)
+    return load_config(tree, recipes.algorithm_of(recipe).root_class)
 
 
 @pytest.fixture
@@ -64,12 +49,12 @@ def dry_run(tmp_path, tiny_nemo):
     """Make a dry run of a recipe in the folder ``run``, which stays absent."""
 
     def run(recipe, *settings):
-        config = config_of(recipe, tiny_nemo, tmp_path / "run", "dry_run=true", *settings)
+        options = ["dry_run=true", "model.optim.lr=1e-3", *settings]
         try:
-            train(config, recipe)
+            recipes.run(tmp_path / "run", tiny_nemo, recipe, *options)
         finally:
             assert not (tmp_path / "run").exists()
-        return config
+        return config_of(recipe, tiny_nemo, tmp_path / "run", *options)
 
     return run
 
@@ -154,18 +139,15 @@ def snapshot(folder):
 
 def test_a_run_in_the_directory_is_left_as_it_is(tmp_path, tiny_nemo, capsys):
     folder = tmp_path / "run"
-    own = config_of("sft_tiny_cpu", tiny_nemo, folder, "trainer.sft.max_steps=1")
-    train(own, "sft_tiny_cpu")
+    recipes.run(folder, tiny_nemo, "sft_tiny_cpu", "trainer.sft.max_steps=1")
     before = snapshot(folder)
     assert any("run_state" in name for name in before)
     for recipe, settings in (
-        ("sft_tiny_cpu", ["trainer.sft.max_steps=1"]),
         ("sft_tiny_cpu", ["exp_manager.start_anew=true"]),
         ("sft_tiny_cpu", ["exp_manager.resume_if_exists=false"]),
         ("grpo_tiny_cpu", []),  # which the run there would refuse
-        ("dpo_tiny_cpu", []),
     ):
-        train(config_of(recipe, tiny_nemo, folder, "dry_run=true", *settings), recipe)
+        recipes.run(folder, tiny_nemo, recipe, "dry_run=true", *settings)
         assert snapshot(folder) == before
     assert "resumed" not in capsys.readouterr().out
 

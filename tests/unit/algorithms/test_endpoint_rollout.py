@@ -116,11 +116,6 @@ def test_tokens_stay_as_they_were_sampled(functions):
     assert sum("�" in turns[0]["content"] for turns in batch["turns"]) >= 2
 
 
-def test_tools_that_an_agent_offers_are_in_the_prompt(functions):
-    batch = functions.collect([task("with_tools")])
-    assert "result of add: 2" in batch["prompts"][0]
-
-
 def test_the_run_s_sampling_is_used(functions, caplog):
     seen = []
 
@@ -204,6 +199,16 @@ def test_an_agent_s_silence_begins_with_its_last_answer():
     session.is_waiting = False
     assert driver._reply_of_process(episode, False, 10.6).reason == "env_timeout"
     assert killed == [3]
+
+
+def test_a_function_returns_its_reward():
+    settings = {"factory": f"{FILE}:returns", "kwargs": {"scale": 0.5}}
+    with ExitStack() as closing:
+        batch = Agents(closing, ("what",), **settings).collect([{"what": "a"}, {"what": "b"}], 2)
+    assert batch["turn_rewards"].sum(1).tolist() == [0.5] * 4
+    seeds = [parts["seed"] for parts in batch["reward_parts"]]
+    assert seeds[0::2] == seeds[1::2]
+    assert seeds[0] != seeds[2]
 
 
 class Broken(Babble):

@@ -17,6 +17,10 @@ from aligner.observe.metrics import read_metrics
 pytestmark = pytest.mark.integration
 
 AGENT = {"kind": "endpoint", "factory": f"{user_agents.__file__}:graded"}
+AHEAD = [
+    *("generation.async_rollouts=true", "generation.backend=vllm", "cluster.engine=ray"),
+    *("model.ppo.correction.weights=token", f"generation.vllm.python={sys.executable}"),
+]
 BASE = ["model.restore_from_path=m.nemo", "data.train.source=t.jsonl", "reward=environment"]
 
 
@@ -86,15 +90,7 @@ def test_an_evaluation(tiny_nemo, tmp_path):
         (['environment.command="a \'b"'], "No closing quotation. Write it as a list of words"),
         (["environment.kind=messages", "environment.command=a"], "Set environment.kind=endpoint"),
         (["environment.command=a", "environment.rewritten_history=keep"], "Set it to fork"),
-        (
-            [
-                *("environment.command=a", "generation.async_rollouts=true"),
-                *("generation.backend=vllm", "cluster.engine=ray"),
-                "model.ppo.correction.weights=token",
-                f"generation.vllm.python={sys.executable}",
-            ],
-            "agents are answered only while no training runs",
-        ),
+        ([*AHEAD, "environment.command=a"], "agents are answered only while no training runs"),
         (["environment.command=a", "reward=function", "reward.function=a.b:f"], "or neither"),
         (["environment.command=[1]"], "expected a string, got 1"),
     ],

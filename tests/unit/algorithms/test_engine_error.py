@@ -8,20 +8,17 @@ import dataclasses
 
 import pytest
 import user_environments as envs
+from loaded import load_policy
 from test_conversations_ahead import Played
 from test_environment_rollout import HerePool, rollouts_with, same
 from test_overlap import ThreadedEngine, configuration
 
 from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import prompts_batch, score
-from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.batches import Prompt, collate_prompts
-from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError, EnvironmentCallError, WorkerError
 from aligner.models.gpt.decode.generator import Generator
-from aligner.models.policy.lm_policy import Policy
-from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
@@ -71,11 +68,7 @@ class Game:
     """Rollouts of the tiny policy over conversations."""
 
     def __init__(self, path):
-        with open_nemo(path) as checkpoint:
-            tokenizer = checkpoint.tokenizer
-        cluster = LocalCluster(initialize_parallel())
-        model = configuration(path).model
-        self.policy = Policy(cluster, model, tokenizer, init_reference_model=False)
+        self.policy = load_policy(configuration(path).model)
 
     def collect(self, rows=ROWS, make=envs.Echo, per_prompt=2, **settings):
         config = EnvironmentConfig(factory="here", **{"max_tokens": 200, **settings})

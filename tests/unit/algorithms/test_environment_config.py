@@ -93,7 +93,8 @@ def rollout(**columns):
             "token_mask": (TURNS > 0).float(),
             "turn_rewards": REWARDS.clone(),
             "rewards": REWARDS.sum(1),
-            "is_scored": torch.tensor([1.0, 1, 1]),
+            "is_scored": torch.ones(3),
+            "sample_mask": torch.ones(3),
             "is_end": torch.tensor([True, True, False]),
             **columns,
         }
@@ -112,7 +113,7 @@ def test_rewards_of_turns_are_shaped_where_they_stand():
     assert batch["shaped_turn_rewards"].tolist() == [[0, 2, 0, 5], [0, 4, 0, 0], [0, 4.5, 0, 0]]
     assert batch["shaped_rewards"].tolist() == [7, 4, 4.5]
     assert batch["sample_mask"].tolist() == [1, 1, 1]
-    batch = rollout(is_scored=torch.tensor([0.0, 1, 1]))
+    batch = rollout(sample_mask=torch.tensor([0.0, 1, 1]))
     credit(improper_end=ImproperEndConfig(mode="mask")).shape(batch)
     assert batch["sample_mask"].tolist() == [0, 1, 0]
 
@@ -139,7 +140,6 @@ def test_whitening_and_explained_variance_count_tokens_or_turns(timestep):
     rewards[0, 5], rewards[1, 3], rewards[2, 0], rewards[2, 3] = 3, 1, -2, 5
     batch = rollout(values=values)
     batch |= {"turn_ids": turns, "token_mask": (turns > 0).float(), "turn_rewards": rewards}
-    batch["sample_mask"] = torch.ones(3)
     trainer = TrainerPPOConfig(discount_factor=1.0, gae_lambda=1.0, timestep=timestep)
     how = Credit(trainer, kl_in_reward=False, rollouts_per_prompt=1, max_length=4)
     how.shape(batch)

@@ -6,20 +6,16 @@ import math
 
 import pytest
 import torch
-from loaded import load_set
+from loaded import load_policy, load_set
 
 from aligner.algorithms.rollout.inputs import Prompts
 from aligner.algorithms.rollout.rollout import SingleResponses
 from aligner.algorithms.rollout.validation import validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
-from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import LengthParams, SamplingOptions, SamplingParams, parse_config
 from aligner.config.cli import check_overrides
 from aligner.data.prompts import PromptDataset
-from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
-from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.policy.lm_policy import Policy
 from aligner.observe.estimates import (
     answer_estimates,
     ks_of,
@@ -27,10 +23,9 @@ from aligner.observe.estimates import (
     mean_over_prompts,
     pass_at_k,
 )
-from aligner.observe.metric_names import check_names
-from aligner.parallel.groups import initialize_parallel
+from aligner.observe.metrics import check_names
 from aligner.rewards.answers import final_answer
-from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.function.runner import ScoredResponses
 
 # Estimates ------------------------------------------------------------------------------------
 
@@ -130,11 +125,6 @@ def validator(request, tiny_nemo, tmp_path_factory):
     rows = [{"prompt": f"{one}+{one + 1}=", "ground_truth": "1"} for one in range(6)]
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "b.jsonl").write_text("\n".join(map(json.dumps, rows[3:])))
-    with open_nemo(tiny_nemo) as checkpoint:
-        tokenizer = checkpoint.tokenizer
-    prompts = {
-        name: load_set(PromptDataset, str(folder / f"{name}.jsonl"), tokenizer) for name in "ab"
-    }
 
     def configured(**validation):
         return parse_config(
@@ -152,10 +142,9 @@ def validator(request, tiny_nemo, tmp_path_factory):
             }
         )
 
-    config = configured()
-    cluster = LocalCluster(initialize_parallel(config.model.parallel, seed=1))
-    options = {"backend": request.param, "init_optimizer": False, "init_reference_model": False}
-    policy = Policy(cluster, config.model, tokenizer, RunSettings(), **options)
+    policy = load_policy(configured().model, backend=request.param, init_optimizer=False)
+    tokenizer = policy.tokenizer
+    prompts = {name: load_set(PromptDataset, folder / f"{name}.jsonl", tokenizer) for name in "ab"}
 
     def validate(sets=(), **validation) -> StepResult:
         config = configured(**validation)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_chat_data import R1, chatml
 from test_environment_rollout import Babble, HerePool, rollouts_with
-from test_token_layout import ROLES, assert_same, load, loss_and_gradient
+from test_token_layout import assert_same_gradient, load, loss_and_gradient
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.environments import EnvironmentReward
@@ -16,7 +16,6 @@ from aligner.data.batches import Prompt, collate_prompts
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.distributed.sequences import Sequences
 from aligner.environments import Start, Turn
-from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.errors import DataError
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
 from aligner.models.gpt.lora import TokenDropout
@@ -96,7 +95,7 @@ def batches():
     [{}, {"sequence_packing": True}, {"shared_prefixes": False}],
     ids=["padded", "packed", "unshared"],
 )
-@pytest.mark.parametrize("name", ROLES)
+@pytest.mark.parametrize("name", ["actor", "critic"])
 def test_a_forked_row_is_worth_its_sequences(name, settings, tiny_nemo):
     role = load(name, tiny_nemo, **settings)
     joined, apart, bounds = batches()
@@ -106,7 +105,8 @@ def test_a_forked_row_is_worth_its_sequences(name, settings, tiny_nemo):
         for index, (row, start, length) in enumerate(bounds):
             one = found[row, start : start + length]
             assert torch.allclose(one, expected[index, :length], atol=1e-5)
-        assert_same(loss_and_gradient(role, joined, mbs), loss_and_gradient(role, apart, 6))
+        expected_gradient = loss_and_gradient(role, apart, 6)
+        assert_same_gradient(loss_and_gradient(role, joined, mbs), expected_gradient)
     other = {**joined, "position_ids": torch.zeros_like(joined["position_ids"])}
     other["position_ids"][:] = torch.arange(WIDTH)
     assert (role.infer_tokens(other, 3) - role.infer_tokens(joined, 3)).abs().max() > 1e-3
@@ -186,35 +186,6 @@ def test_what_a_filter_kept_stands_where_its_token_was_sampled():
     assert torch.equal(batch["kept_ids"], expected[..., None])
 
 
-def test_a_conversation_forks_where_thinking_is_dropped():
-    batch = collected()
-    ids, where, mask = batch["input_ids"], batch["position_ids"], batch["token_mask"]
-    length = int(batch["input_lengths"][0])
-    starts = (where[0, :length] == 0).nonzero().flatten().tolist()
-    texts = [
-        TOKENIZER.decode(ids[0, start:end].tolist())
-        for start, end in zip(starts, [*starts[1:], length], strict=True)
-    ]
-    first = "<U>q<A><think>\nhm</think>1<|im_end|>"
-    second = "<U>q<A>1<|im_end|><U>r<A><think>\nhm</think>2<|im_end|>"
-    third = "<U>q<A>1<|im_end|><U>r<A>2<|im_end|><U>r<A><think>\nhm</think>3<|im_end|>"
-    assert texts == [first, second, third]
-    said = [TOKENIZER.decode(ids[0][batch["turn_ids"][0] == turn].tolist()) for turn in (1, 2, 3)]
-    assert said == [f"hm</think>{turn}<|im_end|>" for turn in (1, 2, 3)]
-    assert torch.equal(batch["generation_logprobs"], -0.5 * mask)
-    ends = [starts[1] - 1, starts[2] - 1, length - 1]
-    assert batch["turn_rewards"][0].nonzero().flatten().tolist() == ends
-    assert batch["turn_rewards"][0][ends].tolist() == [1, 2, 3]
-    length = batch["input_lengths"][1]
-    assert torch.equal(where[1, :length], torch.arange(length))
-    assert batch["forks"] == [2, 0]
-    metrics = score(EnvironmentReward(), batch)
-    assert metrics["forks"] == 2
-    # Of what was said: 10 n-grams a turn, 8 of them those of the turn before.
-    assert metrics["repeated_ngram_fraction"] == pytest.approx((16 / 30 + 0) / 2)
-    assert batch["rewards"].tolist() == [6.0, 1.0]
-
-
 def test_forks_are_refused_kept_or_counted():
     with pytest.raises(DataError, match=r"rewrites earlier turns.*rewritten_history=fork"):
         collected(rewritten_history="refuse")
@@ -227,16 +198,6 @@ def test_forks_are_refused_kept_or_counted():
     assert cut["end_reasons"] == ["max_tokens", "done"]
     assert cut["input_lengths"][0] < whole
     assert cut["forks"] == [1, 0]  # what nobody answered is no sequence
-
-
-def test_a_fork_behind_the_last_answer_is_none():
-    talk = Conversation(ChatRenderer(TOKENIZER), Start([{"role": "user", "content": "q"}]))
-    thought = [*TOKENIZER.encode("hm</think>4"), 258]
-    talk.answered(thought, [-1.0] * len(thought), True)
-    talk.follow(Turn([{"role": "user", "content": "r"}]), goes_on=True)
-    assert len(talk.starts) == 2
-    assert (talk.forks, talk.length) == (0, talk.starts[1])
-    assert talk.positions == list(range(talk.length))
 
 
 @pytest.mark.parametrize("timestep", ["token", "turn"])

@@ -6,20 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from loaded import load_policy
 
 from aligner.algorithms.rollout.rollout import prompts_batch
 from aligner.algorithms.rollout.trainer import Rollouts
-from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.run_state.worker_state import save_worker_state
 from aligner.config import parse_config
 from aligner.data.batches import Prompt, PromptSampler, collate_prompts
 from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.workers import LocalCluster
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.interfaces import BackgroundGeneration
-from aligner.models.policy.lm_policy import Policy
-from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
@@ -96,13 +93,8 @@ class Run:
 
     def __init__(self, path, in_flight, steps=4):
         config = configuration(path, async_rollouts=True, in_flight=in_flight)
-        with open_nemo(path) as checkpoint:
-            tokenizer = checkpoint.tokenizer
-        cluster = LocalCluster(initialize_parallel())
-        self.policy, own = (
-            Policy(cluster, config.model, tokenizer, init_reference_model=False) for _ in range(2)
-        )
-        self.engine = ThreadedEngine(self.policy, own)
+        self.policy = load_policy(config.model)
+        self.engine = ThreadedEngine(self.policy, load_policy(config.model))
         self.sampler = PromptSampler(len(PROMPTS), ROWS, seed=1)
         self.rollouts = Rollouts(config, self.engine, PROMPTS, self.sampler, 0)
         self.steps, self.consumed = steps, 0

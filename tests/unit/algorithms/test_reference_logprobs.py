@@ -4,15 +4,12 @@ import io
 
 import pytest
 import torch
+from loaded import load_policy
 from rich.console import Console
 
 from aligner.algorithms.preference.build import ReferenceLogprobs
-from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DPORunConfig, parse_config
 from aligner.data.preferences import PairDataset, collate_pairs
-from aligner.distributed.workers import LocalCluster
-from aligner.models.policy.lm_policy import Policy
-from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
@@ -27,10 +24,7 @@ def configuration(nemo, size=5, precision="32"):
 
 @pytest.fixture(scope="module")
 def policy(tiny_nemo):
-    model = configuration(tiny_nemo).model
-    with open_nemo(tiny_nemo) as checkpoint:
-        cluster = LocalCluster(initialize_parallel(model.parallel))
-        return Policy(cluster, model, checkpoint.tokenizer, init_reference_model=False)
+    return load_policy(configuration(tiny_nemo).model)
 
 
 @pytest.fixture
@@ -75,14 +69,11 @@ def test_what_is_stale_is_asked_again(policy, ask, tiny_nemo, changed, named):
     assert ask(configuration(tiny_nemo, **changed))[1] == ""
 
 
-def test_another_model_is_seen(ask, tiny_nemo, tmp_path):
+def test_a_file_of_another_model_or_a_damaged_one_is_replaced(policy, ask, tiny_nemo, tmp_path):
     copy = tmp_path / "copy.nemo"
     copy.write_bytes(tiny_nemo.read_bytes())
-    ask(configuration(tiny_nemo))
-    assert "cannot be used: model changed" in ask(configuration(copy))[1]
-
-
-def test_a_damaged_file_is_replaced(policy, ask, tiny_nemo, tmp_path):
+    ask(configuration(copy))
+    assert "cannot be used: model changed" in ask(configuration(tiny_nemo))[1]
     expected = columns(ask(configuration(tiny_nemo))[0], policy)[1]
     (tmp_path / "kept.pt").write_bytes((tmp_path / "kept.pt").read_bytes()[:-200])
     pairs, said = ask(configuration(tiny_nemo))

@@ -16,7 +16,6 @@ from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import AdvantageConfig, ImproperEndConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.losses.advantages import generalized_advantage_estimate
 from aligner.serving.sessions import Session
 
 TOKENIZER = byte_level_tokenizer()
@@ -155,40 +154,3 @@ def test_the_order_in_which_the_engine_ends_answers_does_not_matter(
     assert [turn[2] for turn in found[0][:6]] == ["F", "p", "qq", "rrr", "ssss", "L"]
     assert [turn[3] for turn in found[0][:6]] == [0.5, None, None, None, 1.0, 2.0]
     assert all(each == found[0] for each in found)
-
-
-def test_gae_of_turns_apart_in_the_row_by_hand():
-    """The same conversation, its second turn in front of the first, or behind the third."""
-    values = {1: [1.0, 3.0], 2: [2.0], 3: [0.5]}
-    rewards = {1: [0.0, 1.0], 2: [4.0], 3: [-1.0]}
-
-    def row(*order):
-        turns = [turn for turn in order for _ in values[turn]]
-        each = [[x for turn in order for x in table[turn]] for table in (values, rewards)]
-        return torch.tensor([turns]), *(torch.tensor([numbers]) for numbers in each)
-
-    for timestep in ("token", "turn"):
-        found = {}
-        for order in itertools.permutations((1, 2, 3)):
-            turns, value, reward = row(*order)
-            advantages, returns = generalized_advantage_estimate(
-                value, reward, turns > 0, 0.5, 0.5, turn_ids=turns, timestep=timestep
-            )
-            found[order] = [
-                each[0, turns[0] == turn].tolist()
-                for each in (advantages, returns)
-                for turn in (1, 2, 3)
-            ]
-        assert all(each == found[1, 2, 3] for each in found.values())
-
-
-def test_a_request_without_a_number_is_the_first_behind_its_prompt():
-    session = Session()
-    prompts = {name: TOKENIZER.encode(name) for name in ("left", "right")}
-    for prompt in prompts.values():
-        asked(session, prompt)
-    for name in ("right", "left"):
-        answered(session, prompts[name], name.upper())
-    session.set_reward(1.0)
-    turns = trajectory_of(session, TOKENIZER, {}).turns
-    assert [(turn.content, turn.reward) for turn in turns] == [("LEFT", None), ("RIGHT", 1.0)]

@@ -10,34 +10,15 @@ from user_code import configured
 
 from aligner.algorithms.ppo.build import make_policy_loss, run_notes
 from aligner.algorithms.rollout.inputs import shared_note
-from aligner.algorithms.rollout.rollout import RolloutSource, shape_rewards
+from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.rs.trainer import RSTrainer, best_of_each
-from aligner.config import ImproperEndConfig, RewardShapingConfig
 from aligner.data.batches import Prompt
 from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.gpt.megatron.actor import training_columns
 from aligner.observe.diagnostics import count_updates, update_metrics
-from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.function.runner import ScoredResponses
 from aligner.rewards.model import VerifiedReward
-
-
-@pytest.mark.parametrize(
-    ("shaping", "improper", "shaped", "counts"),
-    [
-        (RewardShapingConfig(), ImproperEndConfig(), [1.0, 4.0], [1, 1]),
-        (RewardShapingConfig(scale=2, shift=-1), ImproperEndConfig(), [1.0, 7.0], [1, 1]),
-        (RewardShapingConfig(scale=2, clip=3), ImproperEndConfig(), [2.0, 3.0], [1, 1]),
-        # A penalty comes off after the clip.
-        (RewardShapingConfig(clip=3), ImproperEndConfig("penalize", 0.5), [1.0, 2.5], [1, 1]),
-        (RewardShapingConfig(), ImproperEndConfig(mode="mask"), [1.0, 4.0], [1, 0]),
-    ],
-)
-def test_shape_rewards(shaping, improper, shaped, counts):
-    rewards, is_end = torch.tensor([1.0, 4.0]), torch.tensor([True, False])
-    result, mask = shape_rewards(rewards, is_end, shaping, improper)
-    assert result.tolist() == shaped
-    assert mask.tolist() == counts
 
 
 def test_update_metrics_average_updates_and_keep_extremes():

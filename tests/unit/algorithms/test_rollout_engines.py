@@ -7,37 +7,28 @@ import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+import recipes
+from recipes import ROOT
 
 from aligner.catalog import ENGINES, imported
 from aligner.config import EngineConfig, load_config
 from aligner.errors import ConfigError
 from aligner.importing import load_function
-from aligner.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parents[3]
 FILE = f"{ROOT}/examples/extend/my_engine.py"
 ENGINE = f"generation.backend={FILE}:FixedAnswers"
 SMALL = [
     *("model.ppo.num_rollout_samples=4", "model.ppo.num_rollouts_per_prompt=2"),
     *("model.global_batch_size=4", "model.micro_batch_size=2", "trainer.ppo.max_steps=2"),
-    *("exp_manager.create_tensorboard_logger=false", "data.train.arguments.size=8"),
+    "data.train.arguments.size=8",
 ]
 
 
-def grpo(*overrides):
-    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-        return load_config(compose("recipes/grpo_tiny_cpu", overrides=[*SMALL, *overrides]))
-
-
 def test_grpo_learns_from_an_engine_of_a_users(tiny_nemo, tmp_path, monkeypatch):
-    from aligner.algorithms.ppo.trainer import train_ppo
-
     engine = load_function(f"{FILE}:FixedGeneration", key="")
     fetched, prepare = [], engine.prepare_for_generation
 
@@ -46,11 +37,8 @@ def test_grpo_learns_from_an_engine_of_a_users(tiny_nemo, tmp_path, monkeypatch)
         fetched.append({name: weight.clone() for name, weight in self.weights.items()})
 
     monkeypatch.setattr(engine, "prepare_for_generation", prepared)
-    paths = f"model.restore_from_path={tiny_nemo}", f"exp_manager.explicit_log_dir={tmp_path}"
-    train_ppo(grpo(ENGINE, "+generation.kwargs={answer: [50, 51], probability: 0.25}", *paths))
-    metrics = {}
-    for line in read_metrics(tmp_path / "metrics.jsonl"):
-        metrics |= line
+    options = [*SMALL, ENGINE, "+generation.kwargs={answer: [50, 51], probability: 0.25}"]
+    metrics = recipes.run(tmp_path, tiny_nemo, "grpo_tiny_cpu", *options)[-1]
     assert metrics["train_rollouts/generation_length"] == 2
     # The policy gives each of 260 tokens a probability near 1/260, the engine states 1/4.
     assert metrics["sampler/logprob_gap_mean"] > math.log(260 / 4) / 2
@@ -80,7 +68,7 @@ def test_grpo_learns_from_an_engine_of_a_users(tiny_nemo, tmp_path, monkeypatch)
 )
 def test_what_an_engine_cannot_do_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        grpo(*overrides)
+        load_config(recipes.composed("grpo_tiny_cpu", *SMALL, *overrides))
 
 
 def test_each_engine_of_the_library_is_named_in_its_own_folder_only():

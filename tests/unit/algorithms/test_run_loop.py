@@ -17,8 +17,7 @@ from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import read_tree
 from aligner.checkpoint.run_state.worker_state import ShareWriter
 from aligner.errors import CheckpointError, NonFiniteError, StorageError
-from aligner.observe.metrics import MetricsWriter, read_metrics
-from aligner.observe.samples import Sample, read_samples
+from aligner.observe.metrics import MetricsWriter, Sample, read_metrics, read_samples
 
 
 class Counter:
@@ -195,35 +194,12 @@ def test_a_killed_run_continues_to_the_bit(tmp_path, uninterrupted, killed_in, a
     assert lines(tmp_path) == uninterrupted
 
 
-def test_sigterm_saves_and_ends_and_the_run_continues(tmp_path, uninterrupted):
-    random.seed(3)
-    before = signal.getsignal(signal.SIGTERM)
-    learner = Counter({3: lambda: os.kill(os.getpid(), signal.SIGTERM)})
-    ended, _ = run(tmp_path, learner)
-    assert not ended
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert learner.calls[-1] == ("validate", 3)  # due anyway
-    ended, restored = run(tmp_path, Counter())
-    assert ended
-    assert restored.step == 3
-    assert lines(tmp_path) == uninterrupted
-
-
 def test_max_time_validates_saves_and_ends(tmp_path):
     learner = Counter()
     ended, _ = run(tmp_path, learner, seconds=0.0)
     assert ended
     assert learner.calls == [("validate", 0), ("step", 1), ("validate", 1)]
     assert [s.step for s in RunStateStore(tmp_path / "run_state").states()] == [1]
-
-
-def test_a_finished_run_does_nothing_again(tmp_path, uninterrupted):
-    random.seed(3)
-    run(tmp_path, Counter())
-    learner = Counter()
-    ended, restored = run(tmp_path, learner)
-    assert (ended, restored.step, learner.calls) == (True, 6, [])
-    assert lines(tmp_path) == uninterrupted
 
 
 def test_a_longer_run_continues_and_says_what_changed(tmp_path):
@@ -333,21 +309,25 @@ def test_a_short_run_that_learned_nothing_is_an_error_and_one_that_did_is_none(t
     assert run(tmp_path / "better", Stuck({2, 3}), total=3)[0]
 
 
-def test_ctrl_c_saves_and_ends_as_sigterm_does_and_what_launchers_repeat_is_no_second_one(
-    tmp_path, uninterrupted, capfd
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("SIGTERM", [signal.SIGTERM]),
+        ("Ctrl-C", [signal.SIGINT, signal.SIGINT, signal.SIGTERM]),  # as launchers repeat it
+    ],
+)
+def test_a_signal_saves_and_ends_and_the_run_continues(
+    tmp_path, uninterrupted, capfd, name, numbers
 ):
     random.seed(3)
-    before = signal.getsignal(signal.SIGINT)
-
-    def interrupt():
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-
+    before = [signal.getsignal(number) for number in numbers]
+    learner = Counter({3: lambda: [os.kill(os.getpid(), number) for number in numbers]})
     said = io.StringIO()
-    assert not run(tmp_path, Counter({3: interrupt}), said=said)[0]
-    assert signal.getsignal(signal.SIGINT) is before
-    assert "stopped by Ctrl-C after step 3 of 6" in said.getvalue()
-    assert capfd.readouterr().err.count("\n") == 1
+    assert not run(tmp_path, learner, said=said)[0]
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert learner.calls[-1] == ("validate", 3)  # due anyway
+    assert f"stopped by {name} after step 3 of 6" in said.getvalue()
+    assert capfd.readouterr().err.count("\n") == (name == "Ctrl-C")
     assert run(tmp_path, Counter())[1].step == 3
     assert lines(tmp_path) == uninterrupted
 

@@ -1,23 +1,16 @@
 """Runs of the tiny model that learn nothing say so, and leave no model that is none."""
 
-from pathlib import Path
-
 import pytest
+import recipes
 import torch
-from hydra import compose, initialize_config_dir
 from newest_state import newest
 
-from aligner.algorithms.ppo.trainer import train_ppo
-from aligner.algorithms.supervised.build import train_sft
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.checkpoint.run_state.store import RunStateStore
-from aligner.config import RunConfig, SFTRunConfig, load_config
 from aligner.errors import NonFiniteError
 from aligner.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
-
-CONF = Path(__file__).parents[3] / "conf"
 
 
 @pytest.fixture
@@ -25,17 +18,8 @@ def run(tmp_path, tiny_nemo, capsys):
     """``run(algorithm, *overrides)`` runs a tiny recipe in ``tmp_path``; what it printed."""
 
     def start(algorithm, *overrides):
-        train, root = {"sft": (train_sft, SFTRunConfig), "ppo": (train_ppo, RunConfig)}[algorithm]
-        settings = [
-            f"model.restore_from_path={tiny_nemo}",
-            f"exp_manager.explicit_log_dir={tmp_path}",
-            "exp_manager.create_tensorboard_logger=false",
-            *overrides,
-        ]
         capsys.readouterr()
-        with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            config = load_config(compose(f"recipes/{algorithm}_tiny_cpu", overrides=settings), root)
-        train(config)
+        recipes.run(tmp_path, tiny_nemo, f"{algorithm}_tiny_cpu", *overrides)
         return " ".join(capsys.readouterr().out.split())
 
     return start

@@ -161,18 +161,6 @@ def test_answers_do_not_depend_on_what_they_came_with(served):
     assert len({choices[0]["text"] for choices in alone}) > 6
 
 
-def test_seeds(served):
-    def texts(**more):
-        choices = ask(served, TEXT, prompt="1+1=", n=2, **more)["choices"]
-        return [choice["text"] for choice in choices]
-
-    first, second = texts(seed=5)
-    assert first != second
-    assert texts(seed=5) == [first, second]
-    assert texts(seed=6) != [first, second]
-    assert texts() != texts()
-
-
 def test_a_stop_string_ends_an_answer_and_is_left_out(served):
     for seed in range(50):
         asked = {"prompt": "1+1=", "seed": seed, "return_token_ids": True}
@@ -239,11 +227,7 @@ BAD = [
     (TEXT, {"prompt": [[999]]}, 400, "999 is outside the vocabulary of 259", None),
     (TEXT, {"prompt": "x" * 300}, 400, "300 tokens and an answer's do not fit", None),
     (TEXT, {"prompt": "x", "max_tokens": 256}, 400, "1 tokens and 256 do not fit", None),
-    (TEXT, {"prompt": "x", "max_tokens": 0}, 400, "greater than or equal to 1", "max_tokens"),
     (TEXT, {"prompt": "x", "temperature": 1e-9}, 400, "0, or between 0.001", "temperature"),
-    (TEXT, {"prompt": "x", "top_p": 0}, 400, "greater than 0", "top_p"),
-    (TEXT, {"prompt": "x", "n": "2"}, 400, "valid integer", "n"),
-    (TEXT, {"prompt": "x", "logprobs": 5}, 400, "less than or equal to 0", "logprobs"),
     (TEXT, {"prompt": "x", "stop": ""}, 400, "an empty text", "stop"),
     (TEXT, {"prompt": "x", "stop": ["a"] * 17}, 400, "17 texts, at most 16", "stop"),
     (TEXT, {"prompt": "x", "stop": ["a" * 257]}, 400, "more than 256 characters", "stop"),
@@ -251,7 +235,6 @@ BAD = [
     (TEXT, {"prompt": "x" * 2**20}, 400, "do not fit the model's 256", None),
     (CHAT, {"messages": USER * 5000}, 400, "at most 4096", "messages"),
     (CHAT, {"messages": MANY_ROLES}, 400, "99 roles", None),
-    (TEXT, {"prompt": "x", "frequency_penalty": 0.5}, 400, "not offered", "frequency_penalty"),
     (TEXT, {"prompt": "x", "max_new_tokens": 5}, 400, "not permitted", "max_new_tokens"),
     (TEXT, {"prompt": "x", "model": "gpt"}, 404, "there is no 'gpt'; 'tiny' is served", None),
     (TEXT, {"prompt": ["x"] * 200, "n": 200}, 413, "40000 answers, at most 1024", None),
@@ -264,7 +247,6 @@ BAD = [
         {"messages": USER, "tools": [{"function": {"name": "f", "parameters": "x"}}]},
         *(400, "must be of the form", "tools.0"),
     ),
-    (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "'none' or 'auto'", "tool_choice"),
     ("/tokenize", {}, 400, "missing, and messages too", "prompt"),
     ("/tokenize", {"prompt": "x", "messages": USER}, 400, "set, and messages too", "prompt"),
     ("/tokenize", {"prompt": "x", "tools": [{}]}, 400, "only for messages", "tools"),
@@ -272,7 +254,6 @@ BAD = [
         *("/tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, 400),
         *("only for messages", "chat_template_kwargs"),
     ),
-    ("/detokenize", {"tokens": [-1]}, 400, "greater than or equal to 0", "tokens.0"),
     ("/v1/embeddings", {}, 404, "There are GET /health, GET /v1/models, POST", None),
 ]
 
@@ -284,14 +265,6 @@ def test_bad_requests_are_refused_in_openais_form(served, path, body, status, wo
     assert (found, error["param"]) == (status, key), error
     assert words in error["message"]
     assert error["type"] == "invalid_request_error"
-
-
-def test_values_that_change_nothing_are_accepted(served):
-    asked = {"prompt": "1", "max_tokens": 2, "user": "me", "echo": False, "presence_penalty": 0.0}
-    ask(served, TEXT, **asked, suffix=None, best_of=1, model="tiny", logit_bias={})
-    nulls = {"include_usage": None, "include_obfuscation": None}
-    pieces = streamed(served, TEXT, prompt="1", max_tokens=2, stream_options=nulls)
-    assert not any("usage" in piece for piece in pieces)
 
 
 @pytest.mark.parametrize(

@@ -147,13 +147,12 @@ def test_what_fails_before_the_policy_spoke_begins_again():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("what", "reason"), [("crashes", "env_error"), ("hangs", "env_timeout")])
-def test_an_agent_that_failed_earns_nothing_on_request(what, reason, tmp_path):
-    asked = [task(what, marker=tmp_path / "x"), task("two_turns")]
-    batch = agents_collected(asked, failed="zero", timeout_s=3.0, **COMMAND)
+def test_an_agent_that_failed_earns_nothing_on_request(tmp_path):
+    asked = [task("crashes", marker=tmp_path / "x"), task("two_turns")]
+    batch = agents_collected(asked, failed="zero", **COMMAND)
     assert batch["turn_ids"].amax(1).tolist() == [1, 2]
     assert batch["end_reasons"] == ["failed", "done"]
-    assert batch["failures"][0] == [reason]
+    assert batch["failures"][0] == ["env_error"]
     assert batch["turn_rewards"][0].sum() == 0
     assert batch["sample_mask"].tolist() == [1, 1]
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import signal
 
@@ -9,12 +10,16 @@ import nemo_writers as writers
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
+from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.nemo.torch_dist import read_metadata
 from aligner.data.tokenizers.loading import tokenizer_from_files
-from aligner.errors import AlignerError, CheckpointError, TokenizerError
+from aligner.errors import CheckpointError, TokenizerError
 
 
 @pytest.fixture
@@ -48,18 +53,14 @@ def unpacked(tiny_nemo, tmp_path):
     return make
 
 
-# 1. Names that become paths ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        *("../../planted", "/planted", "sub/planted", "", ".", "..", "a\\b", "tokenizer.json/x"),
-        *(".bashrc", "modeling_evil.py", "config.json", "model.safetensors", "../x.model"),
+        *("../../planted", "/planted", "", "a\\b", "tokenizer.json/x"),
+        *(".bashrc", "config.json", "../x.model"),
     ],
 )
 def test_a_tokenizer_file_of_another_name_is_refused(unpacked, tmp_path, name):
-    """It is written under that name when the model is converted."""
 
     def change(config):
         files = config["tokenizer"]["files"]
@@ -75,29 +76,17 @@ def test_a_tokenizer_file_of_another_name_is_refused(unpacked, tmp_path, name):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["unpacked"]
 
 
-@pytest.mark.parametrize("name", ["../planted", "config.json", ""])
-def test_nothing_is_written_under_a_name_from_elsewhere(tiny_nemo, tmp_path, name):
-    """Whoever brought the files: the writer looks too."""
+def test_nothing_is_written_under_a_name_from_elsewhere(tiny_nemo, tmp_path):
     with open_nemo(tiny_nemo) as nemo:
-        files = {**nemo.tokenizer_files, name: b"x"}
+        files = {**nemo.tokenizer_files, "../planted": b"x"}
         with pytest.raises(CheckpointError, match="is not the name"):
             save_hf(tmp_path / "hf", nemo.weights, nemo.architecture, files)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_name_that_tokenizers_have_is_read(tmp_path, tiny_nemo):
-    with open_nemo(tiny_nemo) as nemo:
-        assert set(nemo.tokenizer_files) == {"tokenizer.json", "tokenizer_config.json"}
-    members = writers.config_members(21, num_layers=1, hidden_size=8, num_attention_heads=2)
-    writers.write_archive(tmp_path / "roles.nemo", members)
-    with open_nemo(tmp_path / "roles.nemo") as nemo:
-        assert set(nemo.tokenizer_files) == {"vocab.json", "merges.txt"}
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["tokenizer.json"], r"tokenizer\.files .* is a list, not a mapping"),
         ("tokenizer.json", r"tokenizer\.files .* is a str, not a mapping"),
         ({5: "nemo:x"}, "names '5'"),
     ],
@@ -119,29 +108,21 @@ def test_an_artifact_in_a_folder_is_refused(unpacked, tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-# 2. and 3. What a configuration says ----------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_layers": 10**9}, "num_layers=1000000000"),
-        ({"num_layers": -1}, "num_layers=-1"),
         ({"num_layers": ".inf"}, "wrong type"),
         ({"num_moe_experts": 10**9}, "num_moe_experts=1000000000"),
-        ({"num_moe_experts": -3}, "num_moe_experts=-3"),
         ({"num_moe_experts": "x"}, "num_moe_experts='x'"),
         ({"hidden_size": 0}, "hidden_size=0"),
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"num_query_groups": 3}, "num_query_groups=3"),
         ({"vocab_size": "x"}, "vocab_size='x'"),
-        ({"vocab_size": -1}, "vocab_size=-1"),
         ({"layernorm_epsilon": float("nan")}, "layernorm_epsilon=nan"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
         ({"rotary_percentage": 17.0}, r"rotary_percent=17\.0"),
         ({"rope_scaling": "x"}, "rope_scaling"),
         ({"rope_scaling": {"factor": "x"}}, "rope_scaling"),
-        ({"attention_dropout": 2.0}, r"attention_dropout=2\.0"),
         ({"window_size": [-5, 0]}, "window_size=-4"),
         ({"activation": ["swiglu"]}, "activation.*a list"),
     ],
@@ -150,14 +131,6 @@ def test_a_nemo_configuration_that_no_model_has(unpacked, no_hang, changes, mess
     folder = unpacked(lambda config: config.update(changes))
     with pytest.raises(CheckpointError, match=message), open_nemo(folder) as nemo:
         dict(nemo.weights)
-
-
-@pytest.mark.integration
-def test_a_configuration_nested_without_end(unpacked):
-    folder = unpacked()
-    (folder / "model_config.yaml").write_bytes(b"[" * 5000)
-    with pytest.raises(CheckpointError, match=r"model_config.yaml cannot be parsed"):
-        open_nemo(folder).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -217,8 +190,6 @@ def hugging_face(tiny_nemo, tmp_path_factory):
     ("changes", "message"),
     [
         ({"num_hidden_layers": None}, "num_layers=None"),
-        ({"num_hidden_layers": 10**9}, "num_layers=1000000000"),
-        ({"num_attention_heads": -4}, "num_attention_heads=-4"),
         ({"num_attention_heads": 0}, "config.json"),
         ({"hidden_size": "64"}, "config.json"),
         ({"rms_norm_eps": "x"}, "layernorm_epsilon='x'"),
@@ -245,9 +216,7 @@ def test_a_hugging_face_configuration_that_no_model_has(
         ({"a": 1}, "weight_map"),
         ({"weight_map": [1]}, "weight_map"),
         ({"weight_map": {"model.embed_tokens.weight": 5}}, "names the file 5"),
-        ({"weight_map": {"model.embed_tokens.weight": ""}}, "names the file ''"),
         ({"weight_map": {"model.embed_tokens.weight": "../../etc/passwd"}}, "names the file"),
-        ({"weight_map": {"model.embed_tokens.weight": "/etc/passwd"}}, "names the file"),
     ],
 )
 def test_an_index_of_a_wrong_kind(hugging_face, tmp_path, index, message):
@@ -259,7 +228,88 @@ def test_an_index_of_a_wrong_kind(hugging_face, tmp_path, index, message):
         dict(read_hf(folder).weights)
 
 
-def test_json_nested_without_end(tmp_path):
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(AlignerError, match=r"config\.json.*is not JSON"):
-        read_hf(tmp_path)
+# Files that contradict the configuration, and equal spellings
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
+SIZES |= {"num_attention_heads": 4, "vocab_size": 64}
+
+
+def directory(folder, **changes):
+    config = AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=True, **changes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("same", [True, False])
+def test_an_output_matrix_beside_tied_embeddings_is_the_embedding_or_refused(tmp_path, same):
+    file = directory(tmp_path) / "model.safetensors"
+    state = load_file(file)
+    output = state["model.embed_tokens.weight"].clone()
+    save_file({**state, "lm_head.weight": output if same else output + 1}, file, {"format": "pt"})
+    if same:
+        assert "output_layer.weight" not in read_hf(tmp_path).weights
+    else:
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight differs.*tie_word_embeddings"):
+            read_hf(tmp_path)
+
+
+@pytest.mark.integration
+def test_spellings_that_transformers_takes_for_the_same():
+    llama = {**SIZES, "model_type": "llama", "num_key_value_heads": 4}
+    assert architecture_from_hf({**llama, "hidden_act": "swish"}) == architecture_from_hf(llama)
+    with pytest.raises(CheckpointError, match="hidden_act='gelu'"):
+        architecture_from_hf({**llama, "hidden_act": "gelu"})
+    moe = {**SIZES, "model_type": "qwen3_moe", "mlp_only_layers": None}
+    assert architecture_from_hf(moe).num_moe_experts == 128
+
+
+@pytest.mark.integration
+def test_a_config_file_in_place_of_its_directory_and_with_a_byte_order_mark(tmp_path):
+    path = directory(tmp_path) / "config.json"
+    message = re.escape(f"Give its directory, {str(tmp_path)!r}")
+    with pytest.raises(CheckpointError, match=message), open_model(path):
+        pass
+    plain = read_hf(tmp_path).architecture
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(json.loads(path.read_bytes())).encode())
+    assert read_hf(tmp_path).architecture == plain
+    assert torch.is_tensor(read_hf(tmp_path).weights["embedding.word_embeddings.weight"])
+
+
+def sharded(folder, **more):
+    """The directory of an index that lists all tensors but ``more``; returns the tensors."""
+    directory(folder)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file({**state, **more}, folder / "shard.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(state, "shard.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return state
+
+
+@pytest.mark.integration
+def test_a_tensor_that_the_index_does_not_list(tmp_path):
+    assert len(sharded(tmp_path / "listed")) == len(read_hf(tmp_path / "listed").weights._state)
+    sharded(tmp_path / "more", extra=torch.ones(2))
+    with pytest.raises(CheckpointError, match=r"shard\.safetensors' contains extra, but"):
+        read_hf(tmp_path / "more")
+
+
+@pytest.mark.integration
+def test_one_file_precedes_an_index_as_in_transformers(tmp_path):
+    state = sharded(tmp_path)
+    other = {name: tensor + 1 for name, tensor in state.items()}
+    save_file(other, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).model.embed_tokens.weight
+    assert torch.equal(read_hf(tmp_path).weights["embedding.word_embeddings.weight"], theirs)
+
+
+@pytest.mark.integration
+def test_integers_are_refused(tmp_path):
+    file = directory(tmp_path) / "model.safetensors"
+    name = "model.layers.0.mlp.down_proj.weight"
+    whole = torch.ones(32, 48, dtype=torch.int8)
+    save_file({**load_file(file), name: whole}, file, {"format": "pt"})
+    weights = read_hf(tmp_path).weights
+    with pytest.raises(CheckpointError, match=rf"{name} of .* has torch\.int8"):
+        dict(weights)

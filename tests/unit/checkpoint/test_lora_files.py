@@ -57,9 +57,6 @@ def filled(architecture: GPTArchitecture, lora: LoraConfig) -> Adapters:
     return Adapters(lora, tensors)
 
 
-# Hugging Face's PEFT --------------------------------------------------------------------------
-
-
 def with_adapters(model, folder):
     """Hugging Face's model with W + alpha / r · B A in the place of W, as PEFT defines it."""
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -112,9 +109,6 @@ def test_transformers_computes_with_exported_adapters_what_the_merged_model_does
     assert config["base_model_name_or_path"] == "somewhere/base"
 
 
-# The scripts ----------------------------------------------------------------------------------
-
-
 def script(monkeypatch, name, **options):
     arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -123,45 +117,27 @@ def script(monkeypatch, name, **options):
 
 
 def test_scripts_merge_and_export(tmp_path, tiny_nemo, monkeypatch, capsys):
+    """The results are the same with the base as a `.nemo` and as a directory."""
+    convert(tiny_nemo, tmp_path / "base")
     adapters = filled(TINY_ARCHITECTURE, LORA)
     save_adapters(tmp_path / "run.lora.safetensors", adapters)
-    given = {"model": tiny_nemo, "adapters": tmp_path / "run.lora.safetensors"}
-    script(monkeypatch, "merge_lora.py", **given, output=tmp_path / "merged.nemo")
-    with open_nemo(tiny_nemo) as base, open_nemo(tmp_path / "merged.nemo") as merged:
-        expected = MergedWeights(base.weights, adapters)
-        assert set(merged.weights) == set(expected)
-        assert all(torch.equal(merged.weights[name], expected[name]) for name in expected)
-        assert merged.tokenizer_files == base.tokenizer_files
-    script(monkeypatch, "convert_lora_to_peft.py", **given, output=tmp_path / "peft")
-    files = sorted(path.name for path in (tmp_path / "peft").iterdir())
-    assert files == ["adapter_config.json", "adapter_model.safetensors"]
-    with pytest.raises(SystemExit, match="does not exist"):
-        script(monkeypatch, "merge_lora.py", model=tiny_nemo, adapters="none", output="o.nemo")
-    capsys.readouterr()
-
-
-def test_scripts_take_a_hugging_face_base(tmp_path, tiny_nemo, monkeypatch, capsys):
-    """The merged model and the adapters are those of the same base as a `.nemo`."""
-    convert(tiny_nemo, tmp_path / "base")
-    save_adapters(tmp_path / "run.lora.safetensors", filled(TINY_ARCHITECTURE, LORA))
     for kind, base in (("nemo", tiny_nemo), ("hf", tmp_path / "base")):
         given = {"model": base, "adapters": tmp_path / "run.lora.safetensors"}
         script(monkeypatch, "merge_lora.py", **given, output=tmp_path / f"{kind}.nemo")
+        with open_nemo(tiny_nemo) as base, open_nemo(tmp_path / f"{kind}.nemo") as merged:
+            expected = MergedWeights(base.weights, adapters)
+            assert set(merged.weights) == set(expected)
+            assert all(torch.equal(merged.weights[name], expected[name]) for name in expected)
+            assert merged.tokenizer_files == base.tokenizer_files
         script(monkeypatch, "convert_lora_to_peft.py", **given, output=tmp_path / kind)
-    with open_nemo(tmp_path / "nemo.nemo") as one, open_nemo(tmp_path / "hf.nemo") as other:
-        assert set(one.weights) == set(other.weights)
-        assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
-    adapters = [load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("nemo", "hf")]
-    assert adapters[0].keys() == adapters[1].keys()
-    assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())
+        files = sorted(path.name for path in (tmp_path / kind).iterdir())
+        assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    one, other = (load_file(tmp_path / k / "adapter_model.safetensors") for k in ("nemo", "hf"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    with pytest.raises(SystemExit, match="does not exist"):
+        script(monkeypatch, "merge_lora.py", model=tiny_nemo, adapters="none", output="o.nemo")
     capsys.readouterr()
-
-
-# Handles ---------------------------------------------------------------------------------------
-
-
-def make_batch():
-    return BatchedDataDict(ppo_batch([12] * 4, [0] * 4))
 
 
 @pytest.mark.parametrize("role", ["policy", "value"])
@@ -172,7 +148,8 @@ def test_a_front_goes_on_from_what_it_saved(tmp_path, tiny_nemo, role):
     model = ModelConfig(restore_from_path=str(tiny_nemo), peft=peft, **sizes)
     with open_nemo(tiny_nemo) as checkpoint:
         tokenizer = checkpoint.tokenizer
-    cluster, batch = LocalCluster(initialize_parallel()), make_batch()
+    cluster = LocalCluster(initialize_parallel())
+    batch = BatchedDataDict(ppo_batch([12] * 4, [0] * 4))
 
     def start(**paths):
         if role == "policy":

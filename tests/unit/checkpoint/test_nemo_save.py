@@ -8,13 +8,14 @@ import warnings
 
 import pytest
 import torch
-from test_nemo_kinds import GPT, LLAMA, NEMOTRON, distinct_weights
+from omegaconf import OmegaConf
+from test_nemo_kinds import GPT, LLAMA, NEMOTRON, assert_same, distinct_weights
 
-from aligner.architecture import GPTArchitecture, RopeScaling
+from aligner.architecture import RopeScaling
 from aligner.checkpoint.nemo.config import architecture_from_config, config_from_architecture
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.errors import CheckpointError, StorageError
+from aligner.errors import StorageError
 from aligner.examples.tasks.tiny_model import write_tiny_nemo
 from aligner.models.gpt.megatron.build import transformer_config
 from aligner.parallel.groups import initialize_parallel
@@ -23,8 +24,10 @@ MOE = dataclasses.replace(LLAMA, num_moe_experts=3, moe_ffn_hidden_size=12)
 ARCHITECTURES = {"llama": LLAMA, "gpt": GPT, "nemotron": NEMOTRON, "moe": MOE}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*dict.fromkeys(ARCHITECTURES, torch.float32).items(), ("moe", torch.bfloat16)],
+)
 def test_round_trip_is_exact(tmp_path, name, dtype):
     architecture = ARCHITECTURES[name]
     weights = distinct_weights(architecture, dtype)
@@ -34,10 +37,7 @@ def test_round_trip_is_exact(tmp_path, name, dtype):
         assert nemo.architecture == architecture
         assert nemo.config["seed"] == 7
         assert nemo.tokenizer_files == files
-        assert set(nemo.weights) == set(weights)
-        for key, tensor in weights.items():
-            assert torch.equal(nemo.weights[key], tensor), key
-            assert nemo.weights[key].dtype == dtype
+        assert_same(nemo.weights, weights)
 
 
 def test_the_same_model_gives_the_same_bytes(tmp_path):
@@ -97,6 +97,19 @@ def test_megatron_core_reads_what_we_write(tmp_path, name):
         assert torch.equal(tensor[: expected.shape[0]], expected), key
 
 
+@pytest.mark.integration
+def test_nemo_reads_the_configuration_and_unpacks_the_rest(tiny_nemo, tmp_path):
+    from nemo.core import ModelPT
+    from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+
+    theirs = SaveRestoreConnector()
+    found = theirs.restore_from(ModelPT, str(tiny_nemo), return_config=True)
+    theirs._unpack_nemo_file(str(tiny_nemo), str(tmp_path))
+    with open_nemo(tiny_nemo) as packed, open_nemo(tmp_path) as unpacked:
+        assert OmegaConf.to_container(found) == packed.config
+        assert_same(unpacked.weights, packed.weights)
+
+
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -115,26 +128,12 @@ def test_configuration_round_trip(architecture):
 
 
 def test_nemo_defaults_and_switches():
-    """Keys that are null or absent mean what NeMo takes them for."""
     config = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "encoder_seq_length": 4}
     architecture = architecture_from_config(config, 10)
-    assert architecture == GPTArchitecture(
-        num_layers=1,
-        hidden_size=8,
-        ffn_hidden_size=32,
-        num_attention_heads=2,
-        num_query_groups=2,
-        kv_channels=4,
-        vocab_size=10,
-        max_position_embeddings=4,
-        activation="gelu",
-        normalization="layernorm",
-        position_embedding="learned_absolute",
-        tie_embeddings=True,
-        bias_linear=True,
-        attention_dropout=0.1,
-        hidden_dropout=0.1,
-    )
+    sizes = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 32, "max_position_embeddings": 4}
+    sizes |= {"num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 4, "vocab_size": 10}
+    sizes |= {"make_vocab_size_divisible_by": 128, "attention_dropout": 0.1, "hidden_dropout": 0.1}
+    assert architecture == dataclasses.replace(GPT, **sizes)
     scaled = architecture_from_config(config | {"scale_positional_embedding": True}, 10)
     assert scaled.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
     windowed = architecture_from_config(config | {"window_size": [3, 0]}, 10)
@@ -155,11 +154,3 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(StorageError, match="Make the directory writable"):
         save_nemo(path / "below_a_file.nemo", distinct_weights(LLAMA), LLAMA, {})
-
-
-def test_incomplete_weights_are_refused_before_anything_is_written(tmp_path):
-    weights = distinct_weights(LLAMA)
-    del weights["decoder.layers.3.mlp.linear_fc1.weight"]
-    with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.linear_fc1"):
-        save_nemo(tmp_path / "m.nemo", weights, LLAMA, {})
-    assert list(tmp_path.iterdir()) == []

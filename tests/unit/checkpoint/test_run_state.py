@@ -1,27 +1,35 @@
-"""Run state: what is saved comes back bit-equal, and the right states are kept."""
+"""Run states: what is saved comes back bit-equal, the right states are kept, failures lose none."""
 
+import errno
 import json
 import math
+import os
 import random
-import zlib
+import resource
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from newest_state import newest
+from ranks import FORKSERVER
 
-from aligner.checkpoint.run_state.files import file_checksum
+from aligner.checkpoint import durable
+from aligner.checkpoint.run_state import files as state_files
 from aligner.checkpoint.run_state.store import RunStateStore
-from aligner.checkpoint.run_state.tree import (
-    capture_rng,
-    estimate_bytes,
-    normalise,
-    restore_rng,
-    write_tree,
-)
+from aligner.checkpoint.run_state.tree import capture_rng, restore_rng
 from aligner.device import accelerator
-from aligner.errors import CheckpointError, CheckpointNotFoundError, DamagedStateError
+from aligner.errors import (
+    AlignerError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedStateError,
+    StorageError,
+)
 from aligner.parallel.groups import initialize_parallel
 
 
@@ -58,15 +66,6 @@ def test_every_entry_comes_back_bit_equal(tmp_path):
     assert json.loads((path / "state.json").read_text()) == {"counters": state["counters"]}
 
 
-def test_a_slice_does_not_drag_its_storage_along_but_a_covered_buffer_is_not_copied():
-    buffer = torch.arange(1000.0)
-    covered = normalise({"a": buffer[:400], "b": buffer[400:]})
-    assert covered["a"].data_ptr() == buffer.data_ptr()
-    sliced = normalise({"a": buffer[:4]})
-    assert sliced["a"].untyped_storage().nbytes() == 16
-    assert estimate_bytes(covered) >= 4000 > estimate_bytes(sliced) - estimate_bytes({})
-
-
 def test_numpy_scalars_become_plain_and_foreign_objects_are_refused_with_their_place(tmp_path):
     store = RunStateStore(tmp_path)
     path = store.save(1, {"counters": {"n": np.int64(3), "x": np.float32(0.5)}})
@@ -90,25 +89,17 @@ def test_nothing_is_unpickled(tmp_path):
         store.load(path)
 
 
-def saved_steps(store: RunStateStore) -> list[int]:
-    return [state.step for state in store.states()]
+BEST = {"save_top_k": 2, "monitor": "val_rollouts/accuracy", "mode": "max"}
+LEAST = {"save_top_k": 1, "monitor": "loss", "mode": "min"}
 
 
 @pytest.mark.parametrize(
     ("options", "metrics", "kept"),
     [
-        (
-            {"save_top_k": 2, "monitor": "val_rollouts/accuracy", "mode": "max"},
-            [0.3, 0.9, None, 0.5, math.nan, 0.1],
-            [2, 4, 6],
-        ),
-        ({"save_top_k": 1, "monitor": "loss", "mode": "min"}, [0.5, 0.2, 0.2, 0.4], [3, 4]),
+        (BEST, [0.3, 0.9, None, 0.5, math.nan, 0.1], [2, 4, 6]),
+        (LEAST, [0.5, 0.2, 0.2, 0.4], [3, 4]),
         ({"save_top_k": 2}, [None] * 4, [3, 4]),
-        (
-            {"save_top_k": 1, "monitor": "loss", "mode": "min", "save_last_k": 2},
-            [0.5, 0.1, 0.2, None, 0.4],
-            [2, 4, 5],
-        ),
+        ({**LEAST, "save_last_k": 2}, [0.5, 0.1, 0.2, None, 0.4], [2, 4, 5]),
     ],
     ids=["best and newest", "ties prefer the later", "no monitor", "one before the last"],
 )
@@ -116,24 +107,13 @@ def test_the_states_that_are_kept(tmp_path, options, metrics, kept):
     store = RunStateStore(tmp_path, **options)
     for step, metric in enumerate(metrics, 1):
         store.save(step, {"counters": {"step": step}}, metric)
-    assert saved_steps(store) == kept
+    assert [state.step for state in store.states()] == kept
     assert newest(store) == tmp_path / f"step_{len(metrics):06d}"
-
-
-def test_a_metric_of_another_name_is_not_compared(tmp_path):
-    RunStateStore(tmp_path, monitor="reward").save(1, {}, 100.0)
-    store = RunStateStore(tmp_path, monitor="accuracy")
-    for step, metric in [(2, 0.5), (3, 0.2)]:
-        store.save(step, {}, metric)
-    assert saved_steps(store) == [2, 3]
-
-
-def test_the_same_step_can_be_saved_again(tmp_path):
-    store = RunStateStore(tmp_path)
-    store.save(3, {"counters": {"x": 1}})
-    path = store.save(3, {"counters": {"x": 2}})
-    assert store.load(path).state["counters"] == {"x": 2}
-    assert [child.name for child in tmp_path.iterdir()] == ["step_000003"]
+    # Values of another metric are not compared.
+    store = RunStateStore(tmp_path, monitor="another")
+    store.save(7, {}, 0.0)
+    store.save(8, {}, -1.0)
+    assert [state.step for state in store.states()] == [7, 8]
 
 
 def test_damaged_states_are_passed_over_and_leftovers_removed(tmp_path):
@@ -154,14 +134,7 @@ def test_damaged_states_are_passed_over_and_leftovers_removed(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("step", 10**9),
-        ("step", "3"),
-        ("step", True),
-        ("step", None),
-        ("files", []),
-        ("metric", "x"),
-    ],
+    [("step", 10**9), ("step", "3"), ("step", True), ("files", []), ("metric", "x")],
 )
 def test_a_manifest_that_cannot_be_is_passed_over(tmp_path, key, value):
     store = RunStateStore(tmp_path, save_last_k=2)
@@ -185,13 +158,6 @@ def test_states_of_earlier_versions_have_no_checksums_and_still_load(tmp_path):
         store.load(path)
 
 
-def test_the_checksum_while_writing_is_that_of_the_file(tmp_path):
-    tree = normalise({"a": torch.randn(100_000), "b": [torch.ones(3, dtype=torch.bfloat16), 1]})
-    checksum = write_tree(tmp_path / "tree.pt", tree)
-    assert zlib.crc32((tmp_path / "tree.pt").read_bytes()) == checksum
-    assert file_checksum(tmp_path / "tree.pt") == f"{checksum:08x}"
-
-
 def test_a_state_of_another_format_is_refused_and_not_passed_over(tmp_path):
     store = RunStateStore(tmp_path)
     manifest = store.save(1, {"counters": {}}) / "manifest.json"
@@ -202,69 +168,215 @@ def test_a_state_of_another_format_is_refused_and_not_passed_over(tmp_path):
 
 
 def test_rng_states_come_back(tmp_path):
-    def draw() -> tuple:
-        return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002
-
-    device = {"device": torch.tensor([1, 2, 3], dtype=torch.uint8)}
-    random.gauss(0, 1)  # leaves half a pair behind, which is part of the state
-    store = RunStateStore(tmp_path)
-    path = store.save(1, {"rng": capture_rng(lambda: device)})
-    expected = [draw(), random.gauss(0, 1)]
-    restored = []
-    restore_rng(store.load(path).state["rng"], restored.append)
-    assert [draw(), random.gauss(0, 1)] == expected
-    assert torch.equal(restored[0]["device"], device["device"])
-
-
-def test_a_state_loads_into_adam_and_continues_bit_equal(tmp_path):
-    def build() -> tuple:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 4)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def train(model, optimizer, steps: int) -> None:
-        for _ in range(steps):
-            model(torch.ones(2, 4)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    straight = build()
-    train(*straight, 5)
-    first, second = build(), build()
-    train(*first, 2)
-    store = RunStateStore(tmp_path)
-    path = store.save(2, {"model": first[0].state_dict(), "optimizer": first[1].state_dict()})
-    loaded = store.load(path).state
-    second[0].load_state_dict(loaded["model"])
-    second[1].load_state_dict(loaded["optimizer"])
-    train(*second, 3)
-    assert torch.equal(straight[0].weight, second[0].weight)
-    assert torch.equal(store.load(path).state["model"]["weight"], first[0].weight)
-
-
-def drawn_apart() -> list:
-    """What tensor-parallel ranks draw for parts that differ: megatron-core's own stream."""
-    with get_cuda_rng_tracker().fork():
-        return torch.rand(3).tolist()
-
-
-def test_what_megatron_draws_apart_comes_back(tmp_path):
+    """Also those of megatron-core's stream for tensor-parallel ranks, if the state has them."""
     initialize_parallel()
-    drawn_apart()
+
+    def draw() -> tuple:
+        plain = random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1)  # noqa: NPY002
+        with get_cuda_rng_tracker().fork():
+            return plain, torch.rand(3).tolist()
+
+    random.gauss(0, 1)  # leaves half a pair behind, which is part of the state
+    draw()
     store = RunStateStore(tmp_path)
     path = store.save(1, {"rng": capture_rng(accelerator.rng_state)})
-    expected = drawn_apart()
-    assert drawn_apart() != expected
-    restore_rng(store.load(path).state["rng"], accelerator.set_rng_state)
-    assert drawn_apart() == expected
-
-
-@pytest.mark.parametrize("device", [None, torch.zeros(16, dtype=torch.uint8)])
-def test_states_without_a_tracker_load(device):
-    initialize_parallel()
-    state = capture_rng(lambda: device)
-    expected = torch.rand(2).tolist()
-    apart = drawn_apart()
+    plain, apart = draw()
+    assert draw()[1] != apart
+    state = store.load(path).state["rng"]
     restore_rng(state, accelerator.set_rng_state)
-    assert torch.rand(2).tolist() == expected
-    assert drawn_apart() != apart  # the stream went on
+    assert draw() == (plain, apart)
+    for device in (None, torch.zeros(16, dtype=torch.uint8)):  # of earlier versions
+        restore_rng({**state, "device": device}, accelerator.set_rng_state)
+        again, stream = draw()
+        assert again == plain
+        assert stream != apart  # the stream went on
+
+
+# When things go wrong: full disks, other ranks, and SIGKILL at any moment
+
+
+def state_of(step: int, numbers: int = 100_000) -> dict:
+    weight = torch.full((numbers,), float(step)) + torch.arange(numbers)
+    return {"policy": {"weight": weight}, "counters": {"step": step}}
+
+
+def assert_complete(path: Path, numbers: int = 100_000) -> int:
+    """The state at ``path`` is bit-equal to what was saved; returns its step."""
+    loaded = RunStateStore(path.parent).load(path)
+    expected = state_of(loaded.step, numbers)
+    assert torch.equal(loaded.state["policy"]["weight"], expected["policy"]["weight"])
+    assert loaded.state["counters"] == expected["counters"]
+    return loaded.step
+
+
+def _save_with_size_limit(root: str, limit: int, answer) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        RunStateStore(root).save(2, state_of(2))
+    except StorageError as error:
+        answer.put((str(error), error.errno))
+    else:
+        answer.put(("saved", 0))
+
+
+@pytest.mark.integration
+def test_a_write_that_fails_half_way_leaves_the_previous_state(tmp_path):
+    RunStateStore(tmp_path).save(1, state_of(1))
+    answer = FORKSERVER.SimpleQueue()
+    child = FORKSERVER.Process(target=_save_with_size_limit, args=(str(tmp_path), 150_000, answer))
+    child.start()
+    message, number = answer.get()
+    child.join()
+    assert number == errno.EFBIG
+    file = str(tmp_path / ".tmp-step_000002" / "policy.pt")
+    for part in (file, "bytes) needed", "bytes) free", "intact"):
+        assert part in message
+    assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
+    assert assert_complete(newest(RunStateStore(tmp_path))) == 1
+
+
+def disk_is_full(path: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "replacement", "message"),
+    [
+        (durable, "free_bytes", lambda path: 399_999, r"390\.62 KiB \(399999 bytes\) free"),
+        (state_files, "sync_tree", disk_is_full, "No space left on device"),
+    ],
+    ids=["before anything is written", "while the manifest is flushed"],
+)
+def test_a_full_disk(tmp_path, monkeypatch, module, name, replacement, message):
+    RunStateStore(tmp_path).save(1, state_of(1))
+    monkeypatch.setattr(module, name, replacement)
+    with pytest.raises(StorageError, match=message) as caught:
+        RunStateStore(tmp_path).save(2, state_of(2))
+    assert caught.value.errno == errno.ENOSPC
+    assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_unwritable_directory_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"file/states.*explicit_log_dir"):
+        RunStateStore(tmp_path / "file" / "states").save(1, state_of(1))
+
+
+def run_ranks(size: int, work) -> list:
+    """What ``work(rank, exchange)`` returns or raises on each rank, which is a thread."""
+    barrier, given = threading.Barrier(size, timeout=30), [None] * size
+
+    def one(rank: int):
+        def exchange(mine):
+            given[rank] = mine
+            barrier.wait()
+            everything = list(given)
+            barrier.wait()
+            return everything
+
+        try:
+            return work(rank, exchange)
+        except AlignerError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(one, range(size)))
+
+
+@pytest.mark.parametrize("failing", [None, 1])
+def test_ranks_write_their_shares_or_all_raise_and_nothing_is_committed(tmp_path, failing):
+    def work(rank: int, exchange) -> bool:
+        class Role:
+            num_shares = 0
+
+            def begin_saving(self, folder, in_background):
+                folder.mkdir(exist_ok=True)
+                (folder / f"rank{rank}").write_text("share")
+                if rank == failing:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+            def check_saving(self, wait):
+                """Nothing is written in the background."""
+
+        store = RunStateStore(tmp_path, rank=rank, exchange=exchange)
+        path = store.save(1, state_of(1), roles={"role": Role()})
+        return newest(store) == path and store.load(path).state["counters"] == {"step": 1}
+
+    results = run_ranks(2, work)
+    if failing is not None:
+        assert all(isinstance(error, StorageError) for error in results)
+        assert "rank 1" in str(results[0])
+        assert list(tmp_path.iterdir()) == []
+        return
+    assert results == [True] * 2
+    state = tmp_path / "step_000001"
+    shares = {"role/rank0", "role/rank1", "role/checksums.json"}
+    names = {str(path.relative_to(state)) for path in state.rglob("*") if path.is_file()}
+    assert names == shares | {"manifest.json", "state.json", "policy.pt"}
+    (state / "role" / "rank1").write_text("sh")
+    assert newest(RunStateStore(tmp_path)) is None  # a share that is not whole
+
+
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_old_state_goes(
+    tmp_path, monkeypatch
+):
+    RunStateStore(tmp_path, save_top_k=0).save(1, state_of(1, 10))
+    events = []
+
+    def spy(module, name: str, shown) -> None:
+        real = getattr(module, name)
+
+        def call(*args, **kwargs):
+            events.append((name, shown(*args)))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    spy(os, "fsync", lambda file: os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+    spy(os, "rename", lambda old, new: f"{old.name} {new.name}")
+    RunStateStore(tmp_path, save_top_k=0).save(2, state_of(2, 10))
+    named = events.index(("rename", ".tmp-step_000002 step_000002"))
+    flushed = {what for name, what in events[:named] if name == "fsync"}
+    assert flushed == {"manifest.json", "state.json", "policy.pt", ".tmp-step_000002"}
+    assert events[named + 1] == ("fsync", tmp_path.name)
+    assert events[named + 2] == ("rename", "step_000001 .del-step_000001")
+
+
+def _save_and_die_at_call(root: str, fatal_call: int) -> None:
+    """Save steps 2 and (again) 2, killing this process just before the n-th critical call."""
+    calls = 0
+
+    def deadly(function):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == fatal_call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name in ((os, "fsync"), (os, "rename"), (state_files.shutil, "rmtree")):
+        setattr(module, name, deadly(getattr(module, name)))
+    store = RunStateStore(root, save_top_k=0)
+    for _ in range(2):
+        store.save(2, state_of(2, 10))
+
+
+@pytest.mark.integration
+def test_killed_at_every_critical_call_a_complete_state_remains(tmp_path):
+    survived = set()
+    for fatal_call in range(1, 100):
+        root = tmp_path / str(fatal_call)
+        RunStateStore(root).save(1, state_of(1, 10))
+        child = FORKSERVER.Process(target=_save_and_die_at_call, args=(str(root), fatal_call))
+        child.start()
+        child.join()
+        survived.add(assert_complete(newest(RunStateStore(root)), 10))
+        assert not list(root.glob(".*"))
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+    assert child.exitcode == 0
+    assert fatal_call > 15
+    assert survived == {1, 2}

@@ -4,7 +4,6 @@ A package whose entry of ``sys.modules`` is None is neither found nor imported.
 """
 
 import os
-import re
 import subprocess
 import sys
 import tomllib
@@ -12,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+import recipes
 from packaging.requirements import Requirement
 
 from aligner.algorithms.run.engine import open_engine
@@ -45,8 +44,7 @@ def without(monkeypatch):
 
 
 def composed(recipe, *overrides):
-    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-        return load_config(compose(f"recipes/{recipe}", overrides=list(overrides)))
+    return load_config(recipes.composed(recipe, *overrides))
 
 
 def test_the_table_has_the_packages_of_pyproject():
@@ -58,12 +56,6 @@ def test_the_table_has_the_packages_of_pyproject():
     assert listed == EXTRAS
     (all_extras,) = PROJECT["optional-dependencies"]["all"]
     assert Requirement(all_extras).extras == set(EXTRAS)
-
-
-def test_the_page_lists_every_extra_and_few_packages_are_required():
-    page = (ROOT / "docs" / "installation.md").read_text()
-    table = page.partition("| extra | for |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == [*EXTRAS, "all"]
     assert len(PROJECT["dependencies"]) <= 16
 
 
@@ -72,10 +64,8 @@ def test_the_error_names_the_setting_the_packages_and_the_command(without, extra
     without(*EXTRAS[extra])
     with pytest.raises(MissingPackageError) as raised:
         require_extra(extra, "a=b")
-    assert str(raised.value) == (
-        f"a=b needs {', '.join(EXTRAS[extra])}, which is not installed. "
-        f'Run: pip install "aligner[{extra}]"'
-    )
+    packages, command = ", ".join(EXTRAS[extra]), f'pip install "aligner[{extra}]"'
+    assert str(raised.value) == f"a=b needs {packages}, which is not installed. Run: {command}"
 
 
 AGENT = [

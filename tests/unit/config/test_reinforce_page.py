@@ -1,21 +1,14 @@
 """Every row of the table in docs/reinforce.md, as it is written, is the algorithm it names."""
 
 import re
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from recipes import ROOT, composed
 
 from aligner.config import RunConfig, load_config
 
-ROOT = Path(__file__).parents[3]
-ROWS = dict(
-    re.findall(
-        r"^\| (.+?) \| `(trainer\.[^`]+)` \|$",
-        (ROOT / "docs" / "reinforce.md").read_text(),
-        re.MULTILINE,
-    )
-)
+PAGE = (ROOT / "docs" / "reinforce.md").read_text()
+ROWS = dict(re.findall(r"^\| (.+?) \| `(trainer\.[^`]+)` \|$", PAGE, re.MULTILINE))
 
 GRPO = {"estimator": "grpo"}
 DAPO = {**GRPO, "clip": (0.2, 0.28), "dynamic_sampling": True}
@@ -28,8 +21,7 @@ PAPERS = {
     "Dr. GRPO (Liu et al., 2025)": {"estimator": "dr_grpo", "aggregation": "fixed_length"},
     "REINFORCE++ (Hu et al., 2025)": {"estimator": "reinforce_plus_plus", "kl_in_reward": "k1"},
     "REINFORCE++-baseline (Hu et al., 2025)": {
-        "estimator": "reinforce_plus_plus_baseline",
-        "kl_in_loss": "k2",
+        **{"estimator": "reinforce_plus_plus_baseline", "kl_in_loss": "k2"}
     },
     "DAPO (Yu et al., 2025)": {**DAPO, "overlong": 16},
     "DAPO with overlong filtering instead": {**DAPO, "improper_end": "mask"},
@@ -40,27 +32,12 @@ PAPERS = {
     "CISPO (MiniMax, 2025)": {**GRPO, "surrogate": "cispo", "clip": (1.0, 4.0)},
 }
 NOTHING_ELSE = {
-    "batch_baseline": False,
-    "kl_in_reward": None,
-    "kl_in_loss": None,
-    "aggregation": "token_mean",
-    "clip": (0.2, 0.2),
-    "level": "token",
-    "surrogate": "clip",
-    "dynamic_sampling": False,
-    "overlong": None,
-    "improper_end": "keep",
-    "whitened": False,
-    "discount": 1.0,
-    "dual_clip": None,
-    "entropy_bonus": 0.0,
+    **{"batch_baseline": False, "kl_in_reward": None, "kl_in_loss": None, "level": "token"},
+    **{"aggregation": "token_mean", "clip": (0.2, 0.2), "surrogate": "clip", "overlong": None},
+    **{"dynamic_sampling": False, "improper_end": "keep", "whitened": False, "discount": 1.0},
+    **{"dual_clip": None, "entropy_bonus": 0.0},
 }
-
-
-def composed(settings):
-    needed = ["model.restore_from_path=m.nemo", "reward.function=a.b", "data.train.source=x.jsonl"]
-    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-        return load_config(compose("gpt_reinforce", overrides=[*needed, *settings]), RunConfig)
+NEEDED = ["model.restore_from_path=m.nemo", "reward.function=a.b", "data.train.source=x.jsonl"]
 
 
 def test_the_page_has_every_algorithm():
@@ -69,7 +46,7 @@ def test_the_page_has_every_algorithm():
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_a_row_is_its_algorithm(name):
-    config = composed(ROWS[name].split())
+    config = load_config(composed("gpt_reinforce", *NEEDED, *ROWS[name].split()), RunConfig)
     trainer, ppo = config.trainer.ppo, config.model.ppo
     assert {**NOTHING_ELSE, **PAPERS[name]} == {
         "estimator": trainer.advantage.estimator,

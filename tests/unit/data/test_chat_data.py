@@ -7,7 +7,7 @@ KTO and reward models agree token by token.
 import json
 
 import pytest
-from loaded import load_set
+from loaded import learned_texts, load_set, write_rows
 from tokenizers import AddedToken, decoders, models, normalizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
@@ -69,13 +69,7 @@ def chatml(template, **config):
 
 
 def written(tmp_path, *rows):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def learned(tokenizer, ids, spans):
-    return [tokenizer.decode(ids[start:end]) for start, end in spans]
+    return write_rows(tmp_path / "rows.jsonl", rows)
 
 
 # A space of its own ----------------------------------------------------------------------------
@@ -144,9 +138,9 @@ def test_an_answer_is_learned_behind_the_tag_that_its_prompt_ends_with(answer, t
     alone, later = load_set(ExampleDataset, path, tokenizer, **form)
     asked = tokenizer.apply_chat_template([QUESTION])
     assert tokenizer.decode(alone.ids) == f"{asked}{text}<|im_end|>"
-    assert learned(tokenizer, alone.ids, alone.learned) == [f"{text}<|im_end|>"]
+    assert learned_texts(tokenizer, alone) == [f"{text}<|im_end|>"]
     assert tokenizer.decode(later.ids) == f"<U>two and two<A>four<|im_end|>{asked}{text}<|im_end|>"
-    assert learned(tokenizer, later.ids, later.learned) == [f"{text}<|im_end|>"]
+    assert learned_texts(tokenizer, later) == [f"{text}<|im_end|>"]
     # What a reward model is asked with about a sampled response.
     assert SequenceEncoder(tokenizer, 256).ids(asked, text) == alone.ids
 
@@ -156,7 +150,7 @@ def test_preferences_between_reasoned_answers_and_what_cannot_be_learned(tmp_pat
     row = {"prompt": [QUESTION], "chosen": "hm</think>4", "rejected": "<think>\nno</think>5"}
     pair = load_set(PairDataset, written(tmp_path, row), tokenizer)[0]
     for example, text in ((pair.chosen, "hm</think>4"), (pair.rejected, "no</think>5")):
-        assert learned(tokenizer, example.ids, example.learned) == [f"{text}<|im_end|>"]
+        assert learned_texts(tokenizer, example) == [f"{text}<|im_end|>"]
     with pytest.raises(DataError, match=r"message 1 is added\. Set learn=last"):
         encode_chat(chatml(R1), CHAT)
     opens_otherwise = R1.replace("<think>\\n", "Answer: ")
@@ -178,9 +172,9 @@ WITH_TOOLS = (
 CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": '{"x": 7}'}}
 USE = [
     QUESTION,
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": None},
     {"role": "tool", "content": "14", "tool_call_id": "1", "name": "add"},
-    {"role": "assistant", "content": "14!", "reasoning_content": "easy", "tool_calls": None},
+    {"role": "assistant", "content": "14!", "reasoning_content": "easy", "tool_calls": []},
 ]
 
 
@@ -191,7 +185,7 @@ def test_tools_calls_and_reasoning_reach_the_template(tools, tmp_path):
     path = written(tmp_path, row)
     example = load_set(ExampleDataset, path, tokenizer, messages_column="messages")[0]
     assert tokenizer.decode(example.ids).startswith('TOOLS [{"type": "function"')
-    assert learned(tokenizer, example.ids, example.learned) == [
+    assert learned_texts(tokenizer, example) == [
         "<call>add7<|im_end|>",
         "<think>easy</think>14!<|im_end|>",
     ]
@@ -201,6 +195,9 @@ def test_tools_calls_and_reasoning_reach_the_template(tools, tmp_path):
     without = load_set(PromptDataset, path, tokenizer, tools_column=None)[0]
     assert not without.text.startswith("TOOLS")
     assert prompt.columns["tools"] == tools  # the reward function's, too
+
+
+CALLING_5 = {"role": "assistant", "tool_calls": [5]}
 
 
 @pytest.mark.parametrize(
@@ -213,11 +210,7 @@ def test_tools_calls_and_reasoning_reach_the_template(tools, tmp_path):
         (CHAT[:2], {"tools": 5}, "column 'tools' must be a list of functions"),
         (CHAT[:2], {"tools": "{"}, "column 'tools' is text that is not JSON"),
         ([{**QUESTION, "weight": 1}, CHAT[1]], {}, r"optionally tool_calls.*got .*'weight'"),
-        (
-            [QUESTION, {"role": "assistant", "tool_calls": [5]}],
-            {},
-            "must be a function with a name",
-        ),
+        ([QUESTION, CALLING_5], {}, "must be a function with a name"),
     ],
 )
 def test_what_a_template_makes_nothing_of_is_refused_by_name(chat, further, lost, tmp_path):
@@ -276,14 +269,6 @@ def test_preferences_that_do_not_fit_are_refused(changes, message, tmp_path):
     row = {"chosen": CHAT[:2], "rejected": [QUESTION, {"role": "assistant", "content": "5"}]}
     with pytest.raises(DataError, match=rf"line 1: .*{message}"):
         load_set(PairDataset, written(tmp_path, {**row, **changes}), byte_level_tokenizer())
-
-
-def test_no_calls_are_the_same_as_none(tokenizer, tmp_path):
-    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    rows = [{"messages": [question, each]} for each in (answer, {**answer, "tool_calls": []})]
-    path = written(tmp_path, *rows)
-    plain, empty = load_set(ExampleDataset, path, tokenizer, messages_column="messages")
-    assert plain.ids == empty.ids
 
 
 def test_half_a_character_in_the_arguments_of_a_call_is_refused(tmp_path):

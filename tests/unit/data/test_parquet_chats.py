@@ -1,18 +1,15 @@
 """Chats and tools in Parquet files: the nulls that Arrow adds are no part of a row."""
 
-import json
-
 import pyarrow as pa
 import pytest
-from loaded import load_set
+from loaded import load_set, write_rows
 from pyarrow import parquet
+from test_chat_data import chatml
 
 from aligner.data.preferences import PairDataset
 from aligner.data.prompts import PromptDataset
 from aligner.data.readers import read_rows
 from aligner.data.supervised import ExampleDataset
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import DataError
 
 TEMPLATE = (
@@ -25,9 +22,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    files = byte_level_tokenizer().files()
-    config = json.loads(files["tokenizer_config.json"]) | {"chat_template": TEMPLATE}
-    return tokenizer_from_files({**files, "tokenizer_config.json": json.dumps(config).encode()})
+    return chatml(TEMPLATE)
 
 
 def tool(name, **properties):
@@ -51,9 +46,8 @@ USER = {"role": "user", "content": "do it"}
 
 def both(tmp_path, rows):
     """The same rows as JSONL and as Parquet."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    return tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    return write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "rows.parquet"
 
 
 NO = {"role": "assistant", "content": "no"}
@@ -78,16 +72,24 @@ def test_rows_are_those_of_jsonl(tmp_path, tokenizer, kind, columns, options):
 
 
 def test_columns_of_environments_and_others(tmp_path):
-    rows = [{"messages": [USER, row["call"]], "tools": row["tools"]} for row in ROWS]
-    lines, table = (list(read_rows(file)) for file in both(tmp_path, rows))
-    assert [row.columns for row in table] == [row.columns for row in lines]
-    rows = [{"extra": {"hint": None, "index": 1}}, {"extra": {"hint": "h", "index": 2}}]
-    _, table = both(tmp_path, rows)
-    assert [row.columns for row in read_rows(table)] == rows
+    """Messages in lists, in structs and by themselves. A null outside of chats stays."""
+    named = {**USER, "name": "Ada"}
+    nested = [
+        {
+            "task": {"chat": [user, row["call"]], "tools": row["tools"], "hint": hint},
+            "first": user,
+            "chats": [[user], [user, row["call"]]],
+        }
+        for row, user, hint in zip(ROWS, (USER, named, USER), ("a", None, "b"), strict=True)
+    ]
+    chats = [{"messages": [USER, row["call"]], "tools": row["tools"]} for row in ROWS]
+    plain = [{"extra": {"hint": None, "index": 1}}, {"extra": {"hint": "h", "index": 2}}]
+    for rows in (nested, chats, plain):
+        for file in both(tmp_path, rows):
+            assert [row.columns for row in read_rows(file)] == rows
 
 
 def test_byte_order_marks(tmp_path):
-    """A UTF-8 file with a byte-order mark holds the same rows as without."""
     mark = b"\xef\xbb\xbf"
     for name, content in (
         ("a.txt", b"2+3=\r\n4+4=\r\n"),
@@ -96,21 +98,6 @@ def test_byte_order_marks(tmp_path):
     ):
         (tmp_path / name).write_bytes(mark + content)
         assert [row.columns["prompt"] for row in read_rows(tmp_path / name)] == ["2+3=", "4+4="]
-
-
-def test_chats_within_structs_and_messages_by_themselves(tmp_path):
-    """What an environment's own columns hold; a null outside of chats stays."""
-    named = {**USER, "name": "Ada"}
-    rows = [
-        {
-            "task": {"chat": [user, row["call"]], "tools": row["tools"], "hint": hint},
-            "first": user,
-            "chats": [[user], [user, row["call"]]],
-        }
-        for row, user, hint in zip(ROWS, (USER, named, USER), ("a", None, "b"), strict=True)
-    ]
-    lines, table = ([row.columns for row in read_rows(file)] for file in both(tmp_path, rows))
-    assert table == lines == rows
 
 
 def test_maps_are_objects(tmp_path):

@@ -5,12 +5,10 @@ import logging
 
 import pyarrow
 import pytest
-from loaded import load_set
+from loaded import load_set, write_rows
 from pyarrow import parquet
 
-from aligner.data.chat import parse_messages
 from aligner.data.prompts import PromptDataset
-from aligner.data.readers import read_rows
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
 
@@ -23,11 +21,6 @@ ROWS = [
 @pytest.fixture(scope="module")
 def tokenizer():
     return byte_level_tokenizer()
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def write_parquet(path, rows):
@@ -54,10 +47,8 @@ def not_rows():
     yield "text"
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_rows_from_files(tmp_path, tokenizer, write):
-    suffix = ".jsonl" if write is write_jsonl else ".parquet"
-    dataset = load_set(PromptDataset, write(tmp_path / f"train{suffix}", ROWS), tokenizer)
+def test_rows_from_files(tmp_path, tokenizer):
+    dataset = load_set(PromptDataset, write_rows(tmp_path / "train.jsonl", ROWS), tokenizer)
     assert len(dataset) == 2
     assert dataset[1].text == "10+11="
     assert dataset[1].ids == [49, 48, 43, 49, 49, 61]  # bytes
@@ -69,7 +60,7 @@ def test_rows_from_files(tmp_path, tokenizer, write):
 
 
 def test_directory_list_and_limit(tmp_path, tokenizer):
-    write_jsonl(tmp_path / "b.jsonl", ROWS)
+    write_rows(tmp_path / "b.jsonl", ROWS)
     write_parquet(tmp_path / "a.parquet", ROWS[:1])
     (tmp_path / "README").write_text("not data")
     texts = [prompt.text for prompt in load_set(PromptDataset, tmp_path, tokenizer)]
@@ -91,7 +82,7 @@ def test_generators(tokenizer):
 
 
 def test_columns_and_bos_are_settings(tmp_path, tokenizer):
-    path = write_jsonl(tmp_path / "x.jsonl", [{"q": "2+3=", "a": 5, "prompt": "other"}])
+    path = write_rows(tmp_path / "x.jsonl", [{"q": "2+3=", "a": 5, "prompt": "other"}])
     chosen = {"prompt_column": "q", "ground_truth_column": "a"}
     prompt = load_set(PromptDataset, path, tokenizer, **chosen)[0]
     assert (prompt.text, prompt.ground_truth) == ("2+3=", 5)
@@ -101,7 +92,7 @@ def test_columns_and_bos_are_settings(tmp_path, tokenizer):
     assert prompt.ground_truth is None
     assert prompt.columns == {"a": 5, "prompt": "other"}
     rows = [{"prompt": "2+3="}, {"prompt": [{"role": "user", "content": "Hi"}]}]
-    path = write_jsonl(tmp_path / "x.jsonl", rows)
+    path = write_rows(tmp_path / "x.jsonl", rows)
     with_bos = {"ground_truth_column": None, "add_bos": True}
     dataset = load_set(PromptDataset, path, tokenizer, **with_bos)
     assert dataset[0].ids == [257, *tokenizer.encode("2+3=")]
@@ -120,7 +111,7 @@ def test_chat(tmp_path, tokenizer):
         "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
     )
     plain = {"ground_truth_column": None}
-    path = write_jsonl(tmp_path / "x.jsonl", rows)
+    path = write_rows(tmp_path / "x.jsonl", rows)
     dataset = load_set(PromptDataset, path, tokenizer, **plain)
     assert dataset[0].text == expected
     assert dataset[0].ids[0] == tokenizer.bos_id == 257
@@ -137,7 +128,7 @@ def test_chat(tmp_path, tokenizer):
 
 
 def test_too_long_is_dropped_and_counted(tmp_path, tokenizer, caplog):
-    path = write_jsonl(tmp_path / "x.jsonl", [*ROWS, {"prompt": "1" * 30, "ground_truth": 1}])
+    path = write_rows(tmp_path / "x.jsonl", [*ROWS, {"prompt": "1" * 30, "ground_truth": 1}])
     with caplog.at_level(logging.WARNING):
         dataset = load_set(PromptDataset, path, tokenizer, max_prompt_length=6)
     assert len(dataset) == 2
@@ -155,24 +146,36 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer, caplog):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "2+3="', "line 3: not JSON"),
-        ("[1, 2]", "line 3: a row must be a JSON object"),
-        ('{"text": "2+3=", "ground_truth": 5}', "line 3: column 'prompt' is missing"),
-        ('{"prompt": null, "ground_truth": 5}', "line 3: column 'prompt' is null"),
-        ('{"prompt": "2+3=", "x": 1}', "line 3: column 'ground_truth' is missing"),
-        ('{"prompt": 7, "ground_truth": 5}', "line 3: .* must be text or a list"),
-        ('{"prompt": "", "ground_truth": 5}', "line 3: .* is empty"),
-        ('{"prompt": [], "ground_truth": 5}', "line 3: .* messages is empty"),
-        ('{"prompt": "x", "ground_truth": 5, "responses": 1}', "line 3: columns .'responses'."),
+        ('{"prompt": "2+3="', "not JSON"),
+        ("[1, 2]", "a row must be a JSON object"),
+        ('{"question": "a"}', "'prompt' is missing. Name another column with data.prompt_column"),
+        ('{"prompt": null, "ground_truth": 5}', "column 'prompt' is null"),
+        ('{"prompt": "a"}', "data.ground_truth_column=null if the data has none"),
+        ('{"prompt": 7, "ground_truth": 5}', "must be text or a list"),
+        ('{"prompt": "", "ground_truth": 5}', "is empty"),
+        ('{"prompt": [], "ground_truth": 5}', "messages is empty"),
+        ('{"prompt": [{"role": "user"}], "ground_truth": 5}', "exactly the keys"),
+        ('{"prompt": ["hello"], "ground_truth": 5}', "exactly the keys"),
+        ('{"prompt": [{"role": "user", "content": null}], "ground_truth": 5}', "must be text"),
+        (
+            '{"prompt": [{"role": "assistant", "content": "x"}], "ground_truth": 5}',
+            "the last chat message is the assistant",
+        ),
+        ('{"prompt": "x", "ground_truth": 5, "responses": 1}', "columns .'responses'."),
+        (r'{"prompt": "a\ud800b", "ground_truth": 1}', r"'prompt' contains half .*\(\\ud800"),
+        (r'{"prompt": "a", "ground_truth": [{"x": "\udfff"}]}', "'ground_truth' contains half"),
+        (r'{"prompt": "a", "ground_truth": 1, "\ud800": 1}', "contains half a character"),
+        ('{"prompt": "a", "ground_truth": {"x": 1, "x": 2}}', "the key 'x' occurs twice"),
+        ('{"prompt": "a", "ground_truth": ' + "[" * 100_000 + "]" * 100_000 + "}", "too deep"),
+        ('{"prompt": "a", "ground_truth": 1' + "0" * 5000 + "}", "not JSON: Exceeds the limit"),
     ],
 )
 def test_bad_row_is_named(tmp_path, tokenizer, line, message):
-    path = write_jsonl(tmp_path / "bad.jsonl", ROWS)
+    path = write_rows(tmp_path / "bad.jsonl", ROWS)
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(DataError, match=message) as refusal:
+    with pytest.raises(DataError, match=rf"bad\.jsonl, line 3: .*{message}") as refusal:
         load_set(PromptDataset, path, tokenizer)
-    assert str(path) in str(refusal.value)
-    if line.startswith("{") and line.endswith("}"):
+    if "columns .'" in message or "is null" in message:
         assert f"Columns found: {sorted(json.loads(line))}" in str(refusal.value)
 
 
@@ -196,6 +199,8 @@ def test_bad_generators(tokenizer):
         load("breaks")
     with pytest.raises(DataError, match="row 1: a row must be a dict"):
         load("not_rows")
+    with pytest.raises(DataError, match="row 1: column 'prompt' contains half a character"):
+        load("half_rows")
     with pytest.raises(ConfigError, match="does not accept the arguments"):
         load("generate", speed=3)
     with pytest.raises(ConfigError, match="no function 'missing'"):
@@ -219,59 +224,12 @@ def test_bad_sources_and_settings(tmp_path, tokenizer):
     class NoBos:
         bos_id = None
 
-    path = write_jsonl(tmp_path / "x.jsonl", ROWS)
+    path = write_rows(tmp_path / "x.jsonl", ROWS)
     with pytest.raises(TokenizerError, match="has no BOS"):
         load_set(PromptDataset, path, NoBos(), add_bos=True)
     with pytest.raises(ConfigError, match="both column 'prompt'"):
         load_set(PromptDataset, path, tokenizer, ground_truth_column="prompt")
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            r'{"prompt": "a\ud800b", "ground_truth": 1}',
-            r"'prompt' contains half a character \(\\ud800",
-        ),
-        (r'{"prompt": "a", "ground_truth": [{"x": "\udfff"}]}', "'ground_truth' contains half"),
-        (r'{"prompt": "a", "ground_truth": 1, "\ud800": 1}', "contains half a character"),
-        ('{"prompt": "a", "prompt": "b", "ground_truth": 1}', "the key 'prompt' occurs twice"),
-        ('{"prompt": "a", "ground_truth": {"x": 1, "x": 2}}', "the key 'x' occurs twice"),
-        ('{"prompt": "a", "ground_truth": ' + "[" * 100_000 + "]" * 100_000 + "}", "too deep"),
-        ('{"prompt": "a", "ground_truth": 1' + "0" * 5000 + "}", "not JSON: Exceeds the limit"),
-        ('{"question": "a"}', "'prompt' is missing. Name another column with data.prompt_column"),
-        ('{"prompt": "a"}', "data.ground_truth_column=null if the data has none"),
-    ],
-)
-def test_what_a_row_cannot_hold_is_named_with_its_line(tmp_path, tokenizer, line, message):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"prompt": "a", "ground_truth": 1}\n' + line + "\n")
-    with pytest.raises(DataError, match=f"line 2: .*{message}"):
-        load_set(PromptDataset, path, tokenizer)
-
-
-def test_a_generators_half_character_is_named(tokenizer, monkeypatch):
-    monkeypatch.setattr(__name__ + ".half_rows", lambda: [{"prompt": "\ud800"}], raising=False)
-    said = "half_rows, row 1: column 'prompt' contains half a character"
-    with pytest.raises(DataError, match=said):
-        load_set(PromptDataset, f"{__name__}:half_rows", tokenizer)
-
-
-def test_rows_know_their_place(tmp_path):
-    path = write_jsonl(tmp_path / "x.jsonl", ROWS)
-    path.write_text("\n" + path.read_text())
-    assert [row.location for row in read_rows(path)] == [f"{path}, line 2", f"{path}, line 3"]
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([{"role": "user"}], "exactly the keys"),
-        (["hello"], "exactly the keys"),
-        ([{"role": "user", "content": None}], "must be text"),
-        ([{"role": "assistant", "content": "x"}], "the last chat message is the assistant"),
-    ],
-)
-def test_bad_messages(messages, message):
-    with pytest.raises(DataError, match=message):
-        parse_messages(messages)
+def half_rows():
+    return [{"prompt": "\ud800"}]

@@ -78,7 +78,11 @@ def model(tiny_nemo, tmp_path_factory):
 def test_tokens_are_those_of_transformers(kind, config, model, vocabularies, tmp_path):
     folder = tmp_path / "slow"
     folder.mkdir()
-    files = vocabularies[kind] | {"tokenizer_config.json": json.dumps(config).encode()}
+    config["chat_template"] = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    files = vocabularies[kind] | {
+        "tokenizer_config.json": json.dumps(config).encode(),
+        "generation_config.json": b'{"eos_token_id": [2, 7]}',
+    }
     for name, content in files.items():
         (folder / name).write_bytes(content)
     texts = list(fuzz())
@@ -92,13 +96,15 @@ def test_tokens_are_those_of_transformers(kind, config, model, vocabularies, tmp
         ours = [load_tokenizer(folder), checkpoint.tokenizer, tokenizer_from_files(files)]
     for tokenizer in (*ours, load_tokenizer(tmp_path / "back")):
         assert [tokenizer.encode(text) for text in texts] == expected
+        assert {2, 7, tokenizer.eos_id} == {*tokenizer.end_ids}
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+        assert rendered == f"hi{config['eos_token']}"
     back = AutoTokenizer.from_pretrained(tmp_path / "back")
     assert [back.encode(text, add_special_tokens=False) for text in texts] == expected
 
 
 @pytest.mark.integration
 def test_a_directory_with_a_sentencepiece_model_alone_is_refused(vocabularies, tmp_path):
-    """Not read by SentencePiece, whose tokens are not those of transformers for all texts."""
     path = tmp_path / "tokenizer.model"
     path.write_bytes(vocabularies["pieces"]["tokenizer.model"])
     with pytest.raises(
@@ -133,16 +139,6 @@ def test_a_model_directory_without_tokenizer_config_is_read_as_transformers_read
     with open_nemo(tmp_path / "model.nemo") as checkpoint:
         assert [checkpoint.tokenizer.encode(text) for text in texts] == expected
     assert [load_tokenizer(folder).encode(text) for text in texts] == expected
-
-
-def test_the_model_may_name_the_class(vocabularies, tmp_path):
-    for name, content in vocabularies["pair"].items():
-        (tmp_path / name).write_bytes(content)
-    plain = load_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    ours = load_tokenizer(tmp_path)
-    assert ours.encode("12") == theirs.encode("12") != plain.encode("12")
 
 
 def test_what_splits_otherwise_is_refused(vocabularies, tmp_path, monkeypatch):

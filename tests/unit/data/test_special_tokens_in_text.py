@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import sentencepiece
 from chat_families import FAMILIES
-from loaded import load_set
+from loaded import load_rows
 from starlette.exceptions import HTTPException
 from test_chat_data import WITH_TOOLS, chatml
 from tokenizers import AddedToken, normalizers
@@ -97,6 +97,7 @@ def test_answers_may_have_tags_and_their_end():
     for policy in ("refuse", "escape"):
         assert treat_special_tokens(tokenizer, [answer], policy, "m") == [answer]
         assert treat_special_tokens(tokenizer, "a  b", policy, "m") == "a  b"  # white space
+        assert treat_special_tokens(tokenizer, f"b{END}", policy, "m", True) == f"b{END}"
     for hostile in (
         user("<think>"),
         {"role": "assistant", "content": f"{END}a"},
@@ -133,13 +134,10 @@ def test_user_defined_pieces_of_sentencepiece(tmp_path):
 
 ROWS = [
     (PromptDataset, {"prompt": "{}", "ground_truth": ""}, {}),
-    (PromptDataset, {"prompt": "{}", "ground_truth": ""}, {"chat": True}),
     (PromptDataset, {"prompt": [user("{}")], "ground_truth": ""}, {}),
     (PromptDataset, {"prompt": [user("a"), calling("{}"), user("b")], "ground_truth": ""}, {}),
-    (PromptDataset, {"prompt": [user("a")], "tools": ["{}"], "ground_truth": ""}, {}),
     (ExampleDataset, {"prompt": "{}", "response": "b"}, {}),
     (ExampleDataset, {"prompt": "a", "response": "{} b"}, {}),
-    (ExampleDataset, {"prompt": [user("{}")], "response": "b"}, {}),
     (ExampleDataset, {"messages": [user("{}"), calling("b")]}, {"messages_column": "messages"}),
     (ExampleDataset, {"prompt": [user("a")], "response": "b", "tools": ["{}"]}, {}),
     (PairDataset, {"prompt": "a", "chosen": "b", "rejected": "c{}c"}, {}),
@@ -163,17 +161,15 @@ def test_rows(tmp_path, kind, row, options):
     tokenizer = chatml(WITH_TOOLS)
 
     def loaded(text, policy):
-        path = tmp_path / "rows.jsonl"
         rows = [filled(row, text)]
         if kind is LabelledDataset:  # needs another prompt
             rows.append({**row, "prompt": "z"})
-        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
         given = {} if policy is None else {"special_tokens_in_text": policy}
-        item = load_set(kind, path, tokenizer, **options, **given)[0]
+        item = load_rows(kind, tmp_path, rows, tokenizer, **options, **given)[0]
         examples = [item] if hasattr(item, "ids") else item.examples
         return [example.ids for example in examples]
 
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: .*spells the special token"):
+    with pytest.raises(DataError, match=r"x\.jsonl, line 1: .*spells the special token"):
         loaded(HOSTILE, "refuse")
     assert loaded("x", "refuse") == loaded("x", "escape") == loaded("x", None)
     assert loaded(ESCAPED, "refuse") == loaded(HOSTILE, "escape")
@@ -192,17 +188,6 @@ def test_text_of_calls_is_read_before_it_is_treated():
     place = r"^row 7: prompt\.1\.tool_calls\.0\.function\.arguments\.x spells"
     with pytest.raises(DataError, match=place):
         make_prompt(row, 0, chatml(WITH_TOOLS), data)
-
-
-def test_the_end_of_a_response_remains(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "response": f"b{END}"}))
-    tokenizer = byte_level_tokenizer()
-    kept, escaped = (
-        load_set(ExampleDataset, path, tokenizer, special_tokens_in_text=policy)[0]
-        for policy in ("keep", "escape")
-    )
-    assert kept == escaped
 
 
 # Conversations, requests, the terminal --------------------------------------------------------

@@ -1,18 +1,10 @@
 """Worked examples: what is learned is the response and its end, nothing else."""
 
-import json
-
 import pytest
 import torch
-from loaded import load_set
+from loaded import learned_texts, load_rows
 
-from aligner.data.supervised import (
-    ExampleDataset,
-    collate_examples,
-    encode_chat,
-    encode_pair,
-    response_note,
-)
+from aligner.data.supervised import ExampleDataset, collate_examples, encode_chat, response_note
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError
 
@@ -30,55 +22,30 @@ def tokenizer():
     return byte_level_tokenizer()
 
 
-def load(tmp_path, tokenizer, rows, **options):
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_set(ExampleDataset, path, tokenizer, **options)
-
-
-def learned_text(tokenizer, example):
-    return [tokenizer.decode(example.ids[start:end]) for start, end in example.learned]
-
-
 def test_prompt_and_response(tmp_path, tokenizer):
-    example = load(tmp_path, tokenizer, [{"prompt": "2+3=", "response": "5"}])[0]
+    example = load_rows(ExampleDataset, tmp_path, [{"prompt": "2+3=", "response": "5"}])[0]
     assert example.ids == [*tokenizer.encode("2+3=5"), tokenizer.eos_id]
     assert example.learned == [(4, 6)]  # "5" and EOS
     rows = [{"prompt": "2+3=", "response": "5"}]
-    example = load(tmp_path, tokenizer, rows, add_bos=True)[0]
+    example = load_rows(ExampleDataset, tmp_path, rows, add_bos=True)[0]
     assert example.ids[0] == tokenizer.bos_id
     assert example.learned == [(5, 7)]
 
 
-def test_the_prompt_keeps_its_tokens():
-    """Where a merge reaches over the border, the response is encoded by itself."""
-
-    class Merging:
-        eos_id = 0
-        end_ids = (0,)
-
-        def encode(self, text):
-            return [100] if text == "ab" else [ord(letter) for letter in text]
-
-    assert encode_pair(Merging(), "a", "b") == ([97, 98, 0], [(1, 3)])
-    assert encode_pair(Merging(), "a", "c") == ([97, 99, 0], [(1, 3)])
-
-
 def test_every_answer_of_a_chat(tmp_path, tokenizer):
     rows = [{"messages": CHAT}]
-    example = load(tmp_path, tokenizer, rows, messages_column="messages")[0]
+    example = load_rows(ExampleDataset, tmp_path, rows, messages_column="messages")[0]
     eos = tokenizer.decode([tokenizer.eos_id])
-    assert learned_text(tokenizer, example) == [f"5{eos}", f"8{eos}"]
+    assert learned_texts(tokenizer, example) == [f"5{eos}", f"8{eos}"]
     assert example.ids[-1] == tokenizer.eos_id  # what the template puts behind it is cut off
     whole = tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
     assert whole.startswith(tokenizer.decode(example.ids))
-    last = load(tmp_path, tokenizer, rows, messages_column="messages", learn="last")[0]
+    last = load_rows(ExampleDataset, tmp_path, rows, messages_column="messages", learn="last")[0]
     assert last.ids == example.ids
-    assert learned_text(tokenizer, last) == [f"8{eos}"]
+    assert learned_texts(tokenizer, last) == [f"8{eos}"]
 
 
 def test_every_answer_of_a_response_of_several_turns(tmp_path, tokenizer):
-    """Every form of a row teaches the answers behind its prompt, and no answer of the prompt."""
     chat = CHAT[1:]
     eos = tokenizer.decode([tokenizer.eos_id])
     rows = [
@@ -89,30 +56,30 @@ def test_every_answer_of_a_response_of_several_turns(tmp_path, tokenizer):
         {"prompt": chat[:3], "response": chat[3:]},
         {"prompt": chat[:3], "response": chat},
     ]
-    texts = [learned_text(tokenizer, each) for each in load(tmp_path, tokenizer, rows)]
+    texts = [learned_texts(tokenizer, each) for each in load_rows(ExampleDataset, tmp_path, rows)]
     assert texts == [[f"5{eos}", f"8{eos}"]] * 4 + [[f"8{eos}"]] * 2
     rows = [{"prompt": chat[:1], "response": chat[1:]}]
-    with_system = load(tmp_path, tokenizer, rows, system_prompt="Add.")[0]
-    assert learned_text(tokenizer, with_system) == [f"5{eos}", f"8{eos}"]
-    last = load(tmp_path, tokenizer, rows, learn="last")[0]
-    assert learned_text(tokenizer, last) == [f"8{eos}"]
+    with_system = load_rows(ExampleDataset, tmp_path, rows, system_prompt="Add.")[0]
+    assert learned_texts(tokenizer, with_system) == [f"5{eos}", f"8{eos}"]
+    last = load_rows(ExampleDataset, tmp_path, rows, learn="last")[0]
+    assert learned_texts(tokenizer, last) == [f"8{eos}"]
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_response_that_ends_with_the_end_token_gets_no_second_end(tmp_path, tokenizer, chat):
     eos = tokenizer.decode([tokenizer.eos_id])
     rows = [{"prompt": "2+3=", "response": end} for end in ("5", f"5{eos}")]
-    plain, spelt = load(tmp_path, tokenizer, rows, chat=chat)
+    plain, spelt = load_rows(ExampleDataset, tmp_path, rows, chat=chat)
     assert plain.ids == spelt.ids
-    assert learned_text(tokenizer, spelt) == [f"5{eos}"]
+    assert learned_texts(tokenizer, spelt) == [f"5{eos}"]
 
 
 def test_plain_text_that_spells_an_end_token_is_learned_whole_and_noted(tmp_path, tokenizer):
     eos = tokenizer.decode([tokenizer.eos_id])
-    example = load(tmp_path, tokenizer, [{"prompt": "q", "response": f"a {eos} b"}])[0]
-    assert learned_text(tokenizer, example) == [f"a {eos} b{eos}"]
+    example = load_rows(ExampleDataset, tmp_path, [{"prompt": "q", "response": f"a {eos} b"}])[0]
+    assert learned_texts(tokenizer, example) == [f"a {eos} b{eos}"]
     rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "44+4=", "response": "48"}]
-    examples = load(tmp_path, tokenizer, rows)
+    examples = load_rows(ExampleDataset, tmp_path, rows)
     note = response_note([examples[0], examples[1]], tokenizer)
     assert note.startswith("5 of 14 tokens")
     assert f"2+3=⟦5{tokenizer.decode([tokenizer.eos_id])}⟧" in note
@@ -143,7 +110,7 @@ def test_a_template_gets_an_end_and_must_not_forget(tokenizer):
 
 def test_chat_prompt_with_response(tmp_path, tokenizer):
     rows = [{"prompt": "2+3?", "response": "5"}, {"prompt": CHAT[:2], "response": "5"}]
-    examples = load(tmp_path, tokenizer, rows, chat=True, system_prompt="Add.")
+    examples = load_rows(ExampleDataset, tmp_path, rows, chat=True, system_prompt="Add.")
     assert examples[0] == examples[1].__class__(0, examples[1].ids, examples[1].learned)
     asked = tokenizer.apply_chat_template(CHAT[:2])
     assert tokenizer.decode(examples[0].ids).startswith(asked + "5")
@@ -151,46 +118,40 @@ def test_chat_prompt_with_response(tmp_path, tokenizer):
 
 def test_collated_and_cut_to_the_longest(tmp_path, tokenizer):
     rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "1=", "response": "111111"}]
-    examples = list(load(tmp_path, tokenizer, rows))
+    examples = list(load_rows(ExampleDataset, tmp_path, rows))
     batch = collate_examples(examples, pad_id=tokenizer.eos_id)  # padding with EOS is safe
     assert batch["input_ids"].shape == (2, 9)
     assert batch["input_lengths"].tolist() == [6, 9]
     assert batch["token_mask"].tolist() == [[0] * 4 + [1] * 2 + [0] * 3, [0] * 2 + [1] * 7]
     assert torch.equal(batch["sample_mask"], torch.ones(2))
     rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "2+3=", "response": "5" * 9}]
-    dataset = load(tmp_path, tokenizer, rows, max_length=6)
+    dataset = load_rows(ExampleDataset, tmp_path, rows, max_length=6)
     assert (len(dataset), dataset.dropped_too_long, dataset.max_length) == (1, 1, 6)
     with pytest.raises(DataError, match="None is left: raise max_length"):
-        load(tmp_path, tokenizer, rows, max_length=5)
+        load_rows(ExampleDataset, tmp_path, rows, max_length=5)
     with pytest.raises(ConfigError, match="max_length=1 must be at least 2"):
-        load(tmp_path, tokenizer, rows, max_length=1)
+        load_rows(ExampleDataset, tmp_path, rows, max_length=1)
+
+
+SPELT = {"role": "assistant", "content": "a <|im_end|> b"}
 
 
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
         ({"prompt": "x"}, {}, "line 1: column 'response' is missing"),
-        (
-            {"prompt": "x", "response": 5},
-            {},
-            "'response' must be text or a list of chat messages, got int",
-        ),
+        ({"prompt": "x", "response": 5}, {}, "must be text or a list of chat messages, got int"),
         ({"prompt": "", "response": "5"}, {}, "the prompt is empty"),
-        ({"messages": CHAT[:2]}, {"messages_column": "messages"}, "has the role 'user'"),
-        ({"messages": CHAT[2:3]}, {"messages_column": "messages"}, "the first chat message is"),
+        ({"messages": CHAT[:2]}, {}, "has the role 'user'"),
+        ({"messages": CHAT[2:3]}, {}, "the first chat message is"),
         ({"messages": "hi"}, {"messages_column": "messages"}, "must be a list of chat messages"),
         ({"prompt": CHAT, "response": "5"}, {}, "the last chat message is the assistant"),
-        ({"messages": CHAT[:2]}, {}, "has the role 'user'"),
         ({"messages": "hi"}, {}, "column 'response' is missing.*data.messages_column"),
         ({"prompt": "x", "response": "5"}, {"system_prompt": "Add."}, "data.system_prompt is set"),
-        (
-            {"messages": [*CHAT[:2], {"role": "assistant", "content": "a <|im_end|> b"}]},
-            {"messages_column": "messages"},
-            "message 2 of the chat spells the end token",
-        ),
+        ({"messages": [*CHAT[:2], SPELT]}, {}, "message 2 of the chat spells the end token"),
     ],
 )
-def test_bad_row_is_named(tmp_path, tokenizer, row, options, message):
+def test_bad_example_is_named(tmp_path, row, options, message):
     with pytest.raises(DataError, match=message) as refusal:
-        load(tmp_path, tokenizer, [row], **options)
+        load_rows(ExampleDataset, tmp_path, [row], **options)
     assert f"Columns found: {sorted(row)}" in str(refusal.value)

@@ -1,22 +1,18 @@
 """Tokenizers: real byte-level BPE and real SentencePiece models, trained here."""
 
-import dataclasses
 import io
 import json
 import pickle
 
 import pytest
 import sentencepiece
-from tokenizers import ByteLevelBPETokenizer, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import ByteLevelBPETokenizer
 
-from aligner.checkpoint.hf.model_folder import read_hf, save_hf
-from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.loading import load_tokenizer, tokenizer_from_files
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.errors import AlignerError, CheckpointNotFoundError, DataError, TokenizerError
-from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
+from aligner.errors import CheckpointNotFoundError, TokenizerError
 
 CORPUS = [f"{a}+{b}={a + b}\nHello there, wörld number {a}." for a in range(20) for b in range(5)]
 TEMPLATE = (
@@ -62,17 +58,7 @@ def tokenizer(request, byte_level_dir, sentencepiece_file):
     return load_tokenizer(byte_level_dir if request.param == "byte_level" else sentencepiece_file)
 
 
-def test_text_survives(tokenizer):
-    assert isinstance(tokenizer, Tokenizer)
-    for text in ["2+3=5\n7+4=", "Hello there, wörld", "日本語 🎈"]:
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert tokenizer.bos_id not in ids
-        assert tokenizer.eos_id not in ids
-        assert 0 <= min(ids) <= max(ids) < tokenizer.vocab_size
-
-
-@pytest.mark.parametrize("response", [" there, wörld 🎈日本語\n12", "", "5\n", " 5", "é"])
+@pytest.mark.parametrize("response", [" there, wörld 🎈日本語\n12", "", "5\n"])
 def test_response_is_what_the_prompt_lacks(tokenizer, response):
     prompt_ids = tokenizer.encode("Hello")
     response_ids = tokenizer.encode("Hello" + response)[len(prompt_ids) :]
@@ -95,11 +81,6 @@ def test_responses_stream_character_by_character(tokenizer):
     cut = IncrementalDecoder(tokenizer, prompt_ids)
     assert cut.push(balloon[0]) == ""
     assert set(cut.flush()) == {"�"}
-    text = " wörld 🎈" * 40
-    prompt_ids = tokenizer.encode("Hello")
-    response_ids = tokenizer.encode("Hello" + text)[len(prompt_ids) :]
-    decoder = IncrementalDecoder(tokenizer, prompt_ids)
-    assert "".join(decoder.push(token) for token in response_ids) + decoder.flush() == text
     balloon = tokenizer.encode("🎈")
     tail = tokenizer.encode("🎈ab")[len(balloon) :]
     decoder = IncrementalDecoder(tokenizer, balloon[:-1])
@@ -108,71 +89,36 @@ def test_responses_stream_character_by_character(tokenizer):
     assert streamed.endswith("ab")
 
 
-def test_special_ids(byte_level_dir, sentencepiece_file):
-    byte_level = load_tokenizer(byte_level_dir)
-    assert (byte_level.bos_id, byte_level.eos_id, byte_level.pad_id) == (0, 1, 1)
-    assert byte_level.vocab_size == 300
-    assert byte_level.encode("<eos>") == [1]
-    assert byte_level.decode([1]) == "<eos>"
-    pieces = load_tokenizer(sentencepiece_file)
-    assert (pieces.bos_id, pieces.eos_id, pieces.pad_id) == (1, 2, 2)
-    assert pieces.vocab_size == 400
-
-
-def test_rebuilt_from_its_files_and_from_a_pickle(tokenizer):
-    ids = tokenizer.encode("7+4=11\n")
-    for copy in (tokenizer_from_files(tokenizer.files()), pickle.loads(pickle.dumps(tokenizer))):
-        assert copy.encode("7+4=11\n") == ids
-        assert copy.decode(ids) == "7+4=11\n"
+def test_text_survives_in_copies_from_files_and_from_a_pickle(tokenizer):
+    assert isinstance(tokenizer, Tokenizer)
+    copies = tokenizer_from_files(tokenizer.files()), pickle.loads(pickle.dumps(tokenizer))
+    for text in ["2+3=5\n7+4=", "Hello there, wörld", "日本語 🎈"]:
+        ids = tokenizer.encode(text)
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & {*ids}
+        assert 0 <= min(ids) <= max(ids) < tokenizer.vocab_size
+        for each in (tokenizer, *copies):
+            assert each.encode(text) == ids
+            assert each.decode(ids) == text
+    for copy in copies:
         assert copy.files() == tokenizer.files()
         for name in ("eos_id", "bos_id", "pad_id", "vocab_size"):
             assert getattr(copy, name) == getattr(tokenizer, name), name
 
 
-def test_same_ids_as_transformers(byte_level_dir):
-    from transformers import PreTrainedTokenizerFast
-
-    theirs = PreTrainedTokenizerFast.from_pretrained(str(byte_level_dir))
-    ours = load_tokenizer(byte_level_dir)
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "2+3=5"}]
-    assert ours.encode("wörld 12") == theirs.encode("wörld 12", add_special_tokens=False)
-    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
-    )
-    pickle.loads(pickle.dumps(ours))  # the renderer stays behind
-
-
-def test_chat_templates(byte_level_dir):
-    tokenizer = load_tokenizer(byte_level_dir / "tokenizer.json")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
-    assert text == "<|user|>Hi<eos><|assistant|>"
-    files = load_tokenizer(byte_level_dir).files()
-    config = json.loads(files["tokenizer_config.json"])
-    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
-    files["tokenizer_config.json"] = json.dumps({**config, "chat_template": named}).encode()
-    ask = [{"role": "user", "content": "Hi"}]
-    assert tokenizer_from_files(files).apply_chat_template(ask) == "yes"
-    files["chat_template.jinja"] = b"from the file"
-    assert tokenizer_from_files(files).apply_chat_template(ask) == "from the file"
-    files["chat_template.jinja"] = b"{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match="roles must alternate"):
-        tokenizer_from_files(files).apply_chat_template(ask)
-
-
-def test_gpt2_pair(tmp_path):
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(CORPUS, vocab_size=300, show_progress=False)
-    trained.add_special_tokens(["<|endoftext|>"])
-    trained.save_model(str(tmp_path))
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode("7+4=11\n") == trained.encode("7+4=11\n").ids
-    assert tokenizer.decode(tokenizer.encode(" wörld")) == " wörld"
-    assert tokenizer.eos_id == 300
-    assert set(tokenizer.files()) == {"tokenizer.json", "tokenizer_config.json"}
+def test_the_byte_level_tokenizer():
+    tokenizer = byte_level_tokenizer()
+    assert tokenizer.encode("aé<|im_end|>") == [*"aé".encode(), 258]
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == (259, 258, 257)
+    assert tokenizer.pad_id == tokenizer.eos_id
+    text = bytes(range(128)).decode() + "é 日本語"
+    again = tokenizer_from_files(tokenizer.files())
+    assert again.files() == tokenizer.files()
+    assert again.encode(text) == tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_tokens_only_the_config_knows(byte_level_dir):
-    files = load_tokenizer(byte_level_dir).files()
+    files = load_tokenizer(byte_level_dir / "tokenizer.json").files()
     config = json.loads(files["tokenizer_config.json"])
     added = {"300": {"content": "<|end|>", "special": True}}
     changed = {**config, "added_tokens_decoder": added, "eos_token": "<|end|>"}
@@ -184,60 +130,6 @@ def test_tokens_only_the_config_knows(byte_level_dir):
     files["tokenizer_config.json"] = json.dumps(changed).encode()
     with pytest.raises(TokenizerError, match="must have id 400"):
         tokenizer_from_files(files)
-
-
-def test_llama_style_json_keeps_spaces():
-    backend = RustTokenizer(models.BPE(vocab={"▁a": 0, "b": 1, "▁": 2, "</s>": 3}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    files = {
-        "tokenizer.json": backend.to_str().encode(),
-        "tokenizer_config.json": b'{"eos_token": "</s>"}',
-    }
-    tokenizer = tokenizer_from_files(files)
-    assert tokenizer.decode([0, 1]) == "ab"
-    assert decode_response(tokenizer, [1], [0, 1, 3]) == " ab"
-
-
-@pytest.mark.parametrize("legacy", [None, True, False])
-def test_a_sentencepiece_model_of_hugging_faces_is_what_transformers_makes_of_it(
-    legacy, tmp_path, sentencepiece_file
-):
-    """``legacy`` decides whether text behind a special token begins with a space of its own."""
-    from transformers import AutoTokenizer
-
-    architecture = dataclasses.replace(TINY_ARCHITECTURE, vocab_size=400)
-    folder = tmp_path / "hf"
-    save_hf(folder, random_weights(architecture), architecture, {})
-    config = {
-        "tokenizer_class": "LlamaTokenizer",
-        "bos_token": {"__type": "AddedToken", "content": "<s>"},
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "chat_template": TEMPLATE.replace("<eos>", "</s>"),
-        **({} if legacy is None else {"legacy": legacy}),
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    theirs = AutoTokenizer.from_pretrained(str(folder))
-
-    source = read_hf(folder)
-    save_nemo(tmp_path / "m.nemo", source.weights, architecture, source.tokenizer_files)
-    raw = {
-        name: (folder / name).read_bytes()
-        for name in ("tokenizer.model", "tokenizer_config.json", "generation_config.json")
-    }
-    with open_nemo(tmp_path / "m.nemo") as nemo:
-        assert "tokenizer.json" in nemo.tokenizer_files
-        loaded = [nemo.tokenizer, load_tokenizer(folder), tokenizer_from_files(raw)]
-    chat = [{"role": "user", "content": "7+4="}]
-    for tokenizer in loaded:
-        for text in ("<s>hi", "hi", " hi", "<s> hi", "7+4=11</s>a world", "a  b", "a\nb", "é</s>"):
-            assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False), text
-        assert tokenizer.encode("16</s>")[-1] == tokenizer.eos_id == 2
-        assert (tokenizer.bos_id, tokenizer.end_ids) == (1, (2, 7))
-        assert tokenizer.apply_chat_template(chat) == "<|user|>7+4=</s><|assistant|>"
 
 
 def test_sentencepiece_models_by_themselves(sentencepiece_file):
@@ -279,7 +171,6 @@ def test_refusals(tmp_path, byte_level_dir, sentencepiece_file):
         tokenizer_from_files({**json_only, "tokenizer_config.json": b"{"})
     with pytest.raises(TokenizerError, match="SentencePiece model without a chat template"):
         load_tokenizer(sentencepiece_file).apply_chat_template([])
-    assert issubclass(TokenizerError, AlignerError)
 
 
 def test_ids_of_rows_beyond_the_tokenizer_have_no_text(tokenizer):

@@ -38,15 +38,11 @@ def test_shards_take_their_part_of_every_global_batch():
         batch(4).get_batch(0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "shards", "expected"),
-    [(5, 2, [3, 2]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0]), (7, 3, [3, 2, 2])],
-)
-def test_uneven_shards(rows, shards, expected):
-    parts = batch(rows).shard_by_batch_size(shards, allow_uneven_shards=True)
-    assert [part.size for part in parts] == expected
-    joined = BatchedDataDict.from_batches(parts)
-    assert joined["length"].tolist() == list(range(rows))
+def test_uneven_shards():
+    for rows, expected in ((5, [3, 2]), (2, [1, 1, 0, 0]), (0, [0, 0])):
+        parts = batch(rows).shard_by_batch_size(len(expected), allow_uneven_shards=True)
+        assert [part.size for part in parts] == expected
+        assert BatchedDataDict.from_batches(parts)["length"].tolist() == list(range(rows))
 
 
 def test_from_batches_pads_to_the_right_with_the_columns_value():
@@ -66,11 +62,11 @@ def test_from_batches_pads_to_the_right_with_the_columns_value():
         BatchedDataDict.from_batches([{"a": [1]}, {"b": [1]}])
 
 
-@pytest.mark.parametrize(("name", "padding"), [("x", 0), ("kept_ids", -1)])
-def test_from_batches_pads_dimension_one_of_deeper_tensors(name, padding):
+def test_from_batches_pads_dimension_one_of_deeper_tensors():
     narrow, wide = torch.full((1, 1, 2), 7), torch.ones(1, 2, 2, dtype=torch.int64)
-    joined = BatchedDataDict.from_batches([{name: narrow}, {name: wide}])
-    assert joined[name].tolist() == [[[7, 7], [padding, padding]], [[1, 1], [1, 1]]]
+    for name, padding in (("x", 0), ("kept_ids", -1)):
+        joined = BatchedDataDict.from_batches([{name: narrow}, {name: wide}])
+        assert joined[name].tolist() == [[[7, 7], [padding, padding]], [[1, 1], [1, 1]]]
 
 
 def test_reorder_data_undoes_a_selection():

@@ -1,6 +1,5 @@
 """What top-k and top-p kept, recorded by the sampler and used again by the trainer."""
 
-import math
 import sys
 
 import pytest
@@ -50,19 +49,16 @@ def test_what_is_recorded_is_what_is_drawn_from():
     logits = torch.tensor([[3.0, 1.0, 2.0, -1.0, 0.0], [0.0, 0.0, 9.0, 0.0, 0.0]])
     uniforms = torch.tensor([0.5, 0.5], dtype=torch.float64)
     for sampling, expected in [
-        (SamplingParams(top_k=2), [[0, 2, -1], [2, -1, -1]]),
-        (SamplingParams(top_p=0.9), [[0, 2, 1], [2, -1, -1]]),
+        (SamplingParams(top_k=2), [[0, 2, -1], []]),
+        (SamplingParams(top_p=0.9), [[0, 1, 2], [2, -1, -1]]),
         (SamplingParams(top_p=0.999), [[-1, -1, -1], [2, -1, -1]]),  # more than three: not recorded
     ]:
         drawn = sample_tokens(logits.clone(), uniforms, sampling, greedy=False, record=3)
-        found = [
+        kept = [
             sorted(row, key=lambda token: (token < 0, token)) for row in drawn.kept_ids.tolist()
         ]
-        wanted = [sorted(row, key=lambda token: (token < 0, token)) for row in expected]
-        if sampling.top_k == 2:  # equal logits are kept or dropped together
-            assert found[0] == wanted[0]
-        else:
-            assert found == wanted
+        rows = slice(1 if sampling.top_k == 2 else 2)  # equal logits are kept or dropped together
+        assert kept[rows] == expected[rows]
     assert sample_tokens(logits, uniforms, SamplingParams(top_k=2), greedy=False).kept_ids is None
 
 
@@ -157,7 +153,6 @@ def test_the_mean_ratio_at_top_p_of_eight_tenths():
     assert unfiltered.mean() == pytest.approx(0.82, abs=0.02)
     assert (own - 1).abs().max() > 0.01
     torch.testing.assert_close(replayed, torch.ones(400), rtol=0, atol=1e-5)
-    assert math.isclose(replayed.mean().item(), 1.0, abs_tol=1e-6)
 
 
 # 4. A whole policy ----------------------------------------------------------------------------

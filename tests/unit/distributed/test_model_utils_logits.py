@@ -12,80 +12,55 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aligner.distributed import model_utils as mu
 from aligner.errors import ConfigError, LayoutError
 
-PUBLISHED = {
-    "_compute_distributed_log_softmax": "vocab_parallel_logits group",
-    "_compute_distributed_softmax": "vocab_parallel_logits group",
-    "DistributedLogprob": (
-        "ctx vocab_parallel_logits target vocab_start_index vocab_end_index group inference_only"
-    ),
-    "DistributedCrossEntropy": "ctx student_logits target_logits group inference_only",
-    "ChunkedDistributedLogprob": (
-        "ctx vocab_parallel_logits target vocab_start_index vocab_end_index chunk_size tp_group "
-        "inference_only"
-    ),
-    "DistributedLogprobWithSampling": (
-        "ctx vocab_parallel_logits target tp_group top_k top_p inference_only"
-    ),
-    "ChunkedDistributedLogprobWithSampling": (
-        "ctx vocab_parallel_logits target tp_group top_k top_p chunk_size inference_only"
-    ),
-    "ChunkedDistributedGatherLogprob": (
-        "ctx vocab_parallel_logits global_indices vocab_start_index vocab_end_index chunk_size "
-        "tp_group inference_only"
-    ),
-    "ChunkedDistributedEntropy": "ctx vocab_parallel_logits chunk_size tp_group inference_only",
-    "ChunkedDistributedHiddenStatesToLogprobs": (
-        "ctx tensor_parallel_hidden_states target output_weight_layer vocab_start_index "
-        "vocab_end_index chunk_size tp_group inference_only"
-    ),
-    "AllGatherCPTensor": "ctx tensor cp_group seq_dim",
-    "allgather_cp_sharded_tensor": "tensor cp_group seq_dim",
-    "_get_tokens_on_this_cp_rank": "input_ids cp_rank cp_size seq_dim",
-    "dtensor_from_parallel_logits_to_logprobs": (
-        "vocab_parallel_logits target vocab_start_index vocab_end_index tp_group inference_only "
-        "seq_index chunk_size sampling_params"
-    ),
-    "from_parallel_logits_to_logprobs": (
-        "vocab_parallel_logits target vocab_start_index vocab_end_index tp_group inference_only "
-        "cp_group chunk_size sampling_params"
-    ),
-    "from_parallel_logits_to_logprobs_packed_sequences": (
-        "vocab_parallel_logits target cu_seqlens_padded unpacked_seqlen vocab_start_index "
-        "vocab_end_index group inference_only cp_group chunk_size sampling_params "
-        "target_is_pre_rolled"
-    ),
-    "get_logprobs_from_vocab_parallel_logits": (
-        "vocab_parallel_logits input_ids seq_index chunk_size sampling_params"
-    ),
-    "get_next_token_logprobs_from_logits": (
-        "input_ids next_token_logits seq_index vocab_parallel_rank vocab_parallel_group "
-        "context_parallel_group sampling_params"
-    ),
-    "distributed_vocab_topk": (
-        "vocab_parallel_logits k tp_group vocab_start_index vocab_end_index chunk_size"
-    ),
-    "gather_logits_at_global_indices": (
-        "vocab_parallel_logits global_indices tp_group cp_group vocab_start_index "
-        "vocab_end_index chunk_size"
-    ),
-    "get_distillation_topk_logprobs_from_logits": (
-        "student_logits teacher_topk_logits teacher_topk_indices zero_outside_topk "
-        "calculate_entropy vocab_parallel_rank vocab_parallel_group context_parallel_group"
-    ),
-    "from_parallel_hidden_states_to_logprobs": (  # and, by keyword, what no other library has
-        "tensor_parallel_hidden_states output_weight_layer output_weight runtime_gather_output "
-        "target vocab_start_index vocab_end_index tp_group inference_only cp_group chunk_size "
-        "sampling_params cu_seqlens_padded unpacked_seqlen sequence_parallel"
-    ),
-    "patch_gpt_model_forward_for_linear_ce_fusion": "chunk_size",
-    "_gpt_forward_with_linear_ce_fusion": (
-        "self input_ids position_ids attention_mask decoder_input labels inference_context "
-        "packed_seq_params extra_block_kwargs runtime_gather_output inference_params loss_mask "
-        "padding_mask return_logprobs_for_linear_ce_fusion"
-    ),
-    "all_to_all_vp2sq": "vocab_parallel_logits tp_group",
-    "all_to_all_sq2vp": "seq_parallel_logits tp_group",
-}
+# Name of a function or class: the parameters of it or of its method `forward`.
+PUBLISHED = dict(
+    line.split(": ")
+    for line in """
+_compute_distributed_log_softmax: vocab_parallel_logits group
+_compute_distributed_softmax: vocab_parallel_logits group
+DistributedLogprob: ctx LOGITS target START_END group inference_only
+DistributedCrossEntropy: ctx student_logits target_logits group inference_only
+ChunkedDistributedLogprob: ctx LOGITS target START_END chunk_size tp_group inference_only
+DistributedLogprobWithSampling: ctx LOGITS target tp_group top_k top_p inference_only
+ChunkedDistributedLogprobWithSampling: \
+ctx LOGITS target tp_group top_k top_p chunk_size inference_only
+ChunkedDistributedGatherLogprob: \
+ctx LOGITS global_indices START_END chunk_size tp_group inference_only
+ChunkedDistributedEntropy: ctx LOGITS chunk_size tp_group inference_only
+ChunkedDistributedHiddenStatesToLogprobs: ctx tensor_parallel_hidden_states target \
+output_weight_layer START_END chunk_size tp_group inference_only
+AllGatherCPTensor: ctx tensor cp_group seq_dim
+allgather_cp_sharded_tensor: tensor cp_group seq_dim
+_get_tokens_on_this_cp_rank: input_ids cp_rank cp_size seq_dim
+dtensor_from_parallel_logits_to_logprobs: LOGITS target START_END tp_group inference_only \
+seq_index chunk_size sampling_params
+from_parallel_logits_to_logprobs: LOGITS target START_END tp_group inference_only cp_group \
+chunk_size sampling_params
+from_parallel_logits_to_logprobs_packed_sequences: LOGITS target cu_seqlens_padded \
+unpacked_seqlen START_END group inference_only cp_group chunk_size sampling_params \
+target_is_pre_rolled
+get_logprobs_from_vocab_parallel_logits: LOGITS input_ids seq_index chunk_size sampling_params
+get_next_token_logprobs_from_logits: input_ids next_token_logits seq_index \
+vocab_parallel_rank vocab_parallel_group context_parallel_group sampling_params
+distributed_vocab_topk: LOGITS k tp_group START_END chunk_size
+gather_logits_at_global_indices: LOGITS global_indices tp_group cp_group START_END chunk_size
+get_distillation_topk_logprobs_from_logits: student_logits teacher_topk_logits \
+teacher_topk_indices zero_outside_topk calculate_entropy vocab_parallel_rank \
+vocab_parallel_group context_parallel_group
+from_parallel_hidden_states_to_logprobs: tensor_parallel_hidden_states output_weight_layer \
+output_weight runtime_gather_output target START_END tp_group inference_only cp_group \
+chunk_size sampling_params cu_seqlens_padded unpacked_seqlen sequence_parallel
+patch_gpt_model_forward_for_linear_ce_fusion: chunk_size
+_gpt_forward_with_linear_ce_fusion: self input_ids position_ids attention_mask decoder_input \
+labels inference_context packed_seq_params extra_block_kwargs runtime_gather_output \
+inference_params loss_mask padding_mask return_logprobs_for_linear_ce_fusion
+all_to_all_vp2sq: LOGITS tp_group
+all_to_all_sq2vp: seq_parallel_logits tp_group
+""".replace("LOGITS", "vocab_parallel_logits")
+    .replace("START_END", "vocab_start_index vocab_end_index")
+    .strip()
+    .splitlines()
+)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -189,23 +164,6 @@ def test_any_packing(lengths, width, seed):
     else:
         (actual,) = torch.autograd.grad(output, logits, upstream)
         assert (actual == 0).all()
-
-
-def test_gradients_by_finite_differences(group):
-    logits, target_logits = draw(0, 2, 3, 5).requires_grad_(), draw(1, 2, 3, 5)
-    tokens, ids = tokens_for(2, 5, 2, 3), tokens_for(3, 5, 2, 3, 4)
-    for function in (
-        lambda x: mu.DistributedLogprob.apply(x, tokens, 0, 5, group),
-        lambda x: mu.ChunkedDistributedGatherLogprob.apply(x, ids, 0, 5, 2, group),
-        lambda x: mu.ChunkedDistributedEntropy.apply(x, 2, group),
-        lambda x: mu.DistributedCrossEntropy.apply(x, target_logits, group),
-        lambda x: mu._compute_distributed_softmax(x, group),
-        lambda x: mu._compute_distributed_log_softmax(x, group),
-        lambda x: mu.gather_logits_at_global_indices(
-            x, ids, vocab_start_index=0, vocab_end_index=5
-        ),
-    ):
-        assert torch.autograd.gradcheck(function, (logits,))
 
 
 class LargestFloat32(TorchDispatchMode):

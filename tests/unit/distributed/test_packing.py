@@ -1,7 +1,5 @@
 """Packers on hand-worked lengths, and the promises they keep on any lengths."""
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,16 +84,6 @@ def test_every_sequence_once_within_capacity_and_count(algorithm, lengths, capac
     assert all(sum(lengths[index] for index in items) <= capacity for items in bins)
     assert len(bins) >= least
     assert len(bins) % multiple == 0
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=80))
-def test_two_neighbours_never_fit_into_one_bin(algorithm, lengths):
-    # What is in a bin's right neighbour did not fit: two neighbours hold more than one capacity.
-    bins = pack(algorithm, lengths, 50)
-    filled = [sum(lengths[index] for index in items) for items in bins]
-    assert all(a + b > 50 for a, b in pairwise(filled))
 
 
 def naive_first_fit(order, lengths, capacity):

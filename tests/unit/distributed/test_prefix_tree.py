@@ -114,7 +114,7 @@ def grouped(ids, lengths, batches=None, **options):
     return [[(group.rows, group.tokens, group.shares) for group in batch] for batch in actual]
 
 
-def test_rows_of_a_prompt_are_one_group():
+def test_where_groups_end():
     assert grouped(*rollout(3, 1, 2)) == [
         [
             (range(3), PROMPT + 24, True),
@@ -122,9 +122,6 @@ def test_rows_of_a_prompt_are_one_group():
             (range(4, 6), PROMPT + 16, True),
         ]
     ]
-
-
-def test_where_groups_end():
     actual = grouped(*rollout(4), batches=[range(3), range(3, 4)])
     assert actual == [[(range(3), PROMPT + 24, True)], [(range(3, 4), PROMPT + 8, False)]]
     sizes = [len(rows) for rows, _, _ in grouped(*rollout(5), max_tokens=PROMPT + 16)[0]]
@@ -151,10 +148,10 @@ def rollout_batch(groups=6, rows=4, prompt=64, response=16):
     return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
 
 
-def arguments(mode, shared_prefixes=True):
+def arguments(mode):
     if mode == "dynamic":
-        return dynamic(300, 4, shared_prefixes=shared_prefixes)
-    return packed(300, 4, "first_fit_decreasing", shared_prefixes=shared_prefixes)
+        return dynamic(300, 4, shared_prefixes=True)
+    return packed(300, 4, "first_fit_decreasing", shared_prefixes=True)
 
 
 def micro_batches(shard):
@@ -177,16 +174,6 @@ def test_planned_micro_batches_hold_whole_groups(mode, shards):
         tree = shared_prefixes(tokens["input_ids"].numpy(), tokens["input_lengths"].numpy())
         assert tree is not None
         assert tree.num_tokens() <= 300
-
-
-@pytest.mark.parametrize("mode", ["dynamic", "packed"])
-def test_a_plan_without_shared_prefixes_is_the_same(mode):
-    batch = rollout_batch(prompt=8)
-    plans = []
-    for shared in (True, False):
-        parts, order = batch.shard_by_batch_size(2, 12, **arguments(mode, shared_prefixes=shared))
-        plans.append((order, [part.micro_batch_indices for part in parts]))
-    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "packed"])

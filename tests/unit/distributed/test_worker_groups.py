@@ -1,4 +1,4 @@
-"""The local worker group on one process."""
+"""Worker groups in one process."""
 
 import subprocess
 import sys
@@ -77,3 +77,23 @@ def test_shard_counts_and_results():
     assert not sent["x"].requires_grad
     assert sent["y"][0].device.type == "cpu"
     assert to_host({"loss": 0.5}) == {"loss": 0.5}
+
+
+SCRIPT = """
+from aligner.distributed.worker_groups import RayWorkerGroup
+
+class Front:
+    def __del__(self):
+        self.worker_group.shutdown()
+
+front = Front()
+front.worker_group = RayWorkerGroup.__new__(RayWorkerGroup)
+"""
+
+
+@pytest.mark.integration
+def test_a_front_that_is_collected_while_python_ends_says_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, "Exception ignored" in done.stderr) == (0, False), done.stderr

@@ -1,15 +1,10 @@
-"""Tokens of conversations: the prompt of a turn is the exact history and the new messages.
-
-Random conversations for every kind of chat template that the tests have; what was sampled, where
-and with which log-prob is written down by the test itself.
-"""
+"""Tokens of conversations: the prompt of a turn is the exact history and the new messages."""
 
 import json
-import random
 from functools import partial
 
 import pytest
-from test_chat_data import LLAMA2, MISTRAL, R1, WITH_TOOLS, chatml, prepending
+from test_chat_data import LLAMA2, MISTRAL, R1, chatml, prepending
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
@@ -20,79 +15,9 @@ from aligner.environments.tools import HOW_TO_CALL
 from aligner.errors import DataError
 from aligner.serving.sessions import Session
 
-WORDS = ["two", "and", "four", "ab", "five more"]
-MORE = ["é", "7+", "\n", "  "]  # of which the small BPE knows nothing
-THINKS = R1.replace("<think>\\n", "")  # drops thinking of earlier turns; opens no tag
-FAMILIES = {
-    "chatml": byte_level_tokenizer,
-    "tools": lambda: chatml(WITH_TOOLS),
-    "thinking dropped": lambda: chatml(THINKS),
-    "llama2": lambda: prepending(LLAMA2),
-    "mistral": lambda: prepending(MISTRAL),
-    "no template": lambda: chatml(None),
-}
-
-
-def words(rng, known):
-    return " ".join(rng.choice(known) for _ in range(rng.randint(1, 5))).strip() or "two"
-
 
 def user(text):
     return {"role": "user", "content": text}
-
-
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_random_conversations(family, count):
-    tokenizer = FAMILIES[family]()
-    renderer = ChatRenderer(tokenizer, rewritten_history="refuse")
-    rng = random.Random(f"{count} {family}")
-    for _ in range(count):
-        _check_conversation(family, tokenizer, renderer, rng)
-
-
-def _check_conversation(family, tokenizer, renderer, rng):
-    roles = ["user", "tool"] if family == "tools" else ["user"]
-    known = WORDS if family in ("llama2", "mistral") else WORDS + MORE
-    first = [user(words(rng, known))]
-    talk = Conversation(renderer, Start(first))
-    chat, sampled, expected = list(first), {}, list(talk.ids)
-    has_template = renderer._has_template
-    if has_template:
-        assert talk.ids == tokenizer.encode(tokenizer.apply_chat_template(first))
-    every_turn_ended = True
-    for number in range(1, rng.randint(2, 5)):
-        before = list(talk.ids)
-        assert before == expected
-        text, ended = words(rng, known), rng.random() < 0.7
-        every_turn_ended &= ended
-        ids = tokenizer.encode(text) + ([tokenizer.turn_end_id] if ended else [])
-        logprobs = [-rng.random() for _ in ids]
-        message = talk.answered(ids, logprobs, ended)
-        for at, (token, logprob) in enumerate(zip(ids, logprobs, strict=True), len(before)):
-            sampled[at] = (token, logprob, number)
-        new = [{"role": rng.choice(roles), "content": words(rng, known)}]
-        talk.follow(Turn(new, 1.0), goes_on=True)
-        # The exact prefix, then something that the policy did not sample.
-        assert talk.ids[: len(before) + len(ids)] == before + ids
-        assert len(talk.ids) > len(before) + len(ids)
-        expected = list(talk.ids)
-        chat += [message, *new]
-    _check_mask(talk, sampled)
-    if has_template and every_turn_ended:
-        shown = tokenizer.apply_chat_template(chat)
-        assert "".join(tokenizer.decode(talk.ids).split()) == "".join(shown.split())
-
-
-def _check_mask(talk, sampled):
-    assert len(talk.ids) == len(talk.logprobs) == len(talk.turn_ids)
-    for at, token in enumerate(talk.ids):
-        known = sampled.get(at)
-        if known is None:
-            assert (talk.turn_ids[at], talk.logprobs[at]) == (0, 0.0)
-        else:
-            assert (token, talk.logprobs[at], talk.turn_ids[at]) == known
-    assert talk.length == 1 + max(sampled)
 
 
 def test_a_turn_by_hand():
@@ -234,33 +159,28 @@ def test_a_prompt_that_continues_a_session_has_no_token_added():
     assert len(session.sequences) == 1
 
 
-@pytest.mark.parametrize("sampled", ["<|im_end|>", "<|endoftext|>", ""])
-def test_the_templates_end_stands_behind_every_answer(sampled):
-    """Another end token stays where it was sampled, and the template's own follows it, masked."""
+def test_another_end_token_stays_and_the_templates_end_follows_it_masked():
     tokenizer = byte_level_tokenizer()
     files = tokenizer.files()
     other = tokenizer.encode("~")
     ends = json.dumps({"eos_token_id": [tokenizer.turn_end_id, *other]}).encode()
     tokenizer = tokenizer_from_files({**files, "generation_config.json": ends})
-    end = {"<|im_end|>": [tokenizer.turn_end_id], "<|endoftext|>": other, "": []}[sampled]
     talk = Conversation(ChatRenderer(tokenizer), Start([user("q")]))
-    ids = [*tokenizer.encode("4"), *end]
-    talk.answered(ids, [-1.0] * len(ids), bool(end))
+    ids = [*tokenizer.encode("4"), *other]
+    talk.answered(ids, [-1.0] * len(ids), True)
     talk.follow(Turn([user("r")]), goes_on=True)
     shown = tokenizer.decode(talk.sequence)
-    kept = "~" if end == other else ""
     assert shown.count("<|im_end|>") == 3
-    assert f"4{kept}<|im_end|>\n<|im_start|>user\nr<|im_end|>" in shown
+    assert "4~<|im_end|>\n<|im_start|>user\nr<|im_end|>" in shown
     assert sum(turn > 0 for turn in talk.turn_ids) == len(ids)
     assert talk.starts == [0]
 
 
-@pytest.mark.parametrize("how", ["fork", "keep", "refuse"])
-def test_no_text_of_a_message_is_taken_for_an_answer(how):
+def test_no_text_of_a_message_is_taken_for_an_answer():
     """Not the text by which the renderer finds the place behind an answer either."""
     tokenizer = byte_level_tokenizer()
     said = "more ⁂answer⁂ ⁂answer 0⁂ ⁂answer 1⁂ and more"
-    talk = Conversation(ChatRenderer(tokenizer, rewritten_history=how), Start([user(said)]))
+    talk = Conversation(ChatRenderer(tokenizer, rewritten_history="refuse"), Start([user(said)]))
     ids = [*tokenizer.encode("ok"), tokenizer.turn_end_id]
     for _ in range(2):
         talk.answered(ids, [-1.0] * len(ids), True)

@@ -4,7 +4,6 @@ Every token of a conversation, and whether the policy sampled it, is what `chat_
 says by hand; nothing of the renderer is asked.
 """
 
-import json
 import random
 
 import pytest
@@ -22,16 +21,12 @@ WORDS = ["two", "and", "four", "ab", "é", "7+", "a\nb", '"q"']
 TOOLS = [json_schema(calculator)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_form_is_that_of_the_template(family):
-    assert form_of(FAMILIES[family].make()) == FAMILIES[family].form
-
-
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_conversations_with_tools(family, count):
     kind = FAMILIES[family]
     renderer = ChatRenderer(kind.make(), rewritten_history="refuse")
+    assert form_of(renderer.tokenizer) == kind.form
     rng = random.Random(f"{family} {count}")
     called = sum(_check(kind, renderer, rng) for _ in range(count))
     assert called > count / 2
@@ -82,35 +77,6 @@ def _check(kind, renderer, rng):
     assert [turn > 0 for turn in talk.turn_ids] == mask
     assert talk.ids == [token for text, _ in parts for token in tokenizer.encode(text)]
     return made
-
-
-def test_moved_functions_fork_a_conversation():
-    """Mistral's template shows functions before the last message of a user: history is another."""
-    kind = FAMILIES["mistral"]
-    tokenizer = kind.make()
-    talk = Conversation(ChatRenderer(tokenizer), Start([{"role": "user", "content": "q"}], TOOLS))
-    calls = [("calculator", {"expression": "1+1"}, "abcDEF123")]
-    for text in (kind.calls(calls), kind.calls(calls), "two"):
-        sampled = tokenizer.encode(text + "</s>")
-        talk.answered(sampled, [-1.0] * len(sampled), True)
-        found = parse_calls(text, "mistral")
-        new = FORMS["mistral"].results(found, ["2"] * len(found)) if found else []
-        talk.follow(Turn(new or [{"role": "user", "content": "sure?"}]), goes_on=True)
-    listed = f"[AVAILABLE_TOOLS] [{json.dumps(TOOLS[0])}][/AVAILABLE_TOOLS]"
-    used = (
-        f"{kind.calls(calls)}</s>{kind.results(FORMS['mistral'].results(found_of(calls), ['2']))}"
-    )
-    assert len(talk.starts) == 2
-    assert (
-        tokenizer.decode(talk.ids[: talk.starts[1]])
-        == f"<s>{listed}[INST] q[/INST]{used * 2}two</s>"
-    )
-    again = f"<s>[INST] q[/INST]{used * 2} two</s>{listed}[INST] sure?[/INST]"
-    assert tokenizer.decode(talk.sequence) == again
-
-
-def found_of(calls):
-    return parse_calls(FAMILIES["mistral"].calls(calls), "mistral")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

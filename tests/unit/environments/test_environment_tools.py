@@ -1,21 +1,25 @@
 """Tools: schemas as in transformers, calls as models write them, the calculator, the games."""
 
+import json
 from typing import Literal
 
 import pytest
 from test_chat_data import chatml
 from transformers.utils import get_json_schema
 
+from aligner.data.chat import parse_conversation
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.environments.calls import ToolCall, before_calls, form_of, parse_calls, structured
-from aligner.environments.tools import ToolEnv, json_schema
+from aligner.environments.tools import json_schema
 from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError
-from aligner.examples.tasks.calculator import Calculation, calculator
+from aligner.examples.tasks.calculator import Calculation, calculation_traces, calculator
 from aligner.examples.tasks.games import GuessingGame, guessing_games
 
 
-def search(query: str, top: int = 3, exact: bool | None = None, tags: list[str] = []) -> str:  # noqa: B006
+def search(
+    query: str, mass: float, table: dict, tags: list[str], top: int = 3, exact: bool | None = None
+) -> str:
     """Look something up.
 
     In a corpus.
@@ -23,6 +27,8 @@ def search(query: str, top: int = 3, exact: bool | None = None, tags: list[str] 
     Args:
         query: What to look for,
             in words.
+        mass: In kilograms.
+        table: Anything.
         top: Most results.
         exact: Only exact ones.
         tags: Of the documents.
@@ -33,21 +39,11 @@ def search(query: str, top: int = 3, exact: bool | None = None, tags: list[str] 
     return query * top
 
 
-def weigh(mass: float, table: dict) -> float:
-    """Weigh something.
-
-    Args:
-        mass: In kilograms.
-        table: Anything.
-    """
-    return mass
-
-
-@pytest.mark.parametrize("function", [calculator, search, weigh])
-def test_schemas_are_those_of_transformers(function):
-    ours, theirs = json_schema(function), get_json_schema(function)
-    theirs["function"].pop("return", None)
-    assert ours == theirs
+def test_schemas_are_those_of_transformers():
+    for function in (calculator, search):
+        ours, theirs = json_schema(function), get_json_schema(function)
+        theirs["function"].pop("return", None)
+        assert ours == theirs
 
 
 def test_schemas_name_choices_and_need_descriptions():
@@ -90,20 +86,12 @@ def test_calls_are_read_from_both_forms():
     assert parse_calls("no call f", "plain") == parse_calls("21", "hermes") == []
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [("2*(3+4)", "14"), ("-7//2", "-4"), ("1/4", "0.25"), ("2**10 % 7", "2"), ("+3 - -3", "6")],
-)
-def test_the_calculator(expression, value):
-    assert calculator(expression) == value
-
-
-@pytest.mark.parametrize(
-    "expression", ["__import__('os')", "9**9**9", "10**60", "(-8)**0.5", "'a'*3", "1;2", "1" * 201]
-)
-def test_the_calculator_does_nothing_else(expression):
-    with pytest.raises((ValueError, SyntaxError)):
-        calculator(expression)
+def test_the_calculator_computes_and_does_nothing_else():
+    values = {"2*(3+4)": "14", "-7//2": "-4", "1/4": "0.25", "2**10 % 7": "2", "+3 - -3": "6"}
+    assert {expression: calculator(expression) for expression in values} == values
+    for wrong in ("__import__('os')", "9**9**9", "10**60", "(-8)**0.5", "'a'*3", "1;2", "1" * 201):
+        with pytest.raises((ValueError, SyntaxError)):
+            calculator(wrong)
 
 
 def say(text):
@@ -136,28 +124,6 @@ def test_the_plain_form_needs_no_template():
     assert "result of calculator: error: ZeroDivisionError" in turn.messages[0]["content"]
     unread = env.step(say("call calculator {")).info["calls"]
     assert unread.startswith("calculator(): ")
-
-
-def test_calls_run_at_the_same_time():
-    import threading
-
-    meet = threading.Barrier(2, timeout=10)
-
-    def wait() -> str:
-        """Wait for the other.
-
-        Args:
-        """
-        meet.wait()
-        return "met"
-
-    class Meeting(ToolEnv):
-        def question(self):
-            return "?"
-
-    env = Meeting([wait], "plain")
-    (message,) = env.step(say("call wait\ncall wait")).messages
-    assert message["content"] == "result of wait: met\nresult of wait: met"
 
 
 def test_the_guessing_game():
@@ -215,10 +181,8 @@ def test_calls_as_models_write_them(form, text, calls):
     [
         ("llama3", LLAMA[:-2], "JSON object with name and parameters"),
         ("llama3", '<|python_tag|>get_weather.call(city="Rome")', "with name and parameters"),
-        ("llama3", '{"name": 5, "parameters": {}}', "JSON object with name and parameters"),
         ("llama3", '{"name": "f", "parameters": [1]}', "the arguments are no JSON object"),
         ("llama3", "<|python_tag|>", "JSON object with name and parameters"),
-        ("mistral", V3, "with name and arguments, in a list"),
         ("mistral", "[TOOL_CALLS] []", "with name and arguments, in a list"),
         ("mistral", "[TOOL_CALLS]f[ARGS]{x}", "the arguments are no JSON"),
         ("hermes", '<tool_call>\n{"name": "f", "argum', "JSON object with name and arguments"),
@@ -244,19 +208,15 @@ def test_results_of_calls_are_known_by_their_ids():
     assert ids == ["a1B2c3D4e", "call00000", "call00001", "call00002"]
 
 
-@pytest.mark.parametrize(
-    ("form", "calls"),
-    [
+def test_text_before_the_calls():
+    for form, calls in (
         ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
         ("mistral", '[TOOL_CALLS] [{"name": "f"}]'),
         ("llama3", '<|python_tag|>{"name": "f"}'),
         ("plain", "call f {}"),
-    ],
-)
-def test_text_before_the_calls(form, calls):
-    assert [call.name for call in parse_calls(f"well\n{calls}", form)] == ["f"]
-    assert before_calls(f"well\n{calls}", form) == "well\n"
-    assert before_calls("no call at all", form) == "no call at all"
+    ):
+        assert before_calls(f"well\n{calls}", form) == "well\n"
+        assert before_calls("no call at all", form) == "no call at all"
     assert before_calls('{"name": "f"}', "llama3") == ""
 
 
@@ -284,3 +244,32 @@ def test_a_class_is_given_the_form_of_the_template():
         Calculation(**row, form="xml")
     assert form_of(byte_level_tokenizer()) == "plain"
     assert form_of(chatml(None)) == "plain"
+
+
+ASKED = {"size": 200, "low": 100, "high": 120, "operators": ["*"], "shots": 0}
+
+
+@pytest.mark.parametrize("form", ["plain", "hermes"])
+def test_a_trace_is_what_the_environment_says(form):
+    rows = list(calculation_traces(form=form, tool_share=1.0, **ASKED))
+    for row in rows[:5]:
+        question, call, result, answer = parse_conversation(row["messages"])
+        prompt = question["content"].splitlines()[-1]
+        env = Calculation(seed=0, prompt=prompt, ground_truth=answer["content"], form=form)
+        assert env.init().messages == [question]
+        (said,) = env.step(call).messages
+        assert said == result
+        assert answer["content"] in result["content"]
+        assert env.step(answer).score == 1.0
+        assert row.get("tools") == (None if form == "plain" else [json_schema(calculator)])
+
+
+def test_the_tool_is_called_in_a_share_of_them():
+    rows = list(calculation_traces(tool_share=0.25, **ASKED))
+    calls = sum(len(row["messages"]) == 4 for row in rows)
+    assert all(len(row["messages"]) in (2, 4) for row in rows)
+    assert 0.15 < calls / len(rows) < 0.35
+    again = list(calculation_traces(tool_share=0.25, **{**ASKED, "size": 10}))
+    assert json.dumps(again) == json.dumps(rows[:10])
+    with pytest.raises(ConfigError, match=r"tool_share=1\.5"):
+        next(calculation_traces(tool_share=1.5))

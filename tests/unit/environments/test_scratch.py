@@ -1,7 +1,6 @@
 """Temporary folders go with the processes that used them, and those of others stay."""
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,9 +11,8 @@ import pytest
 
 from aligner.environments.pool import Call, EnvironmentPool, Failure
 from aligner.errors import RewardTimeoutError
-from aligner.process_tree import kill_tree
 from aligner.rewards.function.runner import RewardFunction
-from aligner.scratch import ScratchFolder, remove_leftovers
+from aligner.scratch import ScratchFolder
 
 pytestmark = pytest.mark.integration
 
@@ -70,11 +68,9 @@ def is_emptied(folder):
 
 
 def holder(folder):
-    environment = {**os.environ, "TMPDIR": str(folder)}
+    options = {"env": {**os.environ, "TMPDIR": str(folder)}, "start_new_session": True}
     words = [sys.executable, "-c", HOLDS]
-    process = subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **options)
     return process, process.stdout.readline().strip()
 
 
@@ -86,30 +82,13 @@ def test_folders_of_dead_processes_are_removed_and_no_others(here):
     try:
         dead[0].kill()
         dead[0].wait()
-        remove_leftovers(str(here))
+        ScratchFolder().close()  # a new folder removes leftovers
         names = {"aligner-scratch-file", "mine", "aligner-scratch-link"}
         assert {path.name for path in here.iterdir()} == {*names, os.path.basename(alive[1])}
         assert os.path.isdir(os.path.join(alive[1], "held"))
     finally:
         alive[0].kill()
         alive[0].wait()
-
-
-def test_the_first_folder_of_a_process_removes_what_dead_ones_left(here):
-    process, path = holder(here)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    with closing(ScratchFolder()) as folder:
-        assert os.path.isdir(folder.path)
-        assert not os.path.exists(path)
-    assert list(here.iterdir()) == []
-
-
-def test_folders_go_with_the_processes_that_are_killed(here):
-    process, _ = holder(here)
-    kill_tree(process.pid)
-    process.wait()
-    assert is_emptied(here)
 
 
 def test_chains_of_any_depth_and_closed_folders_are_removed(here):

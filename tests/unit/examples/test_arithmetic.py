@@ -1,13 +1,10 @@
 """The arithmetic task: right answers, disjoint problems, nothing leaked."""
 
-import random
-
 import pytest
 
 from aligner.errors import ConfigError
 from aligner.examples.tasks.arithmetic import (
     Problem,
-    _shuffled,
     arithmetic_examples,
     arithmetic_labels,
     arithmetic_pairs,
@@ -25,19 +22,14 @@ def parse(line):
     raise AssertionError(line)
 
 
-@pytest.mark.parametrize("operators", [["+"], ["-"], ["*"], ["+", "-", "*"]])
-@pytest.mark.parametrize("shots", [0, 3])
+@pytest.mark.parametrize(("operators", "shots"), [(["-"], 3), (["*"], 0), (["+", "-", "*"], 3)])
 def test_prompts_are_right_and_leak_nothing(operators, shots):
     asked: dict[str, set[Problem]] = {}
     train_problems = split_problems(
         seed=5, low=0, high=9, operators=operators, validation_fraction=0.25
     )["train"]
     for split in ("train", "validation"):
-        rows = list(
-            arithmetic_prompts(split, 300, seed=5, high=9, operators=operators, shots=shots)
-        )
-        assert len(rows) == 300
-        for row in rows:
+        for row in arithmetic_prompts(split, 300, seed=5, high=9, operators=operators, shots=shots):
             *examples, question = row["prompt"].split("\n")
             problem, nothing = parse(question)
             assert nothing == ""
@@ -54,20 +46,10 @@ def test_prompts_are_right_and_leak_nothing(operators, shots):
     assert not asked["train"] & asked["validation"]
 
 
-def test_split_covers_everything_once():
-    pools = split_problems(seed=1, low=0, high=3, operators="+", validation_fraction=0.3)
-    everything = [Problem(a, "+", b) for a in range(4) for b in range(4)]
-    assert sorted(pools["train"] + pools["validation"]) == everything
-    # 10 problems up to their mirror image, 3 of them held out
-    assert len({problem.canonical for problem in pools["validation"]}) == 3
-    mirrored = [Problem(p.b, "+", p.a) for p in pools["validation"]]
-    assert set(mirrored) == set(pools["validation"])
-
-
 def test_every_problem_is_asked_once_per_round():
-    count = len(
-        split_problems(seed=0, low=0, high=9, operators="+", validation_fraction=0.25)["train"]
-    )
+    pools = split_problems(seed=0, low=0, high=9, operators="+", validation_fraction=0.25)
+    count = len(pools["train"])
+    assert count + len(pools["validation"]) == 100
     rows = list(arithmetic_prompts("train", 2 * count, high=9))
     first = [(row["a"], row["b"]) for row in rows[:count]]
     second = [(row["a"], row["b"]) for row in rows[count:]]
@@ -85,22 +67,9 @@ def test_same_seed_same_rows_whatever_the_size():
     assert few[0]["prompt"] == "0+11=11\n4+12=16\n4+1="
 
 
-def test_lazy_shuffle_is_a_fair_permutation():
-    pool = [Problem(a, "+", 0) for a in range(4)]
-    rng = random.Random(0)
-    orders = [tuple(p.a for p in _shuffled(pool, rng)) for _ in range(2400)]
-    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
-    # 24 orders, 100 expected each, standard deviation 9.8
-    assert all(60 < orders.count(order) < 140 for order in set(orders))
-    assert len(set(orders)) == 24
-
-
 def test_format():
-    row = next(
-        arithmetic_prompts(
-            "train", 1, question="{a} {operator} {b} =", answer=" {answer}", separator="\n\n"
-        )
-    )
+    form = {"question": "{a} {operator} {b} =", "answer": " {answer}", "separator": "\n\n"}
+    row = next(arithmetic_prompts("train", 1, **form))
     *examples, question = row["prompt"].split("\n\n")
     assert question == f"{row['a']} + {row['b']} ="
     assert all(" = " in example for example in examples)
@@ -112,7 +81,6 @@ def test_format():
     [
         ({"split": "test"}, "split='test'"),
         ({"operators": ["/"]}, "operators="),
-        ({"operators": []}, "operators="),
         ({"low": 5, "high": 4}, "low=5"),
         ({"low": -1}, "low=-1"),
         ({"size": 0}, "size=0"),

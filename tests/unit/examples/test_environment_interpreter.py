@@ -18,7 +18,7 @@ from reward_cases import gone
 from aligner.environments.pool import Call, EnvironmentPool, Failure
 from aligner.errors import ConfigError
 from aligner.examples.tasks import sandbox, sandbox_process
-from aligner.examples.tasks.python_tool import Interpreter, Programming
+from aligner.examples.tasks.python_tool import Interpreter
 
 pytestmark = pytest.mark.integration
 
@@ -42,7 +42,6 @@ def run(isolation, code, **settings):
     ("code", "text"),
     [
         ("print('a')\nx = 6\nx * 7", "a\n42"),
-        ("'text'", "text"),
         ("x = 1", "(no output)"),
         ("import math, json, decimal; math.factorial(5)", "120"),
         (
@@ -54,9 +53,8 @@ def run(isolation, code, **settings):
         ("import os; os.abort()", "error: ended by SIG"),
     ],
 )
-@pytest.mark.parametrize("isolation", ["python"])
-def test_output_value_and_errors(isolation, code, text):
-    found = run(isolation, code)
+def test_output_value_and_errors(code, text):
+    found = run("python", code)
     assert found.startswith(text), found
     assert "sandbox" not in found
 
@@ -149,9 +147,8 @@ def test_the_kernel_holds_below_python(isolation, tmp_path):
     assert (secret.read_text(), secret.stat().st_mode) == ("a key", mode)
 
 
-@pytest.mark.parametrize("isolation", ["python"])
-def test_the_hook_refuses_ctypes(isolation):
-    assert "ctypes" in run(isolation, "import ctypes; ctypes.CDLL(None)").splitlines()[-1]
+def test_the_hook_refuses_ctypes():
+    assert "ctypes" in run("python", "import ctypes; ctypes.CDLL(None)").splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -270,20 +267,6 @@ def test_numbers_are_those_of_the_system(column):
     defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[column].read_text())
     known = {"newfstatat" if name == "fstatat" else name: int(number) for name, number in defined}
     assert ours == {name: known.get(name) for name in ours}
-
-
-def test_problems_with_an_interpreter():
-    env = Programming(
-        seed=0, prompt="12*12=", ground_truth="144", form="plain", isolation="python", a=12
-    )
-    assert (
-        'call python {"code": "<string>"}: Run a Python program'
-        in env.init().messages[0]["content"]
-    )
-    call = 'call python {"code": "x = 12\\nprint(x * x)"}'
-    turn = env.step({"role": "assistant", "content": call})
-    assert turn.messages[0]["content"] == "result of python: 144"
-    assert env.step({"role": "assistant", "content": "144"}).score == 1.0
 
 
 @both

@@ -5,10 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from loaded import load_set
 
-from aligner.data.prompts import PromptDataset
-from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 from aligner.errors import DataError
 from aligner.examples.tasks.gsm8k import final_number, gsm8k_prompts
 from aligner.rewards.math_verify import reward
@@ -27,27 +24,12 @@ def write(path, rows):
     return path
 
 
-@pytest.mark.parametrize(
-    ("final", "number"),
-    [
-        ("72", "72"),
-        ("1,080", "1080"),
-        ("109,200,000", "109200000"),
-        ("-5", "-5"),
-        ("−5", "-5"),
-        ("$30", "30"),
-        ("-$1,250.50", "-1250.5"),
-        ("75%", "75"),
-        ("18 apples", "18"),
-        ("5.00", "5"),
-        (".5", "0.5"),
-        ("007", "7"),
-        ("-0", "0"),
-    ],
-)
-def test_the_number_is_written_plainly(final, number):
-    assert final_number(f"So 1 + 1.\n#### {final} ", "here") == number
-    assert final_number(f"#### 9 was wrong.\n####{final}", "here") == number  # the last mark counts
+def test_the_number_is_written_plainly():
+    written = {"72": "72", "1,080": "1080", "109,200,000": "109200000", "-5": "-5", "−5": "-5"}
+    written |= {"$30": "30", "-$1,250.50": "-1250.5", "75%": "75", "18 apples": "18"}
+    for final, number in (written | {"5.00": "5", ".5": "0.5", "007": "7", "-0": "0"}).items():
+        assert final_number(f"So 1 + 1.\n#### {final} ", "here") == number
+        assert final_number(f"#### 9 was wrong.\n####{final}", "here") == number  # the last mark
 
 
 @pytest.mark.parametrize("final", ["", "none", "12,34", "1,2345", "3/4", "1.2.3", "4 or 5", "$"])
@@ -72,29 +54,9 @@ def test_a_bad_row_is_refused_by_file_and_line(row, words, tmp_path):
         list(gsm8k_prompts(path))
 
 
-def test_it_is_a_source_of_a_run(tmp_path, tiny_nemo):
-    from aligner.checkpoint.nemo.model_file import open_nemo
-
-    path = write(tmp_path / "train.jsonl", ROWS)
-    with open_nemo(tiny_nemo) as checkpoint:
-        tokenizer = checkpoint.tokenizer
-    assert isinstance(tokenizer, HuggingFaceTokenizer)
-    prompts = load_set(
-        PromptDataset,
-        "aligner.examples.tasks.gsm8k:gsm8k_prompts",
-        tokenizer,
-        arguments={"path": str(path), "prefix": "Q: ", "suffix": " A:"},
-    )
-    assert [prompt.text for prompt in (prompts[0], prompts[1])] == [
-        "Q: Two and two? A:",
-        "Q: A car? A:",
-    ]
-    assert prompts[1].ground_truth == "12000"
-    assert prompts[0].columns == ROWS[0]
-
-
 def test_the_verifier_reads_the_ground_truths(tmp_path):
-    rows = list(gsm8k_prompts(write(tmp_path / "t.jsonl", ROWS)))
+    rows = list(gsm8k_prompts(write(tmp_path / "t.jsonl", ROWS), prefix="Q: ", suffix=" A:"))
+    assert [row["prompt"] for row in rows] == ["Q: Two and two? A:", "Q: A car? A:"]
     truths = [row["ground_truth"] for row in rows]
     answers = [r"So it is $\boxed{4}$.", r"The answer is \boxed{12,000}."]
     assert [score["reward"] for score in reward(["", ""], answers, truths)] == [1.0, 1.0]

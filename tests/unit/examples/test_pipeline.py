@@ -117,33 +117,31 @@ def test_every_run_takes_what_the_pipeline_says(place):
     assert stages[1].command.startswith("python examples/train_gpt_sft.py --config-name recipes/")
 
 
-def test_what_is_done_is_not_done_again(place):
+def test_what_is_done_is_not_done_again_and_the_numbers_are_those_of_the_runs(place):
     report = run()
     assert ran() == ORDER
     assert not list(Path("results").rglob("run_state"))
     assert run() == report
     assert ran() == []
-
-
-def test_the_numbers_are_those_of_the_runs(place):
-    document = Document(run().read_text())
-    assert "Stubs & more" in "".join(document.text)
+    assert "Stubs & more" in "".join(Document(report.read_text()).text)
     numbers = json.loads(Path("results/stubs/comparison.json").read_text())
-    assert numbers["policies"]["sft"]["accuracy"] == 0.75
-    assert numbers["policies"]["sft"]["interval_95"] == list(wilson_interval(0.75, 64))
-    assert numbers["policies"]["sft"]["began_with"] == "start"
+    policy = numbers["policies"]["sft"]
+    assert (policy["accuracy"], policy["began_with"]) == (0.75, "start")
+    assert policy["interval_95"] == list(wilson_interval(0.75, 64))
     held_out = numbers["runs"]["reward"]["held_out"]
-    assert held_out["pairs ranked right"] == {
-        "before": 0.0,
-        "after": 1.0,
-        "count": 10,
-        "interval_95": list(wilson_interval(1.0, 10)),
-    }
+    interval = list(wilson_interval(1.0, 10))
+    ranked = {"before": 0.0, "after": 1.0, "count": 10, "interval_95": interval}
+    assert held_out["pairs ranked right"] == ranked
     assert 0 <= held_out["… by length alone"]["after"] <= 1
     assert numbers["runs"]["sft"]["held_out"]["loss"]["after"] == 1.5
 
 
 def test_what_failed_is_run_again_and_nothing_before_it(place):
+    Path("results/stubs/sft").mkdir(parents=True)
+    Path("results/stubs/sft/metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="contains another run"):
+        run()
+    Path("results/stubs/sft/metrics.jsonl").unlink()
     Path("reward.order").write_text("fail")
     with pytest.raises(WorkerError, match="stage reward ended with status 3"):
         run()
@@ -209,13 +207,6 @@ def test_an_option_that_came_with_an_upgrade_makes_nothing_stale(place):
     older["made_of"]["data"]["train"]["arguments"].pop("size")  # these are the user's own
     record.write_text(json.dumps(older))
     with pytest.raises(ConfigError, match=r"data\.train\.arguments\.size: None -> "):
-        run()
-
-
-def test_a_directory_with_a_run_of_its_own_is_not_taken_over(place):
-    Path("results/stubs/sft").mkdir(parents=True)
-    Path("results/stubs/sft/metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="contains another run"):
         run()
 
 
@@ -301,17 +292,14 @@ def test_intervals_by_hand():
         wilson_interval(0.5, 0)
 
 
-def pair(chosen, rejected):
-    return SimpleNamespace(
-        chosen=SimpleNamespace(length=chosen), rejected=SimpleNamespace(length=rejected)
-    )
-
-
 def test_length_alone_follows_the_rule_of_the_training_pairs():
-    longer, shorter = [pair(5, 3), pair(4, 2), pair(1, 2)], [pair(3, 5), pair(2, 4), pair(2, 1)]
-    held_out = [pair(9, 1), pair(1, 1), pair(1, 2), pair(7, 3)]
-    assert length_accuracy(longer, held_out) == 2.5 / 4
-    assert length_accuracy(shorter, held_out) == 1.5 / 4
+    def pairs(*lengths):
+        row = SimpleNamespace
+        return [row(chosen=row(length=a), rejected=row(length=b)) for a, b in lengths]
+
+    held_out = pairs((9, 1), (1, 1), (1, 2), (7, 3))
+    assert length_accuracy(pairs((5, 3), (4, 2), (1, 2)), held_out) == 2.5 / 4
+    assert length_accuracy(pairs((3, 5), (2, 4), (2, 1)), held_out) == 1.5 / 4
 
 
 # GSM8K ----------------------------------------------------------------------------------------
@@ -324,15 +312,9 @@ def solution(text, right):
 @pytest.fixture
 def solutions(tmp_path):
     rows = [
-        {
-            "question": f"q{number}",
-            "ground_truth": "g",
-            "a": solution("r1", True),
-            "b": solution("w1", False),
-            "c": solution("w2", number % 2 == 0),
-            "d": solution("r1", True),
-        }
-        for number in range(40)
+        {"question": f"q{n}", "ground_truth": "g", "a": solution("r1", True)}
+        | {"b": solution("w1", False), "c": solution("w2", n % 2 == 0), "d": solution("r1", True)}
+        for n in range(40)
     ]
     rows.append({"question": "all right", "a": solution("x", True), "b": solution("y", True)})
     path = tmp_path / "solutions.jsonl"

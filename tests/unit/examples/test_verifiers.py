@@ -15,56 +15,29 @@ from aligner.rewards.function.runner import RewardFunction
 
 
 @pytest.mark.parametrize(
-    ("response", "is_end", "accuracy", "well_formed"),
+    ("responses", "is_end", "accuracy", "well_formed"),
     [
-        ("21\n", True, 1, 1),
-        ("21\n", False, 1, 1),
-        ("21\n\n", True, 1, 1),
-        ("21", True, 1, 1),
-        ("21", False, 0, 0),  # cut off: 210 may have been meant
-        ("22\n", True, 0, 1),
-        ("2\n", True, 0, 1),
-        ("210\n", True, 0, 1),
-        ("-21\n", True, 0, 1),
-        (" 21\n", True, 0, 0),
-        ("21 \n", True, 0, 0),
-        ("021\n", True, 0, 0),
-        ("+21\n", True, 0, 0),
-        ("21.\n", True, 0, 0),
-        ("21.0\n", True, 0, 0),
-        ("2１\n", True, 0, 0),  # a full-width digit
-        ("21\n5+5=", True, 0, 0),
-        ("20\n21\n", True, 0, 0),
-        ("20 21\n", True, 0, 0),
-        ("\n21\n", True, 0, 0),
-        ("21\r\n", True, 0, 0),
-        ("-0\n", True, 0, 0),
-        ("\n", True, 0, 0),
-        ("", True, 0, 0),
+        (["21\n", "21\n\n", "21"], True, 1, 1),
+        (["21\n"], False, 1, 1),
+        (["21"], False, 0, 0),  # truncated: 210 may have been meant
+        (["22\n", "210\n", "-21\n"], True, 0, 1),
+        ([" 21\n", "21 \n", "021\n", "+21\n", "21.\n", "21.0\n", "2１\n"], True, 0, 0),
+        (["21\n5+5=", "20\n21\n", "\n21\n", "21\r\n", "-0\n", "\n", ""], True, 0, 0),
     ],
 )
-def test_exact_number(response, is_end, accuracy, well_formed):
-    assert exact_number.reward(["9+12="], [response], ["21"], [is_end]) == [
-        {"reward": accuracy, "accuracy": accuracy, "well_formed": well_formed}
-    ]
+def test_exact_number(responses, is_end, accuracy, well_formed):
+    count = len(responses)
+    scores = exact_number.reward(["9+12="] * count, responses, ["21"] * count, [is_end] * count)
+    expected = {"reward": accuracy, "accuracy": accuracy, "well_formed": well_formed}
+    assert scores == [expected] * count
 
 
-@pytest.mark.parametrize(
-    ("ground_truth", "response", "right"),
-    [
-        (21, "21", 1),
-        (21.0, "21", 1),
-        (0, "0", 1),
-        ("-5", "-5", 1),
-        ("0.25", "0.25", 1),
-        ("0.25", ".25", 0),
-        (0.5, "0.50", 0),
-        (" 7 ", "7", 1),
-    ],
-)
-def test_exact_number_of_other_kinds(ground_truth, response, right):
-    scores = exact_number.reward([""], [response], [ground_truth], [True])
-    assert scores[0]["reward"] == right
+def test_exact_number_of_other_kinds():
+    pairs = [(21, "21"), (21.0, "21"), (0, "0"), ("0.25", "0.25"), (" 7 ", "7")]
+    pairs += [("0.25", ".25"), (0.5, "0.50")]
+    truths, responses = zip(*pairs, strict=True)
+    scores = exact_number.reward([""] * 7, responses, truths, [True] * 7)
+    assert [score["reward"] for score in scores] == [1, 1, 1, 1, 1, 0, 0]
 
 
 def test_exact_number_with_a_prefix():
@@ -98,9 +71,6 @@ PATTERN = r"<think>.*?</think>\s*<answer>(?P<answer>[^<]*)</answer>\s*"
 def test_regex_format(response, expected):
     score = regex_format.reward([""], [response], [5], pattern=PATTERN, format_reward=0.1)[0]
     assert (score["reward"], score["accuracy"], score["well_formed"]) == expected
-
-
-def test_regex_format_without_an_answer():
     scores = regex_format.reward([""] * 2, ["yes.", "yes"], [None] * 2, pattern=r"\w+\.")
     assert [score["reward"] for score in scores] == [1.0, 0.0]
 
@@ -124,19 +94,13 @@ def test_math_verify(response, ground_truth, right):
     assert math_verify.reward([""], [response], [ground_truth])[0]["reward"] == right
 
 
-def test_math_verify_in_a_box():
+def test_math_verify_in_a_box_outside_the_main_thread_and_without_a_truth():
     responses = [r"\boxed{1/2}", "$1/2$", "1/2", r"\boxed{} 1/2"]
     scores = math_verify.reward([""] * 4, responses, ["1/2"] * 4, boxed=True)
     assert [score["reward"] for score in scores] == [1.0, 0.0, 0.0, 0.0]
-
-
-def test_math_verify_outside_the_main_thread():
     with ThreadPoolExecutor() as threads:
         (score,) = threads.submit(math_verify.reward, [""], ["1/2"], ["0.5"]).result()
     assert score["reward"] == 1.0
-
-
-def test_math_verify_refuses_an_unreadable_ground_truth():
     with pytest.raises(ValueError, match="cannot read the ground truth ''"):
         math_verify.reward([""], ["1"], [""])
 

@@ -9,7 +9,7 @@ import torch
 from hidden_logprobs import logprobs_of
 
 from aligner.kernels import linear_product
-from aligner.kernels.linear_product import wide_linear, wide_mm
+from aligner.kernels.linear_product import wide_linear
 from aligner.logprobs import output_layer
 from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.top_k_top_p import keep_thresholds
@@ -125,12 +125,3 @@ def test_wide_linear():
     for found, right in zip(actual, wanted, strict=True):
         assert found.dtype == torch.bfloat16
         assert (found.double() - right.double()).norm() < 0.006 * right.double().norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_matrices_are_multiplied_as_ever(dtype):
-    left, right = torch.randn(2, 3, 3, dtype=dtype)
-    assert torch.equal(wide_mm(left, right), left @ right)
-    assert torch.equal(wide_linear(left, right), left @ right.t())
-    mixed = wide_mm(left, right.bfloat16())
-    assert torch.equal(mixed, left @ right.bfloat16().to(dtype))

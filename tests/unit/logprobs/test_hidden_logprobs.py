@@ -8,7 +8,7 @@ from hidden_logprobs import logprobs_of
 
 from aligner.errors import ConfigError
 from aligner.logprobs import output_layer
-from aligner.logprobs.top_k_top_p import threshold
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams, threshold
 
 VOCAB, PADDING, HIDDEN, TOKENS = 301, 11, 8, 13
 SAMPLING = [
@@ -83,16 +83,6 @@ def test_values_and_gradients(sampling, chunk_size):
         torch.testing.assert_close(actual, wanted)
 
 
-def test_gradcheck():
-    hidden, weight, target = _inputs(tokens=3)
-    options = {"temperature": 0.9, "with_entropy": True}
-
-    def logprobs(hidden, weight):
-        return logprobs_of(hidden, weight, target, VOCAB, **options)
-
-    assert torch.autograd.gradcheck(logprobs, (hidden, weight), fast_mode=True)
-
-
 def test_padding_rows_take_no_part_and_no_tokens_are_fine():
     hidden, weight, target = _inputs()
     with torch.no_grad():
@@ -154,30 +144,22 @@ def test_one_frozen_input():
         assert inputs[frozen].grad is None
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "expected"),
-    [
-        (2, 1.0, [0, 1]),
-        (0, 0.6, [0]),  # probabilities .643 .237 .087 .032
-        (0, 0.65, [0, 1]),
-        (2, 0.74, [0, 1]),  # of {0, 1} alone: .731 .269
-        (2, 0.73, [0]),
-        (9, 1.0, [0, 1, 2, 3]),
-    ],
-)
-def test_thresholds_by_hand(top_k, top_p, expected):
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    kept = logits >= threshold(logits.clone(), top_k, top_p).unsqueeze(1)
-    assert kept[0].nonzero().flatten().tolist() == expected
-
-
 def test_kept_sets_by_hand():
-    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    kept = logits >= threshold(logits.clone(), 2, 1.0).unsqueeze(1)
-    assert kept.tolist() == [[True, True, True, False]]
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])  # probabilities .643 .237 .087 .032
+    for top_k, top_p, count in [
+        (2, 1.0, 2),
+        (0, 0.6, 1),
+        (0, 0.65, 2),
+        (2, 0.74, 2),  # of the first two alone: .731 .269
+        (2, 0.73, 1),
+        (9, 1.0, 4),
+    ]:
+        kept = logits >= threshold(logits.clone(), top_k, top_p)
+        assert kept[0].tolist() == [index < count for index in range(4)], (top_k, top_p)
+    equal = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    assert (equal >= threshold(equal.clone(), 2, 1.0)).tolist() == [[True, True, True, False]]
     # Logits 3, 2, 1, 0, top-k 2, target 3: the set is {0, 1, 3}.
-    weight = torch.tensor([[3.0], [2.0], [1.0], [0.0]])
-    logprobs, _ = logprobs_of(torch.ones(1, 1), weight, torch.tensor([3]), vocab_size=4, top_k=2)
+    logprobs, _ = logprobs_of(torch.ones(1, 1), logits.t(), torch.tensor([3]), 4, top_k=2)
     assert logprobs.item() == pytest.approx(-math.log(math.exp(3) + math.exp(2) + 1))
 
 
@@ -190,6 +172,5 @@ def test_kept_sets_by_hand():
     ],
 )
 def test_bad_sampling_is_refused(options, message):
-    hidden, weight, target = _inputs()
     with pytest.raises(ConfigError, match=message):
-        logprobs_of(hidden, weight, target, VOCAB, **options)
+        TrainingSamplingParams(**options)

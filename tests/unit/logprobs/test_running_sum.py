@@ -17,26 +17,17 @@ def probabilities(columns, dtype=torch.float32):
     return rows.softmax(1).to(dtype)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 7, 128, 2048, 2049, 5000, 49_152])
+@pytest.mark.parametrize("columns", [1, 259, 2048, 2049, 49_152])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_sums(columns, dtype):
     values = probabilities(max(2, columns), dtype)[:, :columns]
     sums = sum_by_products(values)
     assert (sums - values.double().cumsum(1)).abs().max() < 1e-12
     assert sums.dtype == torch.float64
-
-
-@pytest.mark.parametrize("columns", [259, 2048])
-def test_sums_never_fall_and_stay_where_nothing_is_added(columns):
-    values = probabilities(columns)
-    steps = sum_by_products(values).diff(dim=1)
-    assert (steps >= 0).all()
-    assert (steps[values[:, 1:] == 0] == 0).all()
-
-
-def test_a_cpu_sums_as_torch_does():
-    values = probabilities(500)
-    assert torch.equal(running_sum(values), values.cumsum(1))
+    if columns <= 2048:  # one product: sums never fall, and zeros change nothing
+        steps = sums.diff(dim=1)
+        assert (steps >= 0).all()
+        assert (steps[values[:, 1:] == 0] == 0).all()
     assert torch.equal(running_sum(values, torch.float64), values.cumsum(1, dtype=torch.float64))
 
 

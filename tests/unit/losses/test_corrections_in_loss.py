@@ -4,22 +4,16 @@ import math
 
 import pytest
 import torch
-from loss_checks import check_garbage, check_micro_batches, check_nothing_counts, evaluate, row
-from test_environment_rollout import Babble, HerePool, rollouts_with
+from loss_checks import check_loss, evaluate, hand_batch, policy_batch, row
+from settings import parsed
 from test_ppo_trainer import names, trainer
-from user_environments import Does
 
 from aligner.algorithms.ppo.build import make_policy_loss
-from aligner.algorithms.rollout.environments import EnvironmentReward
-from aligner.config import CorrectionConfig, parse_config
-from aligner.config.environment import EnvironmentConfig
-from aligner.errors import ConfigError
-from aligner.losses.corrections import second_moment_mask, second_moment_masks
+from aligner.config import CorrectionConfig
+from aligner.losses.corrections import second_moment_masks
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.observe.diagnostics import update_metrics
-from aligner.observe.metric_names import describe
-from aligner.observe.metrics import PhaseTimers
-from aligner.types import Denominators, TokenOutputs
+from aligner.observe.metrics import PhaseTimers, describe
 
 # In the loss --------------------------------------------------------------------------------------
 
@@ -33,21 +27,13 @@ KINDS = {
 }
 
 
-def random_batch(rows=6, length=9, spread=0.3):
-    generator = torch.Generator().manual_seed(7)
+def loss_of(correction):
+    return PPOPolicyLoss(correction=correction, needs_entropy=False)
 
-    def normal():
-        return torch.randn(rows, length, generator=generator, dtype=torch.float64)
 
-    logprobs = normal() * 0.5 - 2
-    batch = {
-        "advantages": normal(),
-        "token_mask": (torch.rand(rows, length, generator=generator) < 0.7).double(),
-        "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1], dtype=torch.float64),
-        "prev_logprobs": logprobs + normal() * 0.1,
-        "generation_logprobs": logprobs + normal() * spread,
-    }
-    batch["second_moment_mask"] = second_moment_masks(batch, 0.04, rows).double()
+def random_batch():
+    logprobs, _, batch = policy_batch(seed=7)
+    batch["second_moment_mask"] = second_moment_masks(batch, 0.04, len(logprobs)).double()
     return logprobs, batch
 
 
@@ -56,186 +42,53 @@ def random_batch(rows=6, length=9, spread=0.3):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_every_correction_must_pass(kind, surrogate, level):
     logprobs, batch = random_batch()
-    loss_function = PPOPolicyLoss(
-        correction=CorrectionConfig(**KINDS[kind]),
-        surrogate=surrogate,
-        ratio_level=level,
-        needs_entropy=False,
+    correction = CorrectionConfig(**KINDS[kind])
+    loss_function, plain = (
+        PPOPolicyLoss(
+            correction=section, surrogate=surrogate, ratio_level=level, needs_entropy=False
+        )
+        for section in (correction, CorrectionConfig())
     )
-    check_micro_batches(loss_function, logprobs, batch, [1, 2, 4])
-    masked = (batch["token_mask"] * batch["sample_mask"][:, None]) == 0
-    check_garbage(loss_function, logprobs, batch, masked)
-    check_nothing_counts(loss_function, logprobs, batch)
-    plain = PPOPolicyLoss(surrogate=surrogate, ratio_level=level, needs_entropy=False)
+    check_loss(loss_function, logprobs, batch, [1, 2, 4])
     assert evaluate(loss_function, logprobs, batch)[0] != evaluate(plain, logprobs, batch)[0]
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_conversation_is_corrected_as_its_sampled_tokens_alone(kind, level):
-    """With what an environment said between them, and without."""
-    logprobs, batch = random_batch()
-    loss_function = PPOPolicyLoss(
-        correction=CorrectionConfig(**KINDS[kind]), ratio_level=level, needs_entropy=False
-    )
-    order = batch["token_mask"].argsort(dim=1, descending=True, stable=True)
-    closed = {
-        name: value.gather(1, order) if value.ndim == 2 else value for name, value in batch.items()
-    }
-    assert not torch.equal(closed["token_mask"], batch["token_mask"])
-    loss, gradient, metrics = evaluate(loss_function, logprobs, batch)
-    alone, of_alone, metrics_alone = evaluate(loss_function, logprobs.gather(1, order), closed)
-    assert alone == pytest.approx(loss)
-    torch.testing.assert_close(of_alone, gradient.gather(1, order))
-    assert metrics_alone == pytest.approx(metrics)
-
-
 def test_a_masked_token_stays_in_the_denominator():
-    logprobs, batch = hand_batch([1.0, 1.0], [4.0, 1.0])
+    logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0], [4.0, 1.0])
     correction = CorrectionConfig(weights="token", bounds=(0.5, 2.0), outside="mask")
-    loss, gradient, _ = evaluate(
-        PPOPolicyLoss(correction=correction, needs_entropy=False), logprobs, batch
-    )
+    loss, gradient, _ = evaluate(loss_of(correction), logprobs, batch)
     assert loss == pytest.approx(-(0 + 1) / 2)
     torch.testing.assert_close(gradient, row(0.0, -0.5))
 
 
-def test_the_cap_is_a_correction():
-    logprobs, batch = random_batch()
-    for level in ("token", "sequence"):
-        cap = PPOPolicyLoss(importance_cap=1.2, ratio_level=level, needs_entropy=False)
-        section = CorrectionConfig(weights=level, bounds=(0.0, 1.2))
-        same = PPOPolicyLoss(correction=section, ratio_level=level, needs_entropy=False)
-        assert evaluate(cap, logprobs, batch)[2] == evaluate(same, logprobs, batch)[2]
-
-
 def test_old_logprobs_of_the_trainer_and_of_the_sampler():
     """The first update of a step: its own log-probs, detached, are the trainer's."""
-    logprobs, batch = hand_batch([1.0, 1.0], [4.0, 0.5])
+    logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0], [4.0, 0.5])
     del batch["prev_logprobs"]
     correction = CorrectionConfig(weights="token", bounds=(0.0, 2.0))
-    loss, gradient, metrics = evaluate(
-        PPOPolicyLoss(correction=correction, needs_entropy=False), logprobs, batch
-    )
+    loss, gradient, metrics = evaluate(loss_of(correction), logprobs, batch)
     assert loss == pytest.approx(-(2 + 0.5) / 2)
     torch.testing.assert_close(gradient, row(-2.0, -0.5) / 2)
     assert metrics["logprob_gap_max"] == pytest.approx(math.log(4))
     # Ratio 4 of the sampler: clipped at 1.2, and the gap is that of the policy now.
-    logprobs, batch = hand_batch([1.0, 1.0], [4.0, 1.0])
+    logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0], [4.0, 1.0])
     batch["prev_logprobs"] = batch["generation_logprobs"].clone()
     correction = CorrectionConfig(old_logprobs="sampler")
-    loss, gradient, metrics = evaluate(
-        PPOPolicyLoss(correction=correction, needs_entropy=False), logprobs, batch
-    )
+    loss, gradient, metrics = evaluate(loss_of(correction), logprobs, batch)
     assert loss == pytest.approx(-(1.2 + 1) / 2)
     torch.testing.assert_close(gradient, row(0.0, -0.5))
     assert metrics["logprob_gap_max"] == pytest.approx(math.log(4))
 
 
-def hand_batch(ratios, gaps):
-    """One response: ratios of the loss; ratios of the trainer over the sampler; advantages 1."""
-    logprobs = row(*(math.log(ratio) - 1 for ratio in ratios))
-    batch = {
-        "advantages": torch.ones_like(logprobs),
-        "token_mask": torch.ones_like(logprobs),
-        "sample_mask": torch.ones(1, dtype=torch.float64),
-        "prev_logprobs": torch.full_like(logprobs, -1.0),
-        "generation_logprobs": row(*(-1 - math.log(gap) for gap in gaps)),
-    }
-    return logprobs, batch
-
-
-def test_the_gradient_is_the_samplers_expectation_made_the_trainers():
-    """A bandit of five actions: averaged over the sampler's draws, the weighted gradient is the
-    policy gradient on the trainer's own draws; unweighted it is not."""
-    generator = torch.Generator().manual_seed(2)
-    policy = torch.randn(5, generator=generator, dtype=torch.float64)
-    sampler = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0)
-    reward = torch.arange(5.0, dtype=torch.float64)
-    leaf = policy.clone().requires_grad_()
-    (leaf.softmax(0) * reward).sum().backward()
-    wanted = -leaf.grad
-    for correction, is_unbiased in [
-        (CorrectionConfig(), False),
-        (CorrectionConfig(weights="token", bounds=(0.0, 100.0)), True),
-        (CorrectionConfig(weights="sequence", bounds=(0.0, 100.0)), True),
-    ]:
-        loss_function = PPOPolicyLoss(correction=correction, needs_entropy=False)
-        leaf = policy.clone().requires_grad_()
-        for action in range(5):
-            batch = {
-                "advantages": reward[action].reshape(1, 1),
-                "token_mask": row(1.0),
-                "sample_mask": torch.ones(1, dtype=torch.float64),
-                "generation_logprobs": sampler[action].reshape(1, 1),
-            }
-            counts = Denominators(torch.tensor(1.0), torch.tensor(1.0))
-            logprob = leaf.log_softmax(0)[action].reshape(1, 1)
-            loss, _ = loss_function(TokenOutputs(logprob), batch, counts)
-            (sampler[action].exp() * loss).backward()
-        assert torch.allclose(leaf.grad, wanted) is is_unbiased
-
-
 # Configuration and step ---------------------------------------------------------------------------
 
 
-def configured(**ppo):
-    return parse_config(
-        {
-            "model": {"restore_from_path": "m.nemo", "ppo": ppo},
-            "reward": {"function": "a:b"},
-            "data": {"train": {"source": "x.jsonl"}},
-        }
-    )
-
-
 def test_the_section_reaches_the_loss():
-    config = configured(correction={"weights": "token", "bounds": [0.5, 5], "outside": "mask"})
+    section = {"weights": "token", "bounds": [0.5, 5], "outside": "mask"}
+    config = parsed({"model.ppo.correction": section})
     assert make_policy_loss(config).correction == CorrectionConfig("token", (0.5, 5.0), "mask")
     assert config.model.ppo.correction.is_on
-    assert not configured().model.ppo.correction.is_on
-
-
-@pytest.mark.parametrize(
-    ("ppo", "message"),
-    [
-        ({"correction": {"weights": "tokens"}}, r"correction.weights: must be one of none, token"),
-        ({"correction": {"weight": "token"}}, r"correction.weight.*Did you mean.*weights"),
-        ({"correction": {"weights": "token", "bounds": [2, 0.5]}}, r"bounds=\[2,0.5\].*low <= 1"),
-        ({"correction": {"weights": "token", "bounds": [-1, 2]}}, r"correction.bounds.*at least 0"),
-        (
-            {"correction": {"weights": "token", "bounds": [0.5, 0.9]}},
-            r"bounds=\[0.5,0.9\] excludes 1",
-        ),
-        ({"correction": {"geometric_bounds": [1.1, 2]}}, r"geometric_bounds=\[1.1,2\]"),
-        ({"correction": {"bounds": [0.5, 5]}}, r"bounds=\[0.5,5\] needs weights"),
-        ({"correction": {"outside": "mask"}}, r"outside=mask needs weights"),
-        ({"correction": {"second_moment": 0}}, r"second_moment.*greater than 0"),
-        (
-            {"correction": {"weights": "token"}, "truncated_importance_sampling": 2},
-            r"truncated_importance_sampling=2 means model.ppo.correction.weights=token.*Leave one",
-        ),
-        (
-            {"correction": {"weights": "token"}, "ratio_level": "sequence"},
-            r"weights=token with model.ppo.ratio_level=sequence.*Set .*weights=sequence",
-        ),
-        (
-            {"correction": {"weights": "token", "old_logprobs": "sampler"}},
-            r"old_logprobs=sampler.*model.ppo.correction.weights=token has no effect",
-        ),
-        (
-            {"correction": {"old_logprobs": "sampler"}, "truncated_importance_sampling": 2},
-            r"model.ppo.truncated_importance_sampling=2 has no effect",
-        ),
-        (
-            {"correction": {"old_logprobs": "sampler", "second_moment": 0.04}},
-            r"second_moment=0.04 needs.*Set model.ppo.correction.old_logprobs=trainer",
-        ),
-    ],
-)
-def test_refusals(ppo, message):
-    with pytest.raises(ConfigError, match=message):
-        configured(**ppo)
+    assert not parsed().model.ppo.correction.is_on
 
 
 def test_the_samplers_log_probs_need_no_pass():
@@ -272,61 +125,13 @@ def test_corrections_that_cost_a_pass_and_others():
     ]
 
 
-# Conversations ------------------------------------------------------------------------------------
-
-
-class Talker(Babble):
-    def weights_changed(self):
-        pass
-
-
-def conversed(log, **ppo):
-    """A step over two conversations, of which the second is not scored."""
-    config = EnvironmentConfig(factory="here", max_tokens=400)
-    t = trainer(
-        log,
-        prompts=2,
-        columns=[{"turns": 3}, {"turns": 2, "what": "is_not_scored"}],
-        ppo=ppo,
-        generation=Talker(),
-        rollout_source=rollouts_with(config, HerePool(Does)),
-    )
-    t.reward = EnvironmentReward()
-    t.step(1, PhaseTimers())
-    assert t.policy.trained["token_mask"].sum(1).min() > 1
-    return t.policy.trained
-
-
-def test_the_second_moment_is_of_sampled_tokens_of_scored_conversations():
-    """Where the environment speaks log-probs differ by 1, more than at any sampled token."""
-    trained = conversed([], correction={"second_moment": 0.1})
-    log_ratio = trained["prev_logprobs"] - trained["generation_logprobs"]
-    sampled = trained["token_mask"][0].bool()
-    assert log_ratio[0][~sampled].abs().min() == 1
-    of_sampled = log_ratio[:1, sampled]
-    left = second_moment_mask(of_sampled, torch.ones_like(of_sampled).bool(), 0.1)[0]
-    assert 0 < left.sum() < len(left)
-    found = trained["second_moment_mask"]
-    assert found[0][sampled].tolist() == left.tolist()
-    assert found[0][~sampled].sum() == found[1].sum() == 0
-
-
-def test_the_sampler_of_conversations_as_the_old_policy():
-    log = []
-    trained = conversed(log, correction={"old_logprobs": "sampler"})
-    assert "logprobs" not in names(log)
-    assert torch.equal(trained["prev_logprobs"], trained["generation_logprobs"])
-    assert torch.equal(trained["generation_logprobs"] != 0, trained["token_mask"].bool())
-    assert trained["sample_mask"].tolist() == [1, 0]
-
-
 # Metrics ------------------------------------------------------------------------------------------
 
 
 def test_every_metric_is_explained():
     _, batch = random_batch()
     for kind in KINDS.values():
-        loss = PPOPolicyLoss(correction=CorrectionConfig(**kind), needs_entropy=False)
+        loss = loss_of(CorrectionConfig(**kind))
         _, _, metrics = evaluate(loss, batch["prev_logprobs"], batch)
         found = update_metrics([{"all_mb_metrics": {key: [v] for key, v in metrics.items()}}])
         for name in found:

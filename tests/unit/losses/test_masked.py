@@ -1,7 +1,6 @@
 """Masked reductions against numbers worked by hand and plain Python."""
 
 import math
-import statistics
 
 import pytest
 import torch
@@ -20,18 +19,6 @@ def test_sums_and_whitening_by_hand():
     values, mask = torch.tensor([1.0, 2.0, 100.0, 6.0]), torch.tensor([1, 1, 0, 1])
     expected = [-2 / math.sqrt(7), -1 / math.sqrt(7), 0, 3 / math.sqrt(7)]
     assert masked_whiten(values, mask).tolist() == pytest.approx(expected)
-
-
-def test_whiten_against_plain_python():
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(5, 7, generator=generator, dtype=torch.float64) * 3 + 2
-    mask = torch.rand(5, 7, generator=generator) < 0.6
-    kept = values[mask].tolist()
-    mean, variance = statistics.fmean(kept), statistics.variance(kept)
-    expected = [(x - mean) / math.sqrt(variance + 1e-8) for x in kept]
-    whitened = masked_whiten(values, mask)
-    torch.testing.assert_close(whitened[mask], torch.tensor(expected, dtype=torch.float64))
-    assert (whitened[~mask] == 0).all()
 
 
 def test_whiten_loses_no_digits_to_the_mean():

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from loss_checks import check_garbage, check_micro_batches, check_nothing_counts, column, evaluate
+from loss_checks import check_loss, column, evaluate
 
 from aligner.errors import ConfigError
-from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss, sequence_scores
+from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 
 
 def sigmoid(x):
@@ -87,31 +87,19 @@ def test_attribute_regression_by_hand():
 
 
 def test_ratings_may_be_missing_or_of_one_attribute():
-    outputs = torch.zeros(1, 1, 2, dtype=torch.float64)
-    outputs[0, 0, 1] = float("nan")
+    outputs = torch.tensor([[[0.0, math.nan]]], dtype=torch.float64)
     batch = {
         "input_lengths": torch.tensor([1]),
         "sample_mask": column(1),
-        "attributes": torch.tensor([[2.0, float("nan")]], dtype=torch.float64),
+        "attributes": torch.tensor([[2.0, math.nan]], dtype=torch.float64),
         "attribute_mask": torch.tensor([[1, 0]]),
     }
     loss, gradient, _ = evaluate(AttributeRegressionLoss(), outputs, batch)
     assert loss == 4.0
     assert gradient.flatten().tolist() == [-4.0, 0.0]
-    outputs = torch.tensor([[1.0, 5.0]], dtype=torch.float64)
-    batch = {
-        "input_lengths": torch.tensor([2]),
-        "sample_mask": column(1),
-        "attributes": torch.tensor([[2.0]], dtype=torch.float64),
-        "attribute_mask": torch.tensor([[1]]),
-    }
+    batch = {key: batch[key][:, :1] if batch[key].ndim == 2 else batch[key] for key in batch}
+    outputs = torch.tensor([[5.0, 1.0]], dtype=torch.float64)
     assert evaluate(AttributeRegressionLoss(), outputs, batch)[0] == 9.0
-
-
-def test_scores_are_read_at_the_last_token():
-    outputs = torch.arange(12.0).reshape(2, 3, 2)
-    assert sequence_scores(outputs, torch.tensor([1, 3])).tolist() == [[0, 1], [10, 11]]
-    assert sequence_scores(outputs[..., 0], torch.tensor([2, 1])).tolist() == [2, 6]
 
 
 def random_batch():
@@ -140,7 +128,5 @@ def test_what_every_loss_must_pass(loss_function):
     of_pairs = isinstance(loss_function, BradleyTerryLoss)
     outputs = outputs[..., 0] if of_pairs else outputs
     masked = masked if of_pairs else masked[..., None].expand_as(outputs)
-    check_micro_batches(loss_function, outputs, batch, [2, 4, 6] if of_pairs else [1, 3, 4])
-    ignored = ["preference_strengths" if of_pairs else "attributes"]
-    check_garbage(loss_function, outputs, batch, masked, ignored)
-    check_nothing_counts(loss_function, outputs, batch)
+    sizes, ignored = ([2, 4, 6], "preference_strengths") if of_pairs else ([1, 3, 4], "attributes")
+    check_loss(loss_function, outputs, batch, sizes, masked=masked, ignored=[ignored])

@@ -1,6 +1,5 @@
-"""Credit of turns: by hand, and the expected gradient on a decision tree, every path counted."""
+"""Credit of turns, by hand."""
 
-import itertools
 import math
 from random import Random
 
@@ -99,15 +98,15 @@ def test_who_does_not_count_and_what_a_penalty_takes():
     rewards, turns = tokens_of([[1.0, 1.0], [0.0, 0.0]])
     penalty = torch.where(turns > 0, 0.25, NAN)
     penalty[0, 0] = 1.0
-    found = turn_advantages(
-        rewards, turns, torch.zeros(2).long(), torch.ones(2), "rloo", penalty=penalty
-    )
+    groups, counts = torch.zeros(2).long(), torch.ones(2)
+    found = turn_advantages(rewards, turns, groups, counts, "rloo", penalty=penalty)
     assert of_turns(found, turns) == [[1.25, 1.0], [-1.25, -1.0]]
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "grpo", "dr_grpo", "reinforce"])
 def test_conversations_of_one_turn_are_responses(estimator):
     rewards, turns = tokens_of([[1.0], [0.0], [1.0], [0.3], [0.3], [2.0]])
+    rewards[0, 0] = 0.5  # before the last token of the turn
     groups, counts = torch.tensor([0, 0, 0, 1, 1, 2]), torch.ones(6)
     found = turn_advantages(rewards, turns, groups, counts, estimator)
     expected = group_advantages(rewards.sum(1), groups, counts, estimator)
@@ -128,15 +127,11 @@ def test_equal_returns_and_equal_sums():
 def advantages_of(earned, estimator, credit):
     """Of one group; ``earned``: rewards of each conversation's turns."""
     rewards, turns = tokens_of(earned)
-    rewards = rewards.float()
-    return token_advantages(
-        rewards if credit == "turn" else rewards.double().sum(1).float(),
-        torch.zeros(len(earned)).long(),
-        (turns > 0).float(),
-        torch.ones(len(earned)),
-        estimator,
-        turn_ids=turns,
-    )
+    if credit == "trajectory":
+        rewards = rewards.float().double().sum(1)
+    groups, counts = torch.zeros(len(earned)).long(), torch.ones(len(earned))
+    mask = (turns > 0).float()
+    return token_advantages(rewards.float(), groups, mask, counts, estimator, turn_ids=turns)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "dr_grpo", "grpo"])
@@ -191,128 +186,3 @@ def test_the_order_in_which_a_total_was_earned_is_no_difference(parts):
     assert advantages_of([[0.1, 0.2, 0.0], [0.3]], "grpo", "trajectory").abs().max() == 0
     first = advantages_of(earned, "grpo", "turn")[:, :2]  # before turn 1 all are worth the same
     assert first.abs().max() == 0
-
-
-# Rewards of steps --------------------------------------------------------------------------------
-
-
-def test_rewards_of_steps_of_a_single_answer():
-    """Process rewards: a return counts what is still to come, a group compares the sums."""
-    rewards = torch.tensor([[0.0, 1.0, 0.0, 2.0], [0.5, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    turns = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
-    values = torch.zeros_like(rewards)
-    advantages, _ = generalized_advantage_estimate(values, rewards, turns > 0, 0.5, 1.0)
-    assert advantages.tolist() == [[0.0, 1.5, 1.0, 2.0], [0.5, 0.0, 0.0, 0.0]]
-    groups, counts = torch.zeros(2).long(), torch.ones(2)
-    found = turn_advantages(rewards, turns, groups, counts, "rloo")
-    expected = group_advantages(rewards.sum(1), groups, counts, "rloo")
-    torch.testing.assert_close(found, torch.where(turns > 0, expected[:, None], 0.0))
-
-
-# A decision tree -------------------------------------------------------------------------------
-#
-# At every turn the policy goes on or stops, with a logit of its own for each turn; a turn k that it
-# begins earns EARNS[k]. After the last turn it must stop. The expected return has a closed form,
-# and so has the expectation of the estimate: the sum over all groups of conversations.
-
-EARNS = (1.0, 3.0, -2.0)
-LOGITS = (0.4, -0.7)
-
-
-def paths(logits):
-    """Probability, rewards of turns, and log-probs of the decision at each, of every path."""
-    go, stop = logits.sigmoid(), (-logits).sigmoid()
-    for turns in range(1, len(EARNS) + 1):
-        taken = [go[k].log() for k in range(turns - 1)]
-        taken += [stop[turns - 1].log()] if turns < len(EARNS) else [torch.zeros(())]
-        yield torch.stack(taken).sum().exp(), list(EARNS[:turns]), taken
-
-
-def true_gradient():
-    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
-    value = sum(probability * sum(earned) for probability, earned, _ in paths(logits))
-    (gradient,) = torch.autograd.grad(value, logits)
-    return gradient
-
-
-def expected_gradient(advantages_of, size=2):
-    """Expectation of the policy gradient over groups of ``size`` conversations."""
-    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
-    total = torch.zeros((), dtype=torch.float64)
-    for group in itertools.product(list(paths(logits)), repeat=size):
-        weight = torch.stack([probability for probability, *_ in group]).prod().detach()
-        advantages = advantages_of([earned for _, earned, _ in group])
-        for (_, _, taken), each in zip(group, advantages, strict=True):
-            surrogate = sum(a * logprob for a, logprob in zip(each, taken, strict=True))
-            total = total + weight * surrogate / size
-    (gradient,) = torch.autograd.grad(total, logits)
-    return gradient
-
-
-def by_turn(estimator):
-    def advantages(earned):
-        rewards, turns = tokens_of(earned)
-        count = len(earned)
-        found = turn_advantages(
-            rewards, turns, torch.zeros(count).long(), torch.ones(count), estimator
-        )
-        return of_turns(found, turns)
-
-    return advantages
-
-
-def centred_by_turn_number(earned):
-    """The naive construction: rewards less their mean at the turn, summed over what follows."""
-    means = [
-        sum(each[k] for each in earned if len(each) > k) / sum(len(each) > k for each in earned)
-        for k in range(max(map(len, earned)))
-    ]
-    return [
-        [sum(each[n] - means[n] for n in range(k, len(each))) for k in range(len(each))]
-        for each in earned
-    ]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_expected_gradient_is_the_true_one(size):
-    for estimator in ("rloo", "reinforce"):
-        torch.testing.assert_close(expected_gradient(by_turn(estimator), size), true_gradient())
-    scaled = expected_gradient(by_turn("dr_grpo"), size)  # (n - 1)/n, as in a single turn
-    torch.testing.assert_close(scaled, true_gradient() * (size - 1) / size)
-
-
-def test_centring_rewards_by_turn_number_is_biased():
-    """All who come to a turn earn the same there, so that nothing of going on is left."""
-    true = true_gradient()
-    assert true[1] < -0.1 < 0.1 < true[0]
-    assert expected_gradient(centred_by_turn_number).abs().max() < 1e-12
-
-
-def test_gae_with_the_true_values_has_the_true_gradient():
-    """Turns of two tokens, of which the second decides; any λ, counted in tokens or in turns."""
-    go = torch.tensor(LOGITS, dtype=torch.float64).sigmoid().tolist()
-    state = [0.0] * (len(EARNS) + 1)  # value before turn k
-    for k in reversed(range(len(EARNS))):
-        state[k] = EARNS[k] + (go[k] * state[k + 1] if k < len(go) else 0.0)
-
-    def advantages_by(timestep, lam):
-        def advantages(earned):
-            rewards, turns = tokens_of(earned)
-            values = torch.full_like(rewards, NAN)
-            for row, each in enumerate(earned):
-                for k in range(len(each)):
-                    values[row, turns[row] == k + 1] = state[k]
-            found, _ = generalized_advantage_estimate(
-                values, rewards, turns > 0, 1.0, lam, turn_ids=turns if timestep == "turn" else None
-            )
-            last = [
-                [(turns[row] == k + 1).nonzero()[-1].item() for k in range(len(each))]
-                for row, each in enumerate(earned)
-            ]
-            return [[found[row, at].item() for at in places] for row, places in enumerate(last)]
-
-        return advantages
-
-    for timestep, lam in itertools.product(("token", "turn"), (0.0, 0.5, 1.0)):
-        found = expected_gradient(advantages_by(timestep, lam), size=1)
-        torch.testing.assert_close(found, true_gradient())

@@ -17,9 +17,6 @@ import torch
 
 from aligner.losses.policy import PPOPolicyLoss
 
-VALUE = 3
-
-
 class Base:
     def __init__(self, ratio_eps_low, weight=1.0):
         self.low, self.weight = ratio_eps_low, weight
@@ -33,34 +30,20 @@ class Base:
         return -self.weight * torch.where(counts, gain, 0).sum() / denominators.valid_tokens
 
 
-class Local(Base):
-    def loss(self, counts, gain, denominators):
-        return -torch.where(counts, gain, 0).sum() / counts.sum()
+def with_loss(loss):
+    return type("Loss", (Base,), {"loss": loss})
 
 
-class AllTokens(Base):
-    def loss(self, counts, gain, denominators):
-        return -gain.sum() / denominators.valid_tokens
+def raises(self, counts, gain, denominators):
+    raise KeyError("no such column")
 
 
-class NoGradient(Base):
-    def loss(self, counts, gain, denominators):
-        return super().loss(counts, gain, denominators).detach()
-
-
-class NotANumber(Base):
-    def loss(self, counts, gain, denominators):
-        return super().loss(counts, gain, denominators) * float("nan")
-
-
-class NotAScalar(Base):
-    def loss(self, counts, gain, denominators):
-        return gain
-
-
-class Raises(Base):
-    def loss(self, counts, gain, denominators):
-        raise KeyError("no such column")
+Local = with_loss(lambda self, counts, gain, _: -torch.where(counts, gain, 0).sum() / counts.sum())
+AllTokens = with_loss(lambda self, counts, gain, total: -gain.sum() / total.valid_tokens)
+NoGradient = with_loss(lambda *arguments: Base.loss(*arguments).detach())
+NotANumber = with_loss(lambda *arguments: Base.loss(*arguments) * float("nan"))
+NotAScalar = with_loss(lambda self, counts, gain, denominators: gain)
+Raises = with_loss(raises)
 
 
 class NoPair(Base):
@@ -108,11 +91,7 @@ def loss_of(name, **overrides):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("no_such_module:Loss", ["no module named 'no_such_module'", "PYTHONPATH"]),
-        ("gone.py:Loss", ["does not exist"]),
         ("my_losses.py:Los", ["has no class 'Los'", "Local"]),
-        ("my_losses.py:VALUE", ["has no class 'VALUE'"]),
-        ("my_losses", ["package.module:function"]),
         ("my_losses.py:plain", ["missing a required argument", "model.ppo.loss_kwargs"]),
         ("my_losses.py:Uncallable", ["Uncallable cannot be called", "__call__"]),
         ("my_losses.py:TwoArguments", ["too many positional", "batch, denominators"]),
@@ -138,14 +117,12 @@ def test_a_loss_gets_the_options_it_names_and_its_own(module_folder):
     loss = loss_of("Base", model__ppo__ratio_eps=0.3, model__ppo__loss_kwargs={"weight": 2.0})
     assert loss.options == {"ratio_eps_low": 0.3, "weight": 2.0}
     assert not loss.needs_entropy
-    with pytest.raises(ConfigError, match=r"model\.ppo\.dual_clip=3\.0 .*Name dual_clip"):
+    with pytest.raises(ConfigError, match=r"model\.ppo\.dual_clip=3\.0 .*Add dual_clip to the"):
         loss_of("Base", model__ppo__dual_clip=3.0)
     with pytest.raises(ConfigError, match=r"model\.ppo\.kl_loss\.coef=0\.1 "):
         loss_of("Base", model__ppo__kl_loss__coef=0.1)
     with pytest.raises(ConfigError, match="unexpected keyword argument 'height'"):
         loss_of("Base", model__ppo__loss_kwargs={"height": 2.0})
-    with pytest.raises(ConfigError, match=r"loss_kwargs=.*model\.ppo\.loss is null"):
-        configured(model__ppo__loss_kwargs={"weight": 2.0})
 
 
 def test_a_subclass_of_the_built_in_loss_gets_all_options(module_folder):
@@ -177,10 +154,6 @@ def test_a_loss_travels_by_its_path(module_folder):
     )
     assert value == 4.0
     assert metrics == {"low": pytest.approx(0.2), "loss": 4.0}
-
-
-def test_the_current_directory_is_searched_for_modules(module_folder):
-    assert make_policy_loss(configured(model__ppo__loss="my_losses:Base")).name == "my_losses:Base"
 
 
 def test_the_rollouts_log_probs_stand_in_where_a_batch_has_none(module_folder):

@@ -1,19 +1,12 @@
-"""Clipped value loss: by hand, against a plain Python loop, and its invariances."""
+"""Clipped value loss and negative log-likelihood: by hand, and their invariances."""
 
-import statistics
+import math
 
 import pytest
 import torch
-from loss_checks import (
-    check_garbage,
-    check_micro_batches,
-    check_nothing_counts,
-    denominators,
-    evaluate,
-    row,
-)
+from loss_checks import check_loss, denominators, evaluate, row
 
-from aligner.errors import ConfigError
+from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.types import TokenOutputs
 
@@ -44,9 +37,7 @@ def test_rounding_clips_nothing():
     ones = torch.ones(1, 5000)
     batch = {"values": before, "returns": returns, "token_mask": ones, "sample_mask": ones[:, 0]}
     assert evaluate(PPOValueLoss(0.2), predicted, batch)[2]["clip_fraction"] == 0
-
-
-def test_without_clipping_the_rollout_values_are_not_needed():
+    # Without clipping the rollout's values are not needed.
     batch = {"returns": row(3.0), "token_mask": row(1.0), "sample_mask": torch.ones(1)}
     assert evaluate(PPOValueLoss(None), row(1.0), batch)[0] == 2.0
 
@@ -65,26 +56,13 @@ def random_batch():
         "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1], dtype=torch.float64),
     }
     batch["token_mask"][3] = 0
-    masked = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) == 0
-    return values, batch, masked
-
-
-def test_against_a_loop():
-    values, batch, masked = random_batch()
-    columns = (x[~masked].tolist() for x in (values, batch["values"], batch["returns"]))
-    terms = []
-    for v, before, r in zip(*columns, strict=True):
-        near = before + min(max(v - before, -0.2), 0.2)
-        terms.append(0.5 * max((v - r) ** 2, (near - r) ** 2))
-    assert evaluate(PPOValueLoss(0.2), values, batch)[0] == pytest.approx(statistics.fmean(terms))
+    return values, batch
 
 
 def test_what_every_loss_must_pass():
-    values, batch, masked = random_batch()
+    values, batch = random_batch()
     loss_function = PPOValueLoss(0.2)
-    check_micro_batches(loss_function, values, batch, [1, 2, 4])
-    check_garbage(loss_function, values, batch, masked)
-    check_nothing_counts(loss_function, values, batch)
+    check_loss(loss_function, values, batch, [1, 2, 4])
 
     def loss(leaf):
         return loss_function(TokenOutputs(leaf), batch, denominators(batch))[0]
@@ -92,6 +70,18 @@ def test_what_every_loss_must_pass():
     assert torch.autograd.gradcheck(loss, (values.requires_grad_(),))
 
 
-def test_bad_clip_is_refused():
-    with pytest.raises(ConfigError, match="value_clip: must be greater than 0, got 0"):
-        PPOValueLoss(0)
+# Negative log-likelihood -------------------------------------------------------------------------
+
+
+def test_negative_log_likelihood_by_hand():
+    """Three tokens of two rows count: (1 + 2 + 6) / 3, each with slope -1/3."""
+    logprobs = torch.tensor([[-9.0, -1.0, -2.0], [-6.0, -9.0, -9.0]], dtype=torch.float64)
+    mask = torch.tensor([[0, 1, 1], [1, 0, 0]], dtype=torch.float64)
+    batch = {"token_mask": mask, "sample_mask": torch.ones(2, dtype=torch.float64)}
+    loss, gradient, metrics = evaluate(NegativeLogLikelihoodLoss(), logprobs, batch)
+    assert loss == pytest.approx(3.0)
+    torch.testing.assert_close(gradient, -mask / 3)
+    expected = (math.exp(-1) + math.exp(-2) + math.exp(-6)) / 3
+    assert metrics["token_probability"] == pytest.approx(expected)
+    values, batch = random_batch()
+    check_loss(NegativeLogLikelihoodLoss(), -values.abs(), batch, [1, 2, 3])

@@ -1,21 +1,30 @@
-"""Adapters of models that only transformers builds: every adapter learns, or is refused by name."""
+"""Adapters of models that only transformers builds, and models of a directory's own code.
+
+1. Every adapter learns, or is refused by name.
+2. Python code in a directory is used only if the user trusts the code.
+"""
 
 import copy
 import importlib.util
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from test_any_model import expected_logprobs, load, make_batch, update
+from test_any_model import expected_logprobs, load, make_batch, save, update
+from tiny_transformers import tiny_config
 from transformers import AutoModelForCausalLM
+from variants import extended_except
 
 from aligner.algorithms.run.startup import describe_model
 from aligner.checkpoint.adapters import adapter_shapes, read_adapters
 from aligner.checkpoint.convert import lora_to_peft
-from aligner.checkpoint.hf.any_model import read_any, save_any
+from aligner.checkpoint.hf.any_model import read_any
 from aligner.checkpoint.model_source import open_model
 from aligner.config import LoraConfig, ModelConfig, OptimConfig, PeftConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -25,9 +34,11 @@ from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
+from aligner.models.gpt.dtensor.ways import WORDS
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from aligner.parallel.groups import initialize_parallel
+from aligner_plan.command import architectures_of
 
 pytestmark = pytest.mark.integration
 
@@ -39,7 +50,6 @@ _TYPES = """
     deepseek_v3 dbrx lfm2 aria_text deepseek_v4 zamba
 """
 TYPES = _TYPES.split()
-DEFAULT = TYPES[:2]
 
 
 def adapted(folder, **changes):
@@ -59,10 +69,12 @@ def refused(folder, targets):
     return ""
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [*DEFAULT, *(pytest.param(kind, marks=pytest.mark.extended) for kind in TYPES[len(DEFAULT) :])],
-)
+def logprobs_of_files(role, folder):
+    """Log-probs of transformers' model with the role's weights, in which adapters are merged."""
+    return expected_logprobs(AutoModelForCausalLM.from_pretrained(save(role, folder)))
+
+
+@pytest.mark.parametrize("model_type", extended_except(TYPES[:2], TYPES))
 def test_every_adapter_learns_beside_frozen_weights(model_type, folder_of, tmp_path):
     folder = folder_of(model_type)
     targets: tuple[str, ...] = ("all",)
@@ -91,9 +103,7 @@ def test_every_adapter_learns_beside_frozen_weights(model_type, folder_of, tmp_p
     weights = role.whole_weights()
     changed = {n for n, w in weights.items() if not torch.equal(w, source.weights[n])}
     assert changed == {weight.parameter for weight in role.model.adapted}
-    save_any(tmp_path / "merged", weights, role.architecture, {}, {})
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (expected_logprobs(merged) - after).abs().max() < 1e-4
+    assert (logprobs_of_files(role, tmp_path / "merged") - after).abs().max() < 1e-4
 
 
 def test_a_run_state_and_a_file_of_adapters_continue_bit_for_bit(folder_of, tmp_path):
@@ -140,10 +150,9 @@ def test_a_critic_learns_adapters_and_its_head_together(folder_of, tmp_path):
         adapted(folder).load_adapters(tmp_path / "c.lora.safetensors")
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputed_activations_give_the_same_adapters(recompute, folder_of):
+def test_recomputed_activations_give_the_same_adapters(folder_of):
     folder = folder_of("mixtral")
-    plain, recomputed = adapted(folder), adapted(folder, recompute=recompute)
+    plain, recomputed = adapted(folder), adapted(folder, recompute="full")
     for role in (plain, recomputed):
         update(role, PPOPolicyLoss())
     expected = matrices(plain)
@@ -173,16 +182,11 @@ def test_adapters_without_a_gradient_are_refused_by_name(folder_of):
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        "llama",
-        *(
-            pytest.param(k, marks=pytest.mark.extended)
-            for k in ("mistral", "qwen2", "qwen3", "gpt2")
-        ),
-    ],
+    "model_type", extended_except(["llama"], ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
 )
-def test_directories_of_families_with_a_table_get_adapters(model_type, folder_of, tmp_path):
+def test_directories_of_families_with_a_table_get_adapters(
+    model_type, folder_of, tmp_path, tiny_nemo
+):
     tokenizer = byte_level_tokenizer()
     folder = folder_of(model_type, vocab_size=tokenizer.vocab_size)
     for name, content in tokenizer.files().items():
@@ -198,35 +202,25 @@ def test_directories_of_families_with_a_table_get_adapters(model_type, folder_of
     initial = matrices(role)
     update(role, PPOPolicyLoss())
     assert not any(m.equal(initial[n]) for n, m in matrices(role).items() if n.endswith("b"))
-    save_any(tmp_path / "merged", role.whole_weights(), role.architecture, {}, {})
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (expected_logprobs(merged) - role.get_logprobs(make_batch())).abs().max() < 1e-4
+    merged = logprobs_of_files(role, tmp_path / "merged")
+    assert (merged - role.get_logprobs(make_batch())).abs().max() < 1e-4
     role.save_adapters(tmp_path / "a.lora.safetensors")
     assert "rank 4" in lora_to_peft(folder, tmp_path / "a.lora.safetensors", tmp_path / "peft")
-
-
-def test_a_nemo_gets_no_adapters(tiny_nemo):
-    settings = RoleSettings(lora=LoraConfig())
-    text = r"adapters .*\.nemo.*Hugging Face directory"
-    with open_model(tiny_nemo, "dtensor", True) as source, pytest.raises(ConfigError, match=text):
-        DTensorActorModel(source, settings, initialize_parallel(), None)
+    # A .nemo gets no adapters.
+    with pytest.raises(ConfigError, match=r"adapters .*\.nemo.*Hugging Face directory"):
+        DTensorPolicyWorkerV2.load_model(settings, str(tiny_nemo), tokenizer)
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        "mixtral",
-        *(pytest.param(k, marks=pytest.mark.extended) for k in ("gpt_oss", "openai-gpt", "phi3")),
-    ],
+    "model_type", extended_except(["mixtral"], ["mixtral", "gpt_oss", "openai-gpt", "phi3"])
 )
 def test_the_export_is_in_the_form_of_peft(model_type, folder_of, tmp_path):
     """The test adds products in PEFT's layout, or PEFT itself where it is installed."""
-    folder = folder_of(model_type)
+    folder, target = folder_of(model_type), tmp_path / "peft"
     role = adapted(folder)
     for loss in (PPOPolicyLoss(), NegativeLogLikelihoodLoss()):
         update(role, loss)
     role.save_adapters(tmp_path / "a.lora.safetensors")
-    target = tmp_path / "peft"
     assert "rank 4" in lora_to_peft(folder, tmp_path / "a.lora.safetensors", target, str(folder))
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = json.loads((target / "adapter_config.json").read_text())
@@ -262,3 +256,120 @@ def add_products(model, config, state):
             form = "e i o" if is_transposed else "e o i"
             weight += scale * torch.einsum(f"o r e, e r i -> {form}", b, a)
     assert not state
+
+
+CODE = """
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+open({marker!r}, "w").close()
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class Mean(nn.Module):
+    def forward(self, hidden_states, **_):
+        count = torch.arange(1, 1 + hidden_states.shape[1]).to(hidden_states)
+        return hidden_states.cumsum(1) / count[:, None], None
+
+class OwnMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, 40)
+        self.down = nn.Linear(40, config.hidden_size)
+
+    def forward(self, hidden):
+        return self.down(self.up(hidden).sin())
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = OwnMLP(config)
+            if {is_mean}:
+                layer.self_attn = Mean()
+"""
+AUTO_MAP = {
+    "AutoConfig": "modeling_own.OwnConfig",
+    "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+}
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """Write a model of type ``name``, and return its directory and the mark of an import."""
+    modules = transformers.dynamic_module_utils
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def write(name="own", is_mean=False):
+        folder, mark = tmp_path / f"{name}_{is_mean}", tmp_path / "imported"
+        tiny_config("llama").save_pretrained(folder)
+        settings = json.loads((folder / "config.json").read_text())
+        settings |= {"model_type": name, "auto_map": AUTO_MAP}
+        (folder / "config.json").write_text(json.dumps(settings))
+        code = CODE.replace("{marker!r}", repr(str(mark))).replace("{is_mean}", str(is_mean))
+        (folder / "modeling_own.py").write_text(code)
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        auto = transformers.AutoModelForCausalLM
+        auto.from_config(config, trust_remote_code=True).save_pretrained(folder)
+        saved = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(saved | {"model_type": name}))
+        mark.unlink()
+        return folder, mark
+
+    return write
+
+
+def trusted(folder, **changes):
+    settings = RoleSettings(sequence_packing="auto", micro_batch_size=4, **changes)
+    source = read_any(folder, trusted=True)
+    return DTensorActorModel(source, settings, initialize_parallel(), None)
+
+
+def test_code_is_not_imported_unless_it_is_trusted(own_folder):
+    folder, mark = own_folder()
+    with pytest.raises(CheckpointError, match=r"'own'.*auto_map.*model\.trust_remote_code=true"):
+        load(folder)
+    with pytest.raises(CheckpointError, match="trust_remote_code"), open_model(folder, "dtensor"):
+        pass
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_code_precedes_a_table_of_tensors_only_if_it_is_trusted(backend, own_folder):
+    folder, mark = own_folder("llama")
+    with pytest.raises(CheckpointError, match="do not fit"), open_model(folder, backend):
+        pass
+    assert not mark.exists()
+    with open_model(folder, backend, trusted=True) as source:
+        assert source.architecture.code == str(folder)
+    peft = PeftConfig()
+    model = SimpleNamespace(restore_from_path=str(folder), trust_remote_code=True, peft=peft)
+    config = SimpleNamespace(model=model, policy=SimpleNamespace(backend=backend))
+    refused = pytest.raises(CheckpointError, match=r"Set policy\.backend=dtensor")
+    with refused if backend == "megatron" else nullcontext():
+        planned = architectures_of(config, SimpleNamespace(architecture=None))
+        assert planned[str(folder)].code == str(folder)
+
+
+@pytest.mark.parametrize(("is_mean", "way"), [(False, "aligner"), (True, "rows")])
+@pytest.mark.parametrize("lora", [None, LoraConfig(adapter_dim=4)])
+def test_a_model_of_own_code_passes_the_tests_of_the_ways(is_mean, way, lora, own_folder, tmp_path):
+    folder, _ = own_folder(is_mean=is_mean)
+    role = trusted(folder, optim=OptimConfig(lr=1e-3), lora=lora)
+    assert (role.form.way, role.settings.sequence_packing) == (way, way == "aligner")
+    assert f"own of the code in {folder}: {WORDS[way]}" in role.way_in_words()
+    auto = transformers.AutoModelForCausalLM
+    expected = expected_logprobs(auto.from_pretrained(folder, trust_remote_code=True))
+    assert (role.get_logprobs(make_batch()) - expected).abs().max() < 1e-4
+    update(role, PPOPolicyLoss())
+    after = role.get_logprobs(make_batch())
+    assert (after - expected).abs().max() > 1e-3
+    # The saved directory contains the code.
+    saved = save(role, tmp_path / "saved")
+    (folder / "modeling_own.py").unlink()
+    assert (trusted(saved).get_logprobs(make_batch()) - after).abs().max() < 1e-5

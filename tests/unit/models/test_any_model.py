@@ -10,8 +10,11 @@ import sys
 
 import pytest
 import torch
+from batches import ppo_batch
 from safetensors.torch import load_file, save_file
 from tiny_transformers import model_types, tiny_config
+from transformers import AutoModelForCausalLM
+from variants import extended_except
 
 from aligner.algorithms.run.startup import describe_model_of
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
@@ -54,35 +57,17 @@ NO_POLICY = ("modernbert-decoder",)
 
 
 def rest(types, without=NO_POLICY):
-    """``types``, and every other type in extended runs."""
-    return [
-        *types,
-        *(
-            pytest.param(kind, marks=pytest.mark.extended)
-            for kind in model_types()
-            if kind not in types and kind not in without
-        ),
-    ]
+    every_type = [kind for kind in model_types() if kind not in without]
+    return extended_except(types, sorted({*types, *every_type}))
 
 
 def make_batch():
-    generator = torch.Generator().manual_seed(0)
-    position, lengths = torch.arange(WIDTH), torch.tensor(LENGTHS)
-    ids = torch.randint(3, 120, (len(LENGTHS), WIDTH), generator=generator)
+    prompts = [1] * len(LENGTHS)
+    batch = ppo_batch(LENGTHS, prompts, seed=0)
+    ids = batch["input_ids"].remainder(117) + 3
     ids[1, :5], ids[2, :3] = ids[0, :5], ids[0, :3]
-    inside = position < lengths[:, None]
-    noise = torch.randn(len(LENGTHS), WIDTH, generator=generator)
-    return {
-        "input_ids": torch.where(inside, ids, 0),
-        "input_lengths": lengths,
-        "token_mask": ((position >= 1) & inside).float(),
-        "sample_mask": torch.ones(len(LENGTHS)),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.0),
-        "generation_logprobs": torch.full_like(noise, -5.0),
-    }
+    inside = torch.arange(WIDTH) < batch["input_lengths"][:, None]
+    return {**batch, "input_ids": torch.where(inside, ids, 0)}
 
 
 def load(folder, kind=DTensorActorModel, **changes):
@@ -111,20 +96,19 @@ def expected_logprobs(model):
     expected = torch.zeros(len(LENGTHS), WIDTH)
     for row, length in enumerate(LENGTHS):
         ids = batch["input_ids"][row : row + 1, :length]
-        logprobs = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+        logprobs = model.eval()(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
         expected[row, 1:length] = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
     return expected
 
 
-# Every type --------------------------------------------------------------------------------------
+def logprobs_of_folder(folder):
+    return expected_logprobs(AutoModelForCausalLM.from_pretrained(folder))
 
 
 @pytest.mark.parametrize("model_type", rest(EVERY_TIME))
 def test_a_type_scores_trains_and_travels(model_type, folder_of, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     folder = folder_of(model_type)
-    expected = expected_logprobs(AutoModelForCausalLM.from_pretrained(folder).eval())
+    expected = logprobs_of_folder(folder)
     role = load(folder)
     by_transformers = "transformers" if model_type in PACKED_BY_TRANSFORMERS else "aligner"
     assert role.form.way == ("rows" if model_type in ROWS else by_transformers), role.form.faults
@@ -139,11 +123,8 @@ def test_a_type_scores_trains_and_travels(model_type, folder_of, tmp_path):
     again = load(save(role, tmp_path / "again"))
     limit = 1e-4 if model_type in WITHOUT_PADDING else 1e-5
     torch.testing.assert_close(again.get_logprobs(make_batch()), trained, atol=limit, rtol=0)
-    theirs = expected_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval())
+    theirs = logprobs_of_folder(tmp_path / "again")
     torch.testing.assert_close(theirs, trained, atol=1e-4, rtol=0)
-
-
-# Critics -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", ["olmo2", "mamba2", "modernbert-decoder"])
@@ -157,17 +138,8 @@ def test_a_critic_of_any_type_travels_with_its_head(model_type, folder_of, tmp_p
     saved = save(critic, tmp_path / "critic")
     again = load(saved, DTensorCriticModel)
     torch.testing.assert_close(again.get_values(make_batch()), values, atol=1e-6, rtol=0)
-
-
-def test_a_critic_is_no_policy(folder_of, tmp_path):
-    saved = save(load(folder_of("olmo2"), DTensorCriticModel), tmp_path / "critic")
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
-        load(saved)
-
-
-def test_logits_that_are_no_product_are_refused(folder_of):
-    with pytest.raises(CheckpointError, match=r"modernbert-decoder.*no policy.*critic"):
-        load(folder_of("modernbert-decoder"))
+    with pytest.raises(CheckpointError, match=r"does not contain lm_head\."):
+        load(saved)  # a critic is no policy
 
 
 @pytest.mark.parametrize("attributes", [(), ("helpful", "brief")])
@@ -199,7 +171,6 @@ def test_a_reward_model_travels_with_its_keys(attributes, folder_of, tmp_path):
 @pytest.mark.parametrize("model_type", ["gemma2", "phi"])
 def test_a_teacher_gives_the_likeliest_tokens(model_type, folder_of):
     """With a soft cap, and with a biased output layer."""
-    from transformers import AutoModelForCausalLM
 
     folder, batch = folder_of(model_type), make_batch()
     logits, ids = load(folder).get_topk_logits(batch, 5, 100)
@@ -210,9 +181,6 @@ def test_a_teacher_gives_the_likeliest_tokens(model_type, folder_of):
             best = whole[:-1, :100].topk(5)
             torch.testing.assert_close(logits[row, 1:length], best.values, atol=1e-4, rtol=0)
             assert ids[row, 1:length].equal(best.indices)
-
-
-# The reference and recomputation -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["keep", "swap"])
@@ -231,8 +199,7 @@ def test_the_reference_keeps_the_initial_weights(mode, folder_of):
     ("model_type", "recompute"), [("gpt_oss", "full"), ("gpt_oss", "selective"), ("mamba2", "full")]
 )
 def test_recomputed_activations_give_the_same_update(model_type, recompute, folder_of):
-    folder = folder_of(model_type)
-    weights = []
+    folder, weights = folder_of(model_type), []
     for setting in (None, recompute):
         role = load(folder, recompute=setting, optim=OptimConfig(name="sgd", lr=1e-2))
         update(role, PPOPolicyLoss())
@@ -243,13 +210,7 @@ def test_recomputed_activations_give_the_same_update(model_type, recompute, fold
 
 @pytest.mark.parametrize(
     "model_type",
-    [
-        "deepseek_v32",
-        *(
-            pytest.param(kind, marks=pytest.mark.extended)
-            for kind in ("gemma3_text", "gpt_oss", "qwen3_next")
-        ),
-    ],
+    extended_except(["deepseek_v32"], ["deepseek_v32", "gemma3_text", "gpt_oss", "qwen3_next"]),
 )
 def test_a_run_state_continues_bit_for_bit(model_type, folder_of):
     """Also with weights that get no gradient, such as the indexers of deepseek_v32."""
@@ -263,9 +224,6 @@ def test_a_run_state_continues_bit_for_bit(model_type, folder_of):
     update(resumed, PPOPolicyLoss())
     expected, found = role.whole_weights(), resumed.whole_weights()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-
-
-# Refusals ----------------------------------------------------------------------------------------
 
 
 def change_config(folder, **changes):
@@ -313,29 +271,32 @@ def test_missing_and_surplus_tensors_are_named(folder_of):
         load(folder)
 
 
-def test_a_model_that_sees_later_tokens_is_refused(folder_of):
-    with pytest.raises(CheckpointError, match="later tokens"):
-        load(folder_of("bert"))
+@pytest.mark.parametrize(
+    ("model_type", "changes", "error", "message"),
+    [
+        ("modernbert-decoder", {}, CheckpointError, r"modernbert-decoder.*no policy.*critic"),
+        ("bert", {}, CheckpointError, "later tokens"),
+        # With the difference that was measured.
+        (
+            "mamba2",
+            {"sequence_packing": True},
+            ConfigError,
+            r"sequence_packing\.enabled=true.*one sequence in each row.*differ by \d",
+        ),
+        ("mamba2", {"dropout": 0.1}, ConfigError, r"model\.dropout=0\.1.*mamba2"),
+        ("mamba2", {"recompute": "selective"}, ConfigError, r"granularity=selective.*mamba2"),
+        ("ctrl", {"recompute": "full"}, ConfigError, r"granularity=full.*ctrl"),
+    ],
+)
+def test_what_a_type_cannot_do_is_refused(model_type, changes, error, message, folder_of):
+    with pytest.raises(error, match=message):
+        load(folder_of(model_type), **changes)
 
 
-def test_packing_of_a_state_space_is_refused_with_the_difference(folder_of):
-    with pytest.raises(
-        ConfigError, match=r"sequence_packing\.enabled=true.*one sequence in each row.*differ by \d"
-    ):
-        load(folder_of("mamba2"), sequence_packing=True)
+def test_a_type_that_cannot_pack_says_so(folder_of):
     role = load(folder_of("qwen3_next"))
     assert not role.layout_rules.packed
     assert "one sequence in each row" in role.way_in_words()
-
-
-def test_what_this_backend_does_not_do_for_any_type_is_refused(folder_of):
-    folder = folder_of("mamba2")
-    with pytest.raises(ConfigError, match=r"model\.dropout=0\.1.*mamba2"):
-        load(folder, dropout=0.1)
-    with pytest.raises(ConfigError, match=r"granularity=selective.*mamba2"):
-        load(folder, recompute="selective")
-    with pytest.raises(ConfigError, match=r"granularity=full.*ctrl"):
-        load(folder_of("ctrl"), recompute="full")
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,16 @@ out, the right shift, what is recomputed, refused or skipped, and the optimizers
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
-from batches import ppo_batch
+from safetensors.torch import load_file
+from test_any_model import expected_logprobs
+from test_any_model import make_batch as any_batch
+from test_roles import LENGTHS, make_batch, make_critic, trained
 from tiny_transformers import tiny_model
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GPT2Config
 
 from aligner.checkpoint.convert import hf_to_nemo
 from aligner.checkpoint.hf.families import architecture_from_hf
@@ -33,12 +38,6 @@ from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
-LENGTHS, PROMPTS, WIDTH = (9, 5, 12, 7), (4, 3, 6, 2), 12
-
-
-def make_batch():
-    return ppo_batch(LENGTHS, PROMPTS, seed=7)
-
 
 def load(cls, path, **changes):
     defaults = {"optim": OptimConfig(lr=1e-3), "micro_batch_size": 2}
@@ -47,66 +46,43 @@ def load(cls, path, **changes):
         return cls(source, settings, initialize_parallel(), source.tokenizer)
 
 
-def trained(role, loss, updates=1):
-    role.setup_training()
-    role.loss_fn = loss
-    role.prepare_for_training()
-    return [role.training_update(make_batch(), number) for number in range(updates)]
+def start(kind, path, *arguments, **more):
+    with open_model(path) as source:
+        return kind(*arguments, source.tokenizer, parallel=initialize_parallel(), **more)
 
 
-def critic_with_head(path, **changes):
-    """A fresh head is zero and lets no gradient into the body."""
-    critic = load(DTensorCriticModel, path, **changes)
-    for shard in critic.shards:
-        if shard.name == "score.weight":
-            shard.local.normal_(generator=torch.Generator().manual_seed(3))
-    return critic
+critic_with_head = partial(make_critic, backend="dtensor")
 
 
-@pytest.fixture(scope="module")
-def policy_worker(tiny_nemo):
-    with open_model(tiny_nemo) as source:
-        return DTensorPolicyWorkerV2(
-            ModelConfig(restore_from_path=str(tiny_nemo)),
-            source.tokenizer,
-            parallel=initialize_parallel(),
-            init_optimizer=False,
-            init_reference_model=False,
-        )
-
-
-# Files -------------------------------------------------------------------------------------------
-
-
-def test_a_policy_travels_as_nemo_and_as_hugging_face(policy_worker, tiny_nemo, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    policy_worker.save_checkpoint(str(tmp_path / "copy.nemo"))
+def test_a_policy_travels_as_nemo_and_as_hugging_face(tiny_nemo, tmp_path):
+    section, hf = ModelConfig(restore_from_path=str(tiny_nemo)), tmp_path / "hf"
+    worker = start(DTensorPolicyWorkerV2, tiny_nemo, section, init_reference_model=False)
+    worker.save_checkpoint(str(tmp_path / "copy.nemo"))
     assert (tmp_path / "copy.nemo").read_bytes() == tiny_nemo.read_bytes()
-    policy_worker.save_checkpoint(str(tmp_path / "hf"))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    batch = make_batch()
-    ids = batch["input_ids"]
+    worker.save_checkpoint(str(hf))
+    loaded, batch = AutoModelForCausalLM.from_pretrained(hf), make_batch()
+    ids, mask = batch["input_ids"], batch["token_mask"].bool()
     with torch.no_grad():
         expected = loaded(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])
-    logprobs = policy_worker.model.get_logprobs(batch)
-    mask = batch["token_mask"].bool()
+    logprobs = worker.model.get_logprobs(batch)
     assert torch.allclose(logprobs[:, 1:][mask[:, 1:]], expected.squeeze(2)[mask[:, 1:]], atol=1e-5)
     assert logprobs[~mask].abs().max() == 0
-    again = load(DTensorActorModel, tmp_path / "hf")
-    assert torch.equal(again.get_logprobs(batch), logprobs)
+    assert torch.equal(load(DTensorActorModel, hf).get_logprobs(batch), logprobs)
+    # Weights are sent to engines under Hugging Face's names.
+    saved, names = load_file(hf / "model.safetensors"), worker.hf_weight_names()
+    assert set(names) == set(saved)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in worker.hf_weights(names[:9]))
+    # The weights of a file replace trained ones.
+    trained(worker.model, PPOPolicyLoss())
+    assert not torch.equal(worker.model.get_logprobs(batch), logprobs)
+    with open_model(tiny_nemo) as source:
+        worker.model.load_whole_weights(source.weights)
+    assert torch.equal(worker.model.get_logprobs(batch), logprobs)
 
 
 def test_a_critic_travels_with_its_head(tiny_nemo, tmp_path):
-    from transformers import AutoModelForTokenClassification
-
-    with open_model(tiny_nemo) as source:
-        worker = DTensorValueWorkerV2(
-            CriticConfig(),
-            source.tokenizer,
-            model=ModelConfig(restore_from_path=str(tiny_nemo)),
-            parallel=initialize_parallel(),
-        )
+    section = ModelConfig(restore_from_path=str(tiny_nemo))
+    worker = start(DTensorValueWorkerV2, tiny_nemo, CriticConfig(), model=section)
     critic = worker.model = critic_with_head(tiny_nemo)
     values = critic.get_values(make_batch())
     for path in (tmp_path / "critic.nemo", tmp_path / "critic_hf"):
@@ -120,54 +96,6 @@ def test_a_critic_travels_with_its_head(tiny_nemo, tmp_path):
         assert values[row, 0] == 0
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         load(DTensorActorModel, tmp_path / "critic.nemo")
-
-
-def test_load_checkpoint_restores_weights(policy_worker, tiny_nemo, tmp_path):
-    role = load(DTensorActorModel, tiny_nemo)
-    before = role.get_logprobs(make_batch())
-    trained(role, PPOPolicyLoss())
-    assert not torch.equal(role.get_logprobs(make_batch()), before)
-    with open_model(tiny_nemo) as source:
-        role.load_whole_weights(source.weights)
-    assert torch.equal(role.get_logprobs(make_batch()), before)
-
-
-def test_weights_have_hugging_faces_names(policy_worker, tmp_path):
-    from safetensors.torch import load_file
-
-    policy_worker.save_checkpoint(str(tmp_path / "hf"))
-    saved = load_file(tmp_path / "hf" / "model.safetensors")
-    names = policy_worker.hf_weight_names()
-    assert set(names) == set(saved)
-    for name, tensor in policy_worker.hf_weights(names[:9]):
-        assert torch.equal(tensor, saved[name]), name
-
-
-# Values ------------------------------------------------------------------------------------------
-
-
-def test_a_value_never_sees_its_own_token(tiny_nemo, monkeypatch):
-    """V(before token t) must not move when token t does; it does where the shift is off."""
-    critic = critic_with_head(tiny_nemo)
-    batch = make_batch()
-    changed = {**batch, "input_ids": batch["input_ids"].clone()}
-    changed["input_ids"][2, 8] += 1
-
-    def moved():
-        return critic.get_values(batch)[2, 8] != critic.get_values(changed)[2, 8]
-
-    def loss():
-        critic.loss_fn = PPOValueLoss(value_clip=0.2)
-        return critic.get_loss_and_metrics(batch, forward_only=True)[0]
-
-    shifted = loss()
-    assert not moved()
-    monkeypatch.setattr(DTensorCriticModel, "right_shift", False)
-    assert moved()
-    assert loss() != shifted  # training sees the same values as inference does
-
-
-# Training ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,25 +124,19 @@ def test_optimizers_do_as_megatrons_do(optim, tiny_nemo):
         assert torch.allclose(weight, theirs[name], atol=1e-6), name
 
 
-@pytest.mark.parametrize("kind", [DTensorActorModel, MegatronGPTActorModel])
 @pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_norms_do_not_decay(kind, name, tiny_nemo):
+def test_norms_do_not_decay(name, tiny_nemo):
     weights = []
     for weight_decay in (0.0, 0.1):
         optim = OptimConfig(name=name, lr=1e-2, weight_decay=weight_decay)
-        if kind is DTensorActorModel:
-            role = load(kind, tiny_nemo, optim=optim)
-        else:
-            settings = RoleSettings(optim=optim, micro_batch_size=2)
-            role = load_from_nemo(kind, settings, restore_path=tiny_nemo)
+        role = load(DTensorActorModel, tiny_nemo, optim=optim)
         trained(role, PPOPolicyLoss())
         weights.append(role.whole_weights())
     for parameter, weight in weights[0].items():
         assert torch.equal(weight, weights[1][parameter]) == (weight.dim() == 1), parameter
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(("recompute", "packed"), [("full", False), ("selective", True)])
 def test_recomputed_activations_give_the_same_update(recompute, packed, tiny_nemo):
     weights = []
     for setting in (None, recompute):
@@ -239,44 +161,9 @@ def test_bf16_keeps_float32_weights_and_head(tiny_nemo):
     assert critic.whole_weights()["rm_head.weight"].dtype == torch.float32
 
 
-def test_what_is_not_finite_never_reaches_the_weights(tiny_nemo, tmp_path):
-    critic = critic_with_head(tiny_nemo, non_finite_dir=tmp_path)
-    critic.setup_training()
-    critic.loss_fn = PPOValueLoss(value_clip=None)
-    critic.prepare_for_training()
-    batch = make_batch()
-    batch["returns"][1, PROMPTS[1]] = float("nan")
-    before = {shard.name: shard.local.clone() for shard in critic.shards}
-    assert critic.training_update(batch)["skipped"] == 1
-    assert all(torch.equal(before[shard.name], shard.local) for shard in critic.shards)
-    assert critic.optimizer.steps == 0
-    assert list(tmp_path.rglob("*.json"))
-
-
-def test_a_batch_of_which_nothing_counts_moves_nothing(tiny_nemo):
-    """Its gradient is 0, but momentum would move the weights."""
-    critic = critic_with_head(tiny_nemo)
-    critic.setup_training()
-    critic.loss_fn = PPOValueLoss(value_clip=None)
-    critic.prepare_for_training()
-    assert critic.training_update(make_batch())["empty"] == 0
-    before = {shard.name: shard.local.clone() for shard in critic.shards}
-    found = critic.training_update({**make_batch(), "sample_mask": torch.zeros(len(PROMPTS))})
-    assert (found["empty"], found["skipped"], found["grad_norm"]) == (1, 0, 0)
-    assert all(torch.equal(before[shard.name], shard.local) for shard in critic.shards)
-
-
-# Generation --------------------------------------------------------------------------------------
-
-
 def test_generation_has_the_weights_of_the_moment(tiny_nemo):
-    with open_model(tiny_nemo) as source:
-        worker = DTensorPolicyWorkerV2(
-            ModelConfig(restore_from_path=str(tiny_nemo), optim=OptimConfig(lr=0.1)),
-            source.tokenizer,
-            parallel=initialize_parallel(),
-            init_reference_model=False,
-        )
+    section = ModelConfig(restore_from_path=str(tiny_nemo), optim=OptimConfig(lr=0.1))
+    worker = start(DTensorPolicyWorkerV2, tiny_nemo, section, init_reference_model=False)
     prompts = BatchedDataDict(
         {
             "input_ids": make_batch()["input_ids"][:, :4],
@@ -295,40 +182,27 @@ def test_generation_has_the_weights_of_the_moment(tiny_nemo):
         worker.model.generator.sample(*prompts.values(), seed=1)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", ["granite", "nemotron", "stablelm"])
+@pytest.mark.parametrize("model_type", ["granite", "stablelm"])
 def test_a_nemo_of_a_newer_family_scores_as_transformers(model_type, tmp_path):
     """Divided logits, or attention that rotates a part of a head."""
-    tokenizer, batch = byte_level_tokenizer(), make_batch()
+    tokenizer, batch = byte_level_tokenizer(), any_batch()
     model = tiny_model(model_type, vocab_size=tokenizer.vocab_size)
     model.save_pretrained(tmp_path / "hf")
     for name, content in tokenizer.files().items():
         (tmp_path / "hf" / name).write_bytes(content)
     hf_to_nemo(tmp_path / "hf", tmp_path / "model.nemo")
-    expected = torch.zeros(len(LENGTHS), WIDTH)
-    for row, length in enumerate(LENGTHS):
-        ids = batch["input_ids"][row : row + 1, :length]
-        logprobs = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
-        expected[row, 1:length] = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
-    expected *= batch["token_mask"]
+    expected = expected_logprobs(model)
     for packed in (False, True):
         role = load(DTensorActorModel, tmp_path / "model.nemo", sequence_packing=packed)
         torch.testing.assert_close(role.get_logprobs(batch), expected, atol=1e-4, rtol=0)
-
-
-# Refusals ----------------------------------------------------------------------------------------
 
 
 def test_what_this_backend_does_not_have_is_refused():
     experts = dataclasses.replace(TINY_ARCHITECTURE, num_moe_experts=4, family="mixtral")
     with pytest.raises(ConfigError, match=r"4 experts.*policy\.backend=megatron"):
         check_backend(experts, ParallelConfig())
-    from transformers import GPT2Config
-
-    gpt2 = architecture_from_hf(GPT2Config().to_dict())
-    with pytest.raises(
-        LayoutError, match=r"tensor_model_parallel_size=2.*no tensor-parallel plan for gpt2"
-    ):
+    gpt2, message = architecture_from_hf(GPT2Config().to_dict()), "no tensor-parallel plan for gpt2"
+    with pytest.raises(LayoutError, match=f"tensor_model_parallel_size=2.*{message}"):
         check_backend(gpt2, ParallelConfig(tensor=2))
 
 

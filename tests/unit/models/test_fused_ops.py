@@ -1,29 +1,53 @@
-"""Operations that training on CPU has in one piece, against the plain formulas.
+"""Operations that are one piece on a CPU, or one kernel on a GPU, against the plain formulas.
 
 1. Forward and gradient are those of the formula (float64, numerically and by autograd).
-2. A model computes the same with and without them.
+2. A model computes the same with and without them. Those of GPUs are called on the CPU.
 """
+
+import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.transformer import attention as megatron_attention
 
 from aligner.architecture import GPTArchitecture
+from aligner.config import LayerOptions
 from aligner.device import host_memory
+from aligner.errors import ConfigError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
 from aligner.logprobs.output_layer import bypassed_output_layer
 from aligner.models.gpt.forward.schedule import placed_positions
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
-from aligner.models.gpt.layers import elementwise, short_attention
+from aligner.models.gpt.layers import elementwise, layer_spec, short_attention
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.layers.dot_product import attend_rows
 from aligner.models.gpt.layers.elementwise import SwiGLU, rms_norm, swiglu
-from aligner.models.gpt.megatron.build import build_gpt
+from aligner.models.gpt.layers.fusions import Fusions, _apply_rotary, rotate
+from aligner.models.gpt.megatron import build
+from aligner.models.gpt.megatron.build import build_gpt, transformer_config
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
 
+LONG = 136  # beyond what CPU attention does by itself
+EXPERTS = dataclasses.replace(
+    TINY_ARCHITECTURE, num_moe_experts=16, moe_ffn_hidden_size=24, family="mixtral"
+)
+BIASED = dataclasses.replace(TINY_ARCHITECTURE, bias_linear=True, bias_qkv=True)
 LENGTH, BATCH, GROUPS, WIDTH, ROTATED = 5, 2, 2, 6, 4
 SCALE = 0.4
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """Compiled functions are called as they were written."""
+    initialize_parallel(RoleSettings().parallel, seed=1)
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def angles():
@@ -56,6 +80,10 @@ def plain_swiglu(rows):
     return F.silu(gate) * up
 
 
+def plain_rms_norm(hidden, weight):
+    return F.rms_norm(hidden, weight.shape, weight, 1e-3)
+
+
 def check(ours, plain, *inputs):
     inputs = [value.double().requires_grad_() for value in inputs]
     assert torch.autograd.gradcheck(ours, inputs)
@@ -82,32 +110,11 @@ def test_short_attention_is_rotary_causal_attention(queries):
     )
 
 
-def test_swiglu_is_its_formula():
-    torch.manual_seed(4)
-    check(swiglu, plain_swiglu, torch.randn(3, 2, 8))
-
-
-def test_rms_norm_is_its_formula():
+def test_swiglu_and_rms_norm_are_their_formulas():
     torch.manual_seed(5)
-    check(
-        lambda hidden, weight: rms_norm(hidden, weight, 1e-3),
-        lambda hidden, weight: F.rms_norm(hidden, weight.shape, weight, 1e-3),
-        torch.randn(3, 2, 8),
-        torch.rand(8) + 0.5,
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_swiglu_in_low_precision(dtype):
-    torch.manual_seed(6)
-    rows = torch.randn(64, 32).to(dtype).requires_grad_()
-    reference = rows.detach().double().requires_grad_()
-    out, expected = swiglu(rows), plain_swiglu(reference)
-    out.sum().backward()
-    expected.sum().backward()
-    tolerance = 8 * torch.finfo(dtype).eps
-    for ours, plain in ((out, expected), (rows.grad, reference.grad)):
-        torch.testing.assert_close(ours.double(), plain, atol=tolerance, rtol=tolerance)
+    hidden, weight = torch.randn(3, 2, 8), torch.rand(8) + 0.5
+    check(swiglu, plain_swiglu, hidden)
+    check(partial(rms_norm, eps=1e-3), plain_rms_norm, hidden, weight)
 
 
 def small_model(groups, layers=2):
@@ -148,7 +155,6 @@ def loss_and_gradients(groups):
 @pytest.mark.integration
 @pytest.mark.parametrize("groups", [2, 4])
 def test_a_model_computes_the_same_without_them(groups, monkeypatch):
-    initialize_parallel()
     calls = []
     attention = short_attention.short_attention
     monkeypatch.setattr(
@@ -194,7 +200,6 @@ def kept_numbers(layers, packed, monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_layer_keeps_what_its_gradients_need_once(packed, monkeypatch):
     """No input of a linear beside what it was made of, no key or value for each query head."""
-    initialize_parallel()
     hidden, ffn, heads, groups, width = 32, 48, 4, 2, 8
     norms = 2 * (hidden + 1)  # normalised rows and their scales
     attention = (heads + 2 * groups) * width + heads * width + heads  # with sums of exponentials
@@ -205,7 +210,6 @@ def test_a_layer_keeps_what_its_gradients_need_once(packed, monkeypatch):
 
 @pytest.mark.integration
 def test_a_layer_holds_nothing_after_its_call():
-    initialize_parallel()
     model = small_model(groups=2)
     hidden_states(model)
     linears = [module for module in model.modules() if isinstance(module, RowLinear | ColumnLinear)]
@@ -236,7 +240,6 @@ def test_attention_on_cpu_is_pytorch_s(groups, window):
 @pytest.mark.integration
 def test_scoring_computes_what_training_does():
     """Else the ratio of an unchanged policy would not be 1."""
-    initialize_parallel()
     model = small_model(groups=2)
     training = hidden_states(model)
     assert training.requires_grad
@@ -247,3 +250,108 @@ def test_scoring_computes_what_training_does():
 def test_freed_memory_is_kept_or_nothing_happens(monkeypatch):
     monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: ("musl", "1.2"))
     assert host_memory.keep_freed_memory.__wrapped__() is False
+
+
+def answers(architecture):
+    torch.manual_seed(3)
+    gpt = build_gpt(architecture).train()
+    for name, parameter in gpt.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    tokens = torch.randint(0, 256, (2, LONG))
+    positions = torch.arange(LONG).expand(2, -1)
+    with bypassed_output_layer(gpt):
+        hidden = gpt(tokens, positions, None)
+    hidden.square().mean().backward()
+    grads = {name: each.grad for name, each in gpt.named_parameters() if each.grad is not None}
+    return {"hidden": hidden.detach(), **grads}, gpt
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("architecture", "biases"),
+    [(TINY_ARCHITECTURE, False), (BIASED, True), (EXPERTS, False)],
+    ids=["plain", "biased", "experts"],
+)
+def test_a_fused_model_is_the_same_model(architecture, biases, monkeypatch):
+    plain, _ = answers(architecture)
+    monkeypatch.setattr(megatron_attention, "apply_rotary_pos_emb", _apply_rotary)
+    fused = Fusions(swiglu=True, rotary=True, bias=biases)
+    monkeypatch.setattr(build.Fusions, "of", lambda *_: fused)
+    monkeypatch.setattr(layer_spec, "can_group", lambda _: True)
+    calls = []
+    monkeypatch.setattr(
+        "aligner.models.gpt.layers.fusions.rotate", lambda *args: calls.append(1) or rotate(*args)
+    )
+    same, gpt = answers(architecture)
+    assert len(calls) == 4 * architecture.num_layers  # query and key, there and back
+    assert gpt.config.bias_activation_fusion
+    assert plain.keys() == same.keys()
+    for name, value in plain.items():
+        largest = max(1e-6, value.abs().max().item())
+        assert (same[name] - value).abs().max().item() <= 2e-5 * largest, name
+
+
+@pytest.mark.integration
+def test_an_expert_without_tokens_learns_nothing(monkeypatch):
+    monkeypatch.setattr(layer_spec, "can_group", lambda _: True)
+    layer = build_gpt(EXPERTS).decoder.layers[0].mlp.experts
+    assert type(layer).__name__ == "GroupedExperts"
+    counts = torch.tensor([0, 3] * 8)
+    rows = torch.randn(24, EXPERTS.hidden_size, requires_grad=True)
+    shares = torch.rand(24, requires_grad=True)
+    outs, grads = [], []
+    for forward in (layer.forward, super(type(layer), layer).forward):
+        out, bias = forward(rows, counts, shares)
+        assert bias is None
+        wanted = [rows, shares, *layer.parameters()]
+        grads.append(torch.autograd.grad(out.square().sum(), wanted, allow_unused=True))
+        outs.append(out)
+    torch.testing.assert_close(*outs)
+    for ours, one_by_one in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, one_by_one)
+    assert not grads[0][2].any()
+    assert grads[0][4].any()
+
+
+def test_the_fused_rotation_rounds_once():
+    angles = torch.rand(LONG, 1, 1, 8).repeat(1, 1, 1, 2) * LONG
+    heads = torch.randn(LONG, 2, 3, 20)
+    exact = _apply_rotary_pos_emb_bshd(heads.double(), angles.double())
+    torch.testing.assert_close(rotate(heads, angles, 1.0).double(), exact, atol=1e-5, rtol=1e-5)
+    low = heads.bfloat16()
+    exact = _apply_rotary_pos_emb_bshd(low.double(), angles.double())
+    fused, chain = (
+        (rotated.double() - exact).abs().mean()
+        for rotated in (rotate(low, angles, 1.0), _apply_rotary_pos_emb_bshd(low, angles))
+    )
+    assert fused < 0.7 * chain
+
+
+@pytest.mark.extended
+def test_the_rotation_can_be_compiled():
+    half = torch.rand(LONG, 1, 1, 8)
+    angles = torch.cat((half, half), dim=-1)
+    with torch.compiler.set_stance("default"):
+        for rows in (1, 2, 3):
+            heads = torch.randn(LONG, rows, 3, 20)
+            expected = _apply_rotary_pos_emb_bshd(heads, angles)
+            torch.testing.assert_close(rotate(heads, angles, 1.0), expected)
+
+
+def test_nothing_is_fused_on_a_cpu():
+    config = transformer_config(TINY_ARCHITECTURE)
+    assert not config.rotates_in_one_kernel
+    assert not config.bias_activation_fusion
+    assert not config.gradient_accumulation_fusion
+    assert config.use_te_activation_func
+
+
+def test_layers_that_are_not_there_are_refused():
+    layers = LayerOptions(spec="transformer_engine")
+    with pytest.raises(ConfigError, match=r"model\.layer_spec=transformer_engine needs .* no GPU"):
+        transformer_config(TINY_ARCHITECTURE, RoleSettings(layers=layers))
+    with pytest.raises(ConfigError, match=r"model\.fp8=hybrid .* model\.layer_spec=local"):
+        build.check_fp8(
+            RoleSettings(fp8="hybrid", precision="bf16", layers=LayerOptions(spec="local"))
+        )

@@ -1,9 +1,12 @@
 """Generation against the full forward pass, and its independence of the batch."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, SamplingParams
@@ -11,6 +14,7 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.decode.model import IncrementalModel, without_gradients
 from aligner.models.gpt.decode.sampling import counter_uniforms, inverse_cdf
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.settings import RoleSettings
@@ -52,33 +56,36 @@ EOS = 2
 TOKENIZER = byte_level_tokenizer()
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
-def variant(request):
-    return make_model(VARIANTS[request.param])
-
-
-@pytest.fixture(params=["llama", "gpt2", "qwen3"])
-def without_short_cut(request, monkeypatch):
-    """The same model on megatron-core's own layers."""
-    monkeypatch.setattr(
-        "aligner.models.gpt.decode.model.incremental_layers", lambda gpt, products: None
-    )
-    return make_model(VARIANTS[request.param])
-
-
-@pytest.fixture(params=["packed weights", "values in products"])
-def other_way(request, monkeypatch):
-    """What larger weights, and other processors, take in place of the tiny model's way."""
-    limits = {
-        "packed weights": "aligner.kernels.linear_product._CACHED_BYTES",
-        "values in products": "aligner.models.gpt.decode.kv_cache._MAX_INT32",
-    }
-    monkeypatch.setattr(limits[request.param], 0)
+MODULES = "megatron-core's layers"
+WAYS = {  # that other models, larger weights and other processors take
+    "rows": (),
+    "packed weights": ("aligner.kernels.linear_product._CACHED_BYTES", 0),
+    "values in products": ("aligner.models.gpt.decode.kv_cache._MAX_INT32", 0),
+    MODULES: ("aligner.models.gpt.decode.model.incremental_layers", lambda *_: None),
+}
+CASES = [
+    *((variant, "rows") for variant in VARIANTS),
+    *(("gpt2", way) for way in WAYS if way != "rows"),
+    *(("mistral", "values in products"), ("qwen2", "packed weights"), ("qwen3", MODULES)),
+]
 
 
 @pytest.fixture(scope="module")
-def llama():
-    return make_model(LLAMA)
+def models():
+    return functools.cache(lambda name: make_model(VARIANTS[name]))
+
+
+@pytest.fixture
+def llama(models):
+    return models("llama")
+
+
+@pytest.fixture(params=CASES, ids=", ".join)
+def model(request, models, monkeypatch):
+    variant, way = request.param
+    if WAYS[way]:
+        monkeypatch.setattr(*WAYS[way])
+    return models(variant)
 
 
 def make_model(architecture):
@@ -126,8 +133,7 @@ def full_logits(model, tokens):
     gpt, architecture = model
     gpt.eval()
     with torch.no_grad():
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        logits = gpt(tokens, positions, None)
+        logits = gpt(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
     return logits[:, :, : architecture.vocab_size].float()
 
 
@@ -136,50 +142,37 @@ def response_mask(output):
     return (position >= output.prompt_lengths[:, None]) & (position < output.lengths[:, None])
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-def test_equals_the_full_forward_pass(variant, greedy):
-    check_against_full_forward(variant, greedy)
-
-
-def test_megatron_layers_equal_the_full_forward_pass(without_short_cut):
-    check_against_full_forward(without_short_cut, greedy=False)
-
-
-@pytest.mark.usefixtures("other_way")
-def test_other_ways_equal_the_full_forward_pass(variant):
-    check_against_full_forward(variant, greedy=False)
-
-
-def check_against_full_forward(variant, greedy):
-    prompts, lengths = make_prompts()
-    output = run(variant, prompts, lengths, greedy=greedy, temperature=1.3)
-    logits = full_logits(variant, output.tokens) / 1.3
-    mask = response_mask(output)
+def logprob_differences(output, logits):
+    """Of the responses' tokens, from log-probs of full passes."""
     expected = logits.log_softmax(-1)[:, :-1].gather(2, output.tokens[:, 1:, None]).squeeze(2)
-    difference = torch.where(mask[:, 1:], expected - output.logprobs[:, 1:], 0.0)
-    # Each is about 1e-5 away from what float64 gives; logits go up to 16.
-    assert difference.abs().max() < 3e-5
-    assert (output.logprobs[~mask] == 0).all()
+    return (expected - output.logprobs[:, 1:])[response_mask(output)[:, 1:]].abs()
 
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_equals_the_full_forward_pass(model, greedy):
+    output = run(model, *make_prompts(), greedy=greedy, temperature=1.3)
+    logits, mask = full_logits(model, output.tokens) / 1.3, response_mask(output)
+    # Each is about 1e-5 away from what float64 gives; logits go up to 16.
+    assert logprob_differences(output, logits).max() < 3e-5
+    assert (output.logprobs[~mask] == 0).all()
     rows, columns = mask.nonzero(as_tuple=True)
     before = logits[rows, columns - 1]
+    again = inverse_cdf(before.softmax(-1), counter_uniforms(11, rows, columns))
     if greedy:
         again = before.argmax(-1)
-    else:
-        again = inverse_cdf(before.softmax(-1), counter_uniforms(11, rows, columns))
     assert torch.equal(output.tokens[rows, columns], again)
 
 
-def test_the_model_is_left_as_it_was(variant):
-    gpt, _ = variant
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_model_is_left_as_it_was(variant, models):
+    gpt, _ = model = models(variant)
     before = {name: value.clone() for name, value in gpt.state_dict().items() if value is not None}
     gpt.train()
     prompts, lengths = make_prompts(3)
-    run(variant, prompts, lengths)
-    assert gpt.training
+    run(model, prompts, lengths)
     assert all(module.training for module in gpt.modules())
     assert not any("forward" in module.__dict__ for module in gpt.modules())
-    assert all(getattr(module, "cache", None) is None for module in gpt.modules())
+    assert all(getattr(module, "cached", None) is None for module in gpt.modules())
     after = gpt.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     loss = gpt(prompts, torch.arange(21).expand_as(prompts), None).float().logsumexp(-1).sum()
@@ -187,15 +180,13 @@ def test_the_model_is_left_as_it_was(variant):
     gpt.zero_grad()
 
 
-def test_new_weights_are_seen(llama):
-    prompts, lengths = make_prompts(3)
-    gpt, architecture = make_model(LLAMA)
-    generator = make_generator((gpt, architecture))
-    first = generator.sample(prompts, lengths, torch.arange(3), 1, greedy=True)
+def test_new_weights_are_seen():
+    gpt, _ = model = make_model(LLAMA)
+    prompts, generator = (*make_prompts(3), torch.arange(3), 1), make_generator(model)
+    first = generator.sample(*prompts, greedy=True)
     with torch.no_grad():
         gpt.decoder.layers[0].mlp.linear_fc2.weight.mul_(-2)
-    second = generator.sample(prompts, lengths, torch.arange(3), 1, greedy=True)
-    assert not torch.equal(first.tokens, second.tokens)
+    assert not torch.equal(first.tokens, generator.sample(*prompts, greedy=True).tokens)
 
 
 def by_row(output):
@@ -207,36 +198,23 @@ def by_row(output):
     ]
 
 
-def test_results_do_not_depend_on_the_batch(variant):
-    check_independence(variant)
-
-
-@pytest.mark.usefixtures("other_way")
-def test_other_ways_do_not_depend_on_the_batch(variant):
-    check_independence(variant)
-
-
-def check_independence(variant):
+def test_results_do_not_depend_on_the_batch(model):
     """Slots, order, company: the same bits. EOS is likely, so sequences leave and enter."""
     prompts, lengths = make_prompts(12)
-    prompts[7] = prompts[4]
-    lengths[7] = lengths[4]
-    eos = tuple(range(0, 259, 16))
-    options = {"eos_ids": eos, "temperature": 1.5}
-    reference = by_row(run(variant, prompts, lengths, slots=12, **options))
+    prompts[7], lengths[7] = prompts[4], lengths[4]
+    options = {"eos_ids": tuple(range(0, 259, 16)), "temperature": 1.5}
+    reference = by_row(run(model, prompts, lengths, slots=12, **options))
     assert len({len(tokens) for tokens, _, _ in reference}) > 1
-    for slots in (1, 3, 5, 64):
-        assert by_row(run(variant, prompts, lengths, slots=slots, **options)) == reference
+    for slots in (1, 5, 64):
+        assert by_row(run(model, prompts, lengths, slots=slots, **options)) == reference
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
-    shuffled = run(variant, prompts[order], lengths[order], ids=order, slots=5, **options)
+    shuffled = run(model, prompts[order], lengths[order], ids=order, slots=5, **options)
     assert by_row(shuffled) == [reference[i] for i in order]
-    alone = run(variant, prompts[8:9], lengths[8:9], ids=torch.tensor([8]), slots=1, **options)
+    alone = run(model, prompts[8:9], lengths[8:9], ids=torch.tensor([8]), slots=1, **options)
     assert by_row(alone) == [reference[8]]
 
 
 def test_samples_of_one_prompt_differ_by_id_and_share_a_prefill(llama, monkeypatch):
-    from aligner.models.gpt.decode.model import IncrementalModel
-
     seen = []
     original = IncrementalModel.prefill
 
@@ -245,45 +223,30 @@ def test_samples_of_one_prompt_differ_by_id_and_share_a_prefill(llama, monkeypat
         return original(self, tokens, *rest)
 
     monkeypatch.setattr(IncrementalModel, "prefill", counting)
-    prompts, lengths = make_prompts(2)
-    prompts, lengths = prompts.repeat_interleave(6, 0), lengths.repeat_interleave(6, 0)
+    prompts, lengths = (each.repeat_interleave(6, 0) for each in make_prompts(2))
     output = run(llama, prompts, lengths, slots=12, temperature=1.5)
     assert seen == [2]
-    responses = {tuple(row) for row, _, _ in by_row(output)}
-    assert len(responses) == 12
+    assert len({tuple(row) for row, _, _ in by_row(output)}) == 12
     # With few slots, prompts that are still in flight are not run again either.
-    seen.clear()
-    few = run(llama, prompts, lengths, slots=4, temperature=1.5, eos_ids=tuple(range(0, 259, 9)))
-    many = run(llama, prompts, lengths, slots=12, temperature=1.5, eos_ids=tuple(range(0, 259, 9)))
+    options = {"temperature": 1.5, "eos_ids": tuple(range(0, 259, 9))}
+    few, many = (run(llama, prompts, lengths, slots=slots, **options) for slots in (4, 12))
     assert by_row(few) == by_row(many)
-    same_id = run(llama, prompts[:2], lengths[:2], ids=torch.tensor([5, 5]))
-    assert by_row(same_id)[0] == by_row(same_id)[1]
+    same_id = by_row(run(llama, prompts[:2], lengths[:2], ids=torch.tensor([5, 5])))
+    assert same_id[0] == same_id[1]
 
 
 def test_seed_changes_samples_and_not_greedy(llama):
-    prompts, lengths = make_prompts(4)
-    assert by_row(run(llama, prompts, lengths, seed=1)) != by_row(
-        run(llama, prompts, lengths, seed=2)
-    )
-    assert by_row(run(llama, prompts, lengths, seed=1, greedy=True)) == by_row(
-        run(llama, prompts, lengths, seed=2, greedy=True)
-    )
+    for greedy in (False, True):
+        one, two = (by_row(run(llama, *make_prompts(4), seed=s, greedy=greedy)) for s in (1, 2))
+        assert (one == two) is greedy
 
 
 def test_lengths_and_ends(llama):
     prompts, lengths = make_prompts()
-    eos = tuple(range(0, 259, 8))
-    output = run(
-        llama,
-        prompts,
-        lengths,
-        eos_ids=eos,
-        length=LengthParams(max_length=12, min_length=5),
-        temperature=2.0,
-    )
+    eos, limits = tuple(range(0, 259, 8)), LengthParams(max_length=12, min_length=5)
+    output = run(llama, prompts, lengths, eos_ids=eos, length=limits, temperature=2.0)
     made = output.lengths - lengths
-    assert made.min() >= 5
-    assert made.max() <= 12
+    assert (made.min() >= 5) & (made.max() <= 12)
     ended_early = made < 12
     assert ended_early.any()
     assert (output.is_end | ~ended_early).all()
@@ -293,29 +256,19 @@ def test_lengths_and_ends(llama):
     inside = response_mask(output)
     inside[torch.arange(9), output.lengths - 1] = False
     assert not torch.isin(output.tokens[inside], torch.tensor(eos)).any()
+    one = run(llama, prompts, lengths, slots=2, length=LengthParams(max_length=1))
+    assert torch.equal(one.lengths, lengths + 1)
+    none = run(llama, torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    assert none.tokens.shape[0] == 0
 
 
 def test_an_end_at_exactly_min_length_is_allowed(llama):
     prompts, lengths = make_prompts(40, 5)
-    everything = tuple(range(1, 259))
-    output = run(
-        llama,
-        prompts,
-        lengths,
-        slots=40,
-        eos_ids=everything,
-        length=LengthParams(max_length=9, min_length=3),
-        temperature=5.0,
-    )
-    made = output.lengths - lengths
-    assert made.min() == 3
+    options = {"slots": 40, "eos_ids": tuple(range(1, 259)), "temperature": 5.0}
+    limits = LengthParams(max_length=9, min_length=3)
+    output = run(llama, prompts, lengths, length=limits, **options)
+    assert (output.lengths - lengths).min() == 3
     assert output.tokens[0, lengths[0] : lengths[0] + 2].tolist() == [0, 0]
-
-
-def test_max_length_one(llama):
-    prompts, lengths = make_prompts()
-    output = run(llama, prompts, lengths, slots=2, length=LengthParams(max_length=1))
-    assert torch.equal(output.lengths, lengths + 1)
 
 
 def test_pad_that_equals_eos_inside_prompts_is_an_ordinary_token(llama):
@@ -323,17 +276,13 @@ def test_pad_that_equals_eos_inside_prompts_is_an_ordinary_token(llama):
     prompts, lengths = make_prompts()
     lengths.clamp_(min=4)
     prompts[:, 1] = EOS
-    garbage = prompts.clone()
-    behind = torch.arange(21) >= lengths[:, None]
+    garbage, behind = prompts.clone(), torch.arange(21) >= lengths[:, None]
     prompts[behind], garbage[behind] = EOS, 7
     clean = run(llama, prompts, lengths)
     assert by_row(clean) == by_row(run(llama, garbage, lengths))
     after = torch.arange(clean.tokens.shape[1]) >= clean.lengths[:, None]
     assert (clean.tokens[after] == EOS).all()
-    logits = full_logits(llama, clean.tokens)
-    expected = logits.log_softmax(-1)[:, :-1].gather(2, clean.tokens[:, 1:, None]).squeeze(2)
-    mask = response_mask(clean)[:, 1:]
-    assert torch.allclose(expected[mask], clean.logprobs[:, 1:][mask], atol=1e-5)
+    assert logprob_differences(clean, full_logits(llama, clean.tokens)).max() < 3e-5
 
 
 def test_repetition_penalty_equals_a_recomputation(llama):
@@ -348,37 +297,28 @@ def test_repetition_penalty_equals_a_recomputation(llama):
         assert abs(expected - output.logprobs[row, column]) < 1e-5
 
 
-def encode(text):
-    return torch.tensor([TOKENIZER.encode(text)])
-
-
 def test_stop_strings_end_a_response(llama):
     prompts, lengths = make_prompts(24, 6)
     options = {"tokenizer": TOKENIZER, "temperature": 2.5, "slots": 7}
-    free = run(llama, prompts, lengths, **options)
-    stop = run(llama, prompts, lengths, end_strings=("e", "Q"), **options)
+    outputs = [run(llama, prompts, lengths, end_strings=ends, **options) for ends in ((), "eQ")]
+    targets = {i for i in range(259) if {"e", "Q"} & set(TOKENIZER.decode([i]))}
     stopped = 0
-    for row in range(24):
-        start = int(lengths[row])
-        text_free = free.tokens[row, start : free.lengths[row]].tolist()
-        text_stop = stop.tokens[row, start : stop.lengths[row]].tolist()
-        targets = {i for i in range(259) if {"e", "Q"} & set(TOKENIZER.decode([i]))}
-        first = next((i for i, token in enumerate(text_free) if token in targets), None)
-        expected = text_free if first is None else text_free[: first + 1]
-        assert text_stop == expected
+    for row, start in enumerate(lengths.tolist()):
+        free, stop = (each.tokens[row, start : each.lengths[row]].tolist() for each in outputs)
+        first = next((i for i, token in enumerate(free) if token in targets), None)
+        expected = free if first is None else free[: first + 1]
+        assert stop == expected
         stopped += first is not None
-        assert bool(stop.is_end[row]) == (first is not None or expected[-1] == EOS)
+        assert bool(outputs[1].is_end[row]) == (first is not None or expected[-1] == EOS)
     assert stopped >= 3
 
 
 def test_stop_strings_over_several_tokens_and_never_from_the_prompt():
-    stop = StopStrings(TOKENIZER, ("\n\n", "end"))
-    prompt = TOKENIZER.encode("Q: x\n")
-    assert not stop.completed(prompt, TOKENIZER.encode("\n"))
-    assert stop.completed(prompt, TOKENIZER.encode("\n\n"))
-    assert stop.completed(prompt, TOKENIZER.encode("the end"))
-    assert not stop.completed(prompt, TOKENIZER.encode("the ends"))  # completed a token earlier
-    assert not stop.completed(prompt, TOKENIZER.encode("the en"))
+    stop, prompt = StopStrings(TOKENIZER, ("\n\n", "end")), TOKENIZER.encode("Q: x\n")
+    # "the ends" was completed a token earlier.
+    expected = {"\n": False, "\n\n": True, "the end": True, "the ends": False, "the en": False}
+    found = {text: stop.completed(prompt, TOKENIZER.encode(text)) for text in expected}
+    assert found == expected
     assert stop.completed([], TOKENIZER.encode("end"))
     assert not stop.completed(TOKENIZER.encode("e"), TOKENIZER.encode("nd"))
     umlaut = StopStrings(TOKENIZER, ("ü",))
@@ -389,19 +329,11 @@ def test_stop_strings_over_several_tokens_and_never_from_the_prompt():
 
 def test_stop_strings_wait_for_min_length(llama):
     prompts, lengths = make_prompts(6)
-    every_character = tuple(chr(c) for c in range(32, 127))
-    output = run(
-        llama,
-        prompts,
-        lengths,
-        tokenizer=TOKENIZER,
-        eos_ids=(),
-        end_strings=every_character,
-        length=LengthParams(max_length=20, min_length=6),
-    )
-    made = output.lengths - lengths
-    assert made.min() >= 6
-    assert made.min() < 20
+    characters = tuple(map(chr, range(32, 127)))
+    options = {"tokenizer": TOKENIZER, "eos_ids": (), "end_strings": characters}
+    limits = LengthParams(max_length=20, min_length=6)
+    made = run(llama, prompts, lengths, length=limits, **options).lengths - lengths
+    assert 6 <= made.min() < 20
 
 
 def test_padding_columns_are_never_sampled(llama):
@@ -417,36 +349,96 @@ def test_padding_columns_are_never_sampled(llama):
 def test_bfloat16_stays_near_its_own_full_forward_pass():
     initialize_parallel()
     torch.manual_seed(0)
-    model = (
-        build_gpt(dataclasses.replace(LLAMA, init_std=0.2), RoleSettings(precision="bf16")),
-        LLAMA,
-    )
-    prompts, lengths = make_prompts()
-    output = run(model, prompts, lengths)
-    logits = full_logits(model, output.tokens)
-    expected = logits.log_softmax(-1)[:, :-1].gather(2, output.tokens[:, 1:, None]).squeeze(2)
-    difference = (expected - output.logprobs[:, 1:])[response_mask(output)[:, 1:]]
-    assert difference.abs().mean() < 0.05  # bfloat16 carries 8 bits
+    wide = dataclasses.replace(LLAMA, init_std=0.2)
+    model = build_gpt(wide, RoleSettings(precision="bf16")), LLAMA
+    output = run(model, *make_prompts())
+    differences = logprob_differences(output, full_logits(model, output.tokens))
+    assert differences.mean() < 0.05  # bfloat16 carries 8 bits
 
 
-def test_empty_batch(llama):
-    output = run(llama, torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
-    assert output.tokens.shape[0] == 0
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": LengthParams(max_length=80)}, r"max_length=80.*at most 75"),
+        ({"length": LengthParams(max_length=96)}, "max_length=96"),
+        ({"length": LengthParams(max_length=8, min_length=9)}, "min_length=9"),
+        ({"end_strings": ("x",)}, "end_strings need a tokenizer"),
+        ({"eos_ids": (259,)}, "end-of-sequence ids"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_runs(options, message, llama):
+    with pytest.raises(ConfigError, match=message):
+        run(llama, make_prompts(3)[0], torch.tensor([21, 4, 4]), **options)
 
 
-def test_what_cannot_work_is_refused_before_anything_runs(llama):
+def test_prompts_that_are_no_prompts_are_refused(llama):
     prompts, lengths = make_prompts(3)
-    with pytest.raises(ConfigError, match=r"max_length=80.*at most 75"):
-        run(llama, prompts, torch.tensor([21, 4, 4]), length=LengthParams(max_length=80))
-    with pytest.raises(ConfigError, match="max_length=96"):
-        make_generator(llama, length=LengthParams(max_length=96))
-    with pytest.raises(ConfigError, match="min_length=9"):
-        make_generator(llama, length=LengthParams(max_length=8, min_length=9))
-    with pytest.raises(ConfigError, match="end_strings need a tokenizer"):
-        make_generator(llama, end_strings=("x",))
-    with pytest.raises(ConfigError, match="end-of-sequence ids"):
-        make_generator(llama, eos_ids=(259,))
     with pytest.raises(DataError, match="at least 1"):
         run(llama, prompts, torch.tensor([0, 4, 4]))
     with pytest.raises(DataError, match="259"):
         run(llama, prompts + 259, lengths)
+
+
+class Fused(nn.Module):
+    """Parameters as Transformer Engine keeps them; an empty tensor stands for no bias."""
+
+    def __init__(self, linear, norm=None):
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = torch.empty(0) if linear.bias is None else linear.bias
+        if norm is not None:
+            self.layer_norm_weight, self.layer_norm_bias = norm.weight, norm.bias
+            self.eps, self.zero_centered_gamma = norm.eps, norm.zero_centered
+            self.normalization = "RMSNorm" if norm.is_rms else "LayerNorm"
+
+
+Fused.__module__ = "transformer_engine.pytorch.module.layernorm_linear"
+
+
+def make_fused_model(architecture):
+    gpt, _ = make_model(architecture)
+    for layer in gpt.decoder.layers:
+        attention, mlp = layer.self_attention, layer.mlp
+        attention.linear_qkv = Fused(attention.linear_qkv, layer.input_layernorm)
+        attention.linear_proj = Fused(attention.linear_proj)
+        mlp.linear_fc1 = Fused(mlp.linear_fc1, layer.pre_mlp_layernorm)
+        mlp.linear_fc2 = Fused(mlp.linear_fc2)
+        layer.input_layernorm, layer.pre_mlp_layernorm = IdentityOp(), IdentityOp()
+    return gpt, architecture
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "nemotron"])
+def test_fused_norms_and_linears_draw_the_same_tokens(name, models):
+    expected = run(models(name), *make_prompts())
+    found = run(make_fused_model(VARIANTS[name]), *make_prompts())
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=3e-5, rtol=0)
+
+
+def test_weights_kept_in_8_bits_are_left_to_their_modules():
+    """They are no plain parameters; the module itself is called, which `Fused` cannot be."""
+    EightBit = type("EightBit", (nn.Parameter,), {})
+    model = make_fused_model(LLAMA)
+    linear = model[0].decoder.layers[0].mlp.linear_fc2
+    linear.weight = EightBit(linear.weight.data)
+    with pytest.raises(NotImplementedError):
+        run(model, *make_prompts())
+
+
+def test_inference_mode_where_transformer_engine_is_not_used(llama):
+    with without_gradients(llama[0]):
+        assert torch.is_inference_mode_enabled()
+    with without_gradients(make_fused_model(LLAMA)[0]):
+        assert not torch.is_inference_mode_enabled()
+        assert not torch.is_grad_enabled()
+
+
+def test_generation_multiplies_no_8_bit_numbers(monkeypatch):
+    """Transformer Engine takes multiples of 8 rows; here 4 sequences are in flight, then fewer."""
+    monkeypatch.setattr(*WAYS[MODULES])
+    gpt, _ = model = make_model(LLAMA)
+    gpt.config.fp8, seen = "hybrid", []
+    gpt.decoder.register_forward_pre_hook(lambda *_: seen.append(gpt.config.fp8))
+    run(model, *make_prompts())
+    assert set(seen) == {None}
+    assert gpt.config.fp8 == "hybrid"

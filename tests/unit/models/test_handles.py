@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import ppo_batch
 
 from aligner.config import CriticConfig, DynamicBatchingConfig, ModelConfig, SequencePackingConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -15,13 +16,17 @@ from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.policy.lm_policy import Policy
-from aligner.models.policy.workers.policy_worker import PolicyWorker
+from aligner.models.policy.lm_policy import Policy, PolicyWorker
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.value.lm_value import Value
 
 MODEL = ModelConfig(restore_from_path="m.nemo", micro_batch_size=1, global_batch_size=4)
 CRITIC = CriticConfig(micro_batch_size=1, global_batch_size=4)
+PLANS = {
+    "rows": {},
+    "packed": {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64)},
+    "dynamic": {"dynamic_batching": DynamicBatchingConfig(enabled=True, train_mb_tokens=64)},
+}
 TRAINED = {
     "global_loss": 0.5,
     "grad_norm": 2.0,
@@ -40,7 +45,7 @@ class Recorder:
         self.calls = []
 
     def start_workers(self, worker_class, name_prefix, **kwargs):
-        self.started = (worker_class, name_prefix, kwargs)
+        self.started = kwargs
         return self
 
     def run_all_workers_single_data(self, method_name, **kwargs):
@@ -48,8 +53,14 @@ class Recorder:
         return LocalFuture([None, None])
 
     def run_all_workers_sharded_data(self, method_name, data, *args, common_kwargs=None, **axes):
-        self.calls.append((method_name, [shard.size for shard in data], common_kwargs))
-        return LocalFuture([TRAINED, TRAINED])
+        """A score is the first id that was kept with a token."""
+        self.calls.append((method_name, data, common_kwargs))
+        if method_name == "train":
+            return LocalFuture([TRAINED, TRAINED])
+        if method_name == "generate":
+            return LocalFuture([generated(3), generated(4)])
+        scores = [{"logprobs": shard["kept_ids"][..., 0].float()} for shard in data]
+        return LocalFuture(list(map(BatchedDataDict, scores)))
 
     def get_all_worker_results(self, future):
         return future.get_results()
@@ -59,6 +70,20 @@ class Recorder:
         return True
 
 
+def generated(width):
+    """A worker's response of one token, in rows of ``width``."""
+    return BatchedDataDict(
+        {
+            "output_ids": torch.ones(1, width, dtype=torch.long),
+            "generation_lengths": torch.tensor([1]),
+            "unpadded_sequence_lengths": torch.tensor([width]),
+            "logprobs": torch.zeros(1, width),
+            "is_end": torch.ones(1, dtype=torch.bool),
+            "kept_ids": torch.zeros(1, width, 2, dtype=torch.int32),
+        }
+    )
+
+
 def handles(cluster, model=MODEL, **kwargs):
     run = RunSettings()
     yield lambda: Policy(cluster, model, None, run=run, **kwargs)
@@ -66,14 +91,7 @@ def handles(cluster, model=MODEL, **kwargs):
 
 
 def batch(rows=8):
-    return BatchedDataDict(
-        {
-            "input_ids": torch.ones(rows, 4, dtype=torch.long),
-            "input_lengths": torch.full((rows,), 4),
-            "token_mask": torch.ones(rows, 4),
-            "sample_mask": torch.ones(rows),
-        }
-    )
+    return BatchedDataDict(ppo_batch([4] * rows, [0] * rows))
 
 
 def test_train_gives_the_published_keys_once():
@@ -81,14 +99,11 @@ def test_train_gives_the_published_keys_once():
         handle = make()
         result = handle.train(batch(), PPOValueLoss(), mbs=2)
         assert result == {
-            "loss": 0.5,
-            "grad_norm": 2.0,
-            "lr": 1e-3,
-            "skipped": False,
-            "all_mb_metrics": {"loss": [0.4, 0.6]},  # reduced already: not once per worker
+            **{key: TRAINED[key] for key in ("grad_norm", "lr", "skipped", "all_mb_metrics")},
+            "loss": TRAINED["global_loss"],  # reduced already: not once per worker
         }
-        method, sizes, kwargs = cluster.calls[-1]
-        assert (method, sizes) == ("train", [4, 4])
+        method, shards, kwargs = cluster.calls[-1]
+        assert (method, [shard.size for shard in shards]) == ("train", [4, 4])
         assert (kwargs["gbs"], kwargs["mbs"], kwargs["eval_mode"]) == (4, 2, False)
 
 
@@ -135,12 +150,11 @@ def test_arguments_of_a_declared_verb():
 
 def test_relative_paths_are_those_of_the_caller(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    cluster = Recorder()
-    for make in handles(cluster, weights_path="m.nemo", optimizer_path="o"):
+    paths = {"weights_path": "m.nemo", "optimizer_path": "o"}
+    for make in handles(cluster := Recorder(), **paths):
         make()
-        kwargs = cluster.started[2]
-        assert kwargs["weights_path"] == str(tmp_path / "m.nemo")
-        assert kwargs["optimizer_path"] == str(tmp_path / "o")
+        expected = {name: str(tmp_path / path) for name, path in paths.items()}
+        assert {name: cluster.started[name] for name in paths} == expected
 
 
 def test_an_unknown_backend_is_refused_by_its_name():
@@ -149,86 +163,45 @@ def test_an_unknown_backend_is_refused_by_its_name():
             make()
 
 
-def test_packing_and_dynamic_batching_exclude_each_other():
-    both = dataclasses.replace(
-        MODEL,
-        sequence_packing=SequencePackingConfig(enabled=True),
-        dynamic_batching=DynamicBatchingConfig(enabled=True),
-    )
-    uncut = dataclasses.replace(
-        MODEL,
-        context_parallel_size=2,
-        sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=4098),
-    )
-    for model, words in ((both, "exclude each other"), (uncut, "4098 is not a multiple of 4")):
-        for make in handles(cluster := Recorder(), model):
-            with pytest.raises(ConfigError, match=words):
-                make()
-            assert not hasattr(cluster, "started")  # before any worker
-
-
-# What a filter kept -------------------------------------------------------------------------------
-
-
-class Workers(Recorder):
-    """Workers that are sent real shards; a score is the first id that was kept with a token."""
-
-    def run_all_workers_sharded_data(self, method_name, data, *args, common_kwargs=None, **axes):
-        self.shards = data
-        if method_name == "train":
-            return LocalFuture([TRAINED, TRAINED])
-        results = self.generated() if method_name == "generate" else map(self.scores, data)
-        return LocalFuture(list(results))
-
-    def scores(self, shard):
-        return BatchedDataDict({"logprobs": shard["kept_ids"][..., 0].float()})
-
-    def generated(self):
-        """The second worker's responses are a token longer."""
-        for width in (3, 4):
-            yield BatchedDataDict(
-                {
-                    "output_ids": torch.ones(1, width, dtype=torch.long),
-                    "generation_lengths": torch.tensor([1]),
-                    "unpadded_sequence_lengths": torch.tensor([width]),
-                    "logprobs": torch.zeros(1, width),
-                    "is_end": torch.ones(1, dtype=torch.bool),
-                    "kept_ids": torch.zeros(1, width, 2, dtype=torch.int32),
-                }
-            )
-
-
-PLANS = {
-    "rows": {},
-    "packed": {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64)},
-    "dynamic": {"dynamic_batching": DynamicBatchingConfig(enabled=True, train_mb_tokens=64)},
-}
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (PLANS["packed"] | PLANS["dynamic"], "exclude each other"),
+        (
+            {
+                "context_parallel_size": 2,
+                "sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=4098),
+            },
+            "4098 is not a multiple of 4",
+        ),
+    ],
+)
+def test_packing_and_dynamic_batching_exclude_each_other(changes, words):
+    for make in handles(cluster := Recorder(), dataclasses.replace(MODEL, **changes)):
+        with pytest.raises(ConfigError, match=words):
+            make()
+        assert not hasattr(cluster, "started")  # before any worker
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_recorded_sets_travel_with_their_rows(plan):
     model = dataclasses.replace(MODEL, **PLANS[plan])
-    policy = Policy(cluster := Workers(), model, None, run=RunSettings())
-    data = BatchedDataDict(
-        {
-            "input_ids": torch.arange(8)[:, None].expand(8, 30).clone(),
-            "input_lengths": torch.tensor([3, 30, 8, 9, 29, 4, 5, 28]),
-            "token_mask": torch.ones(8, 30),
-            "sample_mask": torch.ones(8),
-            "kept_ids": torch.arange(8)[:, None, None].expand(8, 30, 2).int(),
-        }
-    )
+    policy = Policy(cluster := Recorder(), model, None, run=RunSettings())
+    data = BatchedDataDict(ppo_batch([3, 30, 8, 9, 29, 4, 5, 28], [0] * 8))
+    data["input_ids"] = torch.arange(8)[:, None].expand(8, 30).clone()
+    data["kept_ids"] = torch.arange(8)[:, None, None].expand(8, 30, 2).int()
     for score in (policy.get_logprobs, policy.get_reference_policy_logprobs):
         assert score(data)["logprobs"][:, 7].tolist() == list(range(8))
     policy.train(data, PPOValueLoss())
-    rows = torch.cat([shard["input_ids"][:, 0] for shard in cluster.shards])
+    shards = cluster.calls[-1][1]
+    rows = torch.cat([shard["input_ids"][:, 0] for shard in shards])
     assert rows.tolist() != list(range(8))  # each worker has rows of both global batches
-    kept = torch.cat([shard["kept_ids"][:, 7, 1] for shard in cluster.shards])
+    kept = torch.cat([shard["kept_ids"][:, 7, 1] for shard in shards])
     assert torch.equal(kept.long(), rows)
 
 
 def test_shorter_rows_of_another_worker_have_no_set_at_their_padding():
-    policy = Policy(Workers(), MODEL, None, run=RunSettings())
+    policy = Policy(Recorder(), MODEL, None, run=RunSettings())
     policy.tokenizer = SimpleNamespace(pad_id=9)
     output = policy.generate(batch(2), seed=1)
     assert output["kept_ids"][:, :, 0].tolist() == [[0, 0, 0, -1], [0, 0, 0, 0]]

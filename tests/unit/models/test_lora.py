@@ -45,7 +45,6 @@ def make_batch():
 
 
 def filled(lora=LORA, seed=4):
-    """Adapters whose B is not zero."""
     generator = torch.Generator().manual_seed(seed)
     shapes = adapter_shapes(TINY_ARCHITECTURE, lora)
     tensors = {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
@@ -74,7 +73,11 @@ def trained(load, updates=2, loss=None, **changes):
     return role
 
 
-# The formula ----------------------------------------------------------------------------------
+@pytest.fixture
+def saved(tmp_path):
+    """A file of adapters whose B is not zero."""
+    save_adapters(tmp_path / "a.lora.safetensors", filled())
+    return tmp_path / "a.lora.safetensors"
 
 
 @pytest.mark.parametrize("cls", [LoraColumnParallelLinear, LoraRowParallelLinear])
@@ -111,22 +114,17 @@ def test_forward_and_gradients_by_hand(cls):
     assert merged.tolist() == [[1.0 + 6.0, 2.0 - 6.0], [3.0, 4.0]]
 
 
-def test_logits_are_those_of_the_merged_weights_by_another_implementation(load, tmp_path):
-    adapters = filled()
-    save_adapters(tmp_path / "a.lora.safetensors", adapters)
-    role = load(adapters_path=str(tmp_path / "a.lora.safetensors"))
-    plain = load(lora=None)
+def test_logits_are_those_of_the_merged_weights_by_another_implementation(load, saved):
+    tensors, plain, batch = filled().tensors, load(lora=None), make_batch()
     weights = dict(plain.whole_weights())
-    for name in list(weights):
-        linear = name.removesuffix(".weight")
-        if f"{linear}.lora.a" in adapters.tensors:
-            a, b = (adapters.tensors[f"{linear}.lora.{kind}"].double() for kind in "ab")
-            weights[name] = weights[name].double() + 6.0 / 4 * b @ a
-    batch = make_batch()
+    for linear in {name.rsplit(".lora.", 1)[0] for name in tensors}:
+        a, b = (tensors[f"{linear}.lora.{kind}"].double() for kind in "ab")
+        weights[f"{linear}.weight"] = weights[f"{linear}.weight"].double() + 6.0 / 4 * b @ a
     logits = reference_logits(weights, TINY_ARCHITECTURE, batch["input_ids"])
     logprobs = logits[..., : TINY_ARCHITECTURE.vocab_size].log_softmax(-1)
     tokens = batch["input_ids"][:, 1:, None]
     expected = logprobs[:, :-1].gather(-1, tokens)[..., 0] * batch["token_mask"][:, 1:]
+    role = load(adapters_path=str(saved))
     assert (role.get_logprobs(batch)[:, 1:] - expected).abs().max() < 2e-5
     assert (plain.get_logprobs(batch)[:, 1:] - expected).abs().max() > 1e-2
 
@@ -144,9 +142,6 @@ def test_fresh_adapters_change_nothing_and_depend_on_the_seed_alone(load):
         assert torch.equal(value, three[name]) == name.endswith(".lora.b")  # which are zero
 
 
-# What is trained ------------------------------------------------------------------------------
-
-
 def linears_of(role):
     names = (name for name, p in role.gpt.named_parameters() if p.requires_grad)
     return {name.split(".", 3)[-1].rsplit(".", 2)[0] for name in names}
@@ -155,10 +150,8 @@ def linears_of(role):
 @pytest.mark.parametrize(
     ("targets", "linears"),
     [
-        (("attention_qkv",), {"self_attention.linear_qkv"}),
         (("attention_dense", "mlp_fc2"), {"self_attention.linear_proj", "mlp.linear_fc2"}),
         (("attention",), {"self_attention.linear_qkv", "self_attention.linear_proj"}),
-        (("mlp",), {"mlp.linear_fc1", "mlp.linear_fc2"}),
     ],
 )
 def test_targets(load, targets, linears):
@@ -195,15 +188,11 @@ def test_only_adapters_and_heads_have_buffers_and_change(load, cls, loss, heads)
     )
 
 
-def test_recomputed_layers_have_the_same_gradients(load, tmp_path):
+def test_recomputed_layers_have_the_same_gradients(load, saved):
     """The first layer reads frozen embeddings, so recomputation must be told that it learns."""
-    save_adapters(tmp_path / "a.lora.safetensors", filled())
-    path = str(tmp_path / "a.lora.safetensors")
     gradients = {}
     for recompute in (None, "full", "selective"):
-        role = load(adapters_path=path, recompute=recompute)
-        role.setup_training()
-        role.loss_fn = PPOPolicyLoss(entropy_bonus=0.01)
+        role = trained(load, 0, adapters_path=str(saved), recompute=recompute)
         role.prepare_for_training()
         role.get_loss_and_metrics(make_batch(), forward_only=False)
         named = role.gpt.named_parameters()
@@ -215,26 +204,12 @@ def test_recomputed_layers_have_the_same_gradients(load, tmp_path):
             assert difference < 1e-5 * value.abs().max(), (recompute, name)
 
 
-# The reference --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("begins_with_adapters", [False, True])
-def test_the_reference_is_the_beginning_without_a_second_model(
-    load, tmp_path, begins_with_adapters
-):
-    path = None
-    if begins_with_adapters:
-        path = str(tmp_path / "a.lora.safetensors")
-        save_adapters(path, filled())
-    role = load(adapters_path=path)
+def test_the_reference_is_the_beginning_without_a_second_model(load, saved, begins_with_adapters):
+    role, batch = load(adapters_path=str(saved) if begins_with_adapters else None), make_batch()
     role.keep_reference("keep")
-    batch = make_batch()
     before = role.get_logprobs(batch)
-    role.setup_training()
-    role.loss_fn = PPOPolicyLoss()
-    role.prepare_for_training()
-    role.training_update(batch)
-    role.prepare_for_inference()
+    trained(lambda: role, 1)
     after = role.get_logprobs(batch)
     assert (after - before).abs().max() > 1e-3
     assert torch.equal(role.get_reference_logprobs(batch), before)
@@ -245,9 +220,6 @@ def test_the_reference_is_the_beginning_without_a_second_model(
     if initial is not None:
         adapters = [p for n, p in role.gpt.named_parameters() if ".lora." in n]
         assert all(one is other for one, other in zip(initial._parameters, adapters, strict=True))
-
-
-# Where weights leave --------------------------------------------------------------------------
 
 
 def test_sampling_engines_and_files_get_merged_weights(load, tmp_path, tiny_nemo):
@@ -270,41 +242,28 @@ def test_sampling_engines_and_files_get_merged_weights(load, tmp_path, tiny_nemo
 
 
 def test_what_is_drawn_is_what_the_merged_model_draws(load):
-    role = trained(load)
-    plain = load(lora=None)
-    fresh = load(lora=None)
+    role, plain, fresh = trained(load), load(lora=None), load(lora=None)
     plain.load_whole_weights(role.whole_weights())
-    drawn = []
+    prompts, rows, drawn = make_batch()["input_ids"][:, :4], torch.arange(ROWS), []
     for each in (role, plain, fresh):
         each.configure_generation(LengthParams(max_length=16), SamplingParams(), 3)
-        prompts = make_batch()["input_ids"][:, :4]
-        rows = torch.arange(ROWS)
         drawn.append(each.generator.sample(prompts, torch.full_like(rows, 4), rows, seed=1))
     assert torch.equal(drawn[0].tokens, drawn[1].tokens)
     assert torch.equal(drawn[0].logprobs, drawn[1].logprobs)
     assert not torch.equal(drawn[0].logprobs[:, :5], drawn[2].logprobs[:, :5])
     # In the pass that trains, the adapters stand beside the weights: the same but for rounding.
-    lengths, tokens = drawn[0].lengths, drawn[0].tokens
     mask = (drawn[0].logprobs != 0).float()
-    columns = {"input_ids": tokens, "input_lengths": lengths, "token_mask": mask}
+    columns = {"input_ids": drawn[0].tokens, "input_lengths": drawn[0].lengths, "token_mask": mask}
     assert (role.get_logprobs(columns) - drawn[0].logprobs).abs().max() < 1e-5
 
 
-# The run state --------------------------------------------------------------------------------
-
-
 def test_a_run_state_holds_what_is_trained_and_restores_it_to_the_bit(load):
-    role = trained(load)
+    role, again = trained(load), load()
     state = role.run_state()
     assert set(state["slices"]) == set(adapter_shapes(TINY_ARCHITECTURE, LORA))
-    again = load()
     again.setup_training()
     again.load_run_state([state])
-    for each in (role, again):
-        each.loss_fn = PPOPolicyLoss()
-        each.prepare_for_training()
-        each.training_update(make_batch())
-    one, two = role.adapters.gather(), again.adapters.gather()
+    one, two = (trained(lambda each=each: each, 1).adapters.gather() for each in (role, again))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
@@ -319,29 +278,27 @@ def test_a_run_state_of_another_way_to_learn_is_refused(load):
         other.load_run_state([with_adapters])
 
 
-# Files that do not fit ------------------------------------------------------------------------
+def test_adapters_of_another_form_or_model_are_refused(load, saved, tmp_path):
+    def changed(**changes):
+        load(lora=dataclasses.replace(LORA, **changes), adapters_path=str(saved))
 
-
-def test_adapters_of_another_form_or_model_are_refused(load, tmp_path):
-    path = tmp_path / "a.lora.safetensors"
-    save_adapters(path, filled())
-    for changed, message in (
-        (dataclasses.replace(LORA, adapter_dim=8), r"adapter_dim=8, but .* trained with 4"),
-        (dataclasses.replace(LORA, alpha=4.0), r"alpha=4\.0, but .* Set alpha=6\.0"),
-        (dataclasses.replace(LORA, target_modules=("mlp",)), r"Set target_modules=\[all\]"),
+    for changes, message in (
+        ({"adapter_dim": 8}, r"adapter_dim=8, but .* trained with 4"),
+        ({"alpha": 4.0}, r"alpha=4\.0, but .* Set alpha=6\.0"),
+        ({"target_modules": ("mlp",)}, r"Set target_modules=\[all\]"),
     ):
         with pytest.raises(ConfigError, match=message):
-            load(lora=changed, adapters_path=str(path))
-    load(lora=dataclasses.replace(LORA, adapter_dropout=0.5), adapters_path=str(path))
-    smaller = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
-    with pytest.raises(CheckpointError, match=r"another model: unexpected decoder\.layers\.2"):
-        read_adapters(path, smaller)
-    wider = dataclasses.replace(TINY_ARCHITECTURE, ffn_hidden_size=256)
-    with pytest.raises(CheckpointError, match="has shape"):
-        read_adapters(path, wider)
-    path.write_bytes(b"nothing of the kind")
+            changed(**changes)
+    changed(adapter_dropout=0.5)
+    for changes, message in (
+        ({"num_layers": 2}, r"another model: unexpected decoder\.layers\.2"),
+        ({"ffn_hidden_size": 256}, "has shape"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read_adapters(saved, dataclasses.replace(TINY_ARCHITECTURE, **changes))
+    saved.write_bytes(b"nothing of the kind")
     with pytest.raises(CheckpointError, match="is not an adapters file"):
-        read_adapters(path, TINY_ARCHITECTURE)
+        read_adapters(saved, TINY_ARCHITECTURE)
     with pytest.raises(CheckpointNotFoundError, match="peft_scheme=lora"):
         read_adapters(tmp_path / "none", TINY_ARCHITECTURE)
 
@@ -386,55 +343,41 @@ def test_a_mixture_of_experts_takes_adapters_in_its_attention(load):
     assert len(names) == 4 * 2 * 2
 
 
-# Dropout --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cls", [MegatronGPTActorModel, MegatronGPTCriticModel])
-def test_frozen_routers_leave_the_base_frozen(cls, tmp_path):
+def test_frozen_routers_leave_the_base_frozen(tmp_path):
     experts = dataclasses.replace(TINY_ARCHITECTURE, num_moe_experts=2, moe_router_topk=2)
     path = tmp_path / "moe.nemo"
     save_nemo(path, random_weights(experts), experts, byte_level_tokenizer().files())
-    settings = RoleSettings(
-        optim=OptimConfig(lr=1e-2), lora=LoraConfig(adapter_dim=2, target_modules=("attention",))
-    )
-    learned = []
-    for frozen in (False, True):
-        role = load_from_nemo(
-            cls, dataclasses.replace(settings, freeze_moe_router=frozen), restore_path=path
-        )
-        learned.append([n for n, each in role.gpt.named_parameters() if each.requires_grad])
-    assert learned[0] == learned[1]
-    assert all(".router." not in name for name in learned[0])
-    assert sum("adapter" in name or "lora" in name for name in learned[0]) > 0
+    lora = LoraConfig(adapter_dim=2, target_modules=("attention",))
+    settings = RoleSettings(optim=OptimConfig(lr=1e-2), lora=lora, freeze_moe_router=True)
+    role = load_from_nemo(MegatronGPTActorModel, settings, restore_path=path)
+    learned = {n for n, each in role.gpt.named_parameters() if each.requires_grad}
+    assert learned
+    assert all(".lora." in name for name in learned)
 
 
 def test_dropout_keeps_the_mean_and_knows_tokens_not_places():
     dropout = TokenDropout(0.25, seed=3)
     ids = torch.randint(0, 200, (6, 40), generator=torch.Generator().manual_seed(1))
-    lengths = torch.full((6,), 40)
-    held = torch.arange(240).view(6, 40)
-    ones = torch.ones(40, 6, 64)
-    with dropout.of_pass(ids, lengths, held):
-        seen = dropout(ones, 11, part=0, parts=1, first=0)
-        other = dropout(ones, 12, part=0, parts=1, first=0)
-        right = dropout(ones[..., :32], 11, part=0, parts=1, first=32)
-        late = dropout(ones[:20], 11, part=1, parts=2, first=0)
-    assert seen.unique().tolist() == [0.0, pytest.approx(4 / 3)]
-    assert (seen == 0).float().mean() == pytest.approx(0.25, abs=0.01)  # of 15,360 draws
-    assert (seen == other).float().mean() < 0.7
-    assert torch.equal(right, seen[..., 32:])
-    assert torch.equal(late, seen[20:])
-    cut_places = torch.arange(60).view(2, 30)
-    with dropout.of_pass(ids[2:4, :30], torch.full((2,), 30), cut_places):
-        cut = dropout(ones[:30, :2], 11, part=0, parts=1, first=0)
-    assert torch.equal(cut, seen[:30, 2:4])  # sequences that begin alike drop alike
-    padded = torch.cat([ids[2:4], torch.zeros(2, 9, dtype=torch.int64)], dim=1)
-    with dropout.of_pass(padded, lengths[2:4], torch.arange(98).view(2, 49)):
-        again = dropout(torch.ones(49, 2, 64), 11, part=0, parts=1, first=0)
-    assert torch.equal(again[:40], seen[:, 2:4])
+
+    def seen(ids, stream=11, part=0, parts=1, first=0, features=64, lengths=40):
+        rows, width = ids.shape
+        held = torch.arange(ids.numel()).view_as(ids)
+        with dropout.of_pass(ids, torch.full((rows,), lengths), held):
+            ones = torch.ones(width // parts, rows, features)
+            return dropout(ones, stream, part=part, parts=parts, first=first)
+
+    whole = seen(ids)
+    assert whole.unique().tolist() == [0.0, pytest.approx(4 / 3)]
+    assert (whole == 0).float().mean() == pytest.approx(0.25, abs=0.01)  # of 15,360 draws
+    assert (whole == seen(ids, stream=12)).float().mean() < 0.7
+    assert torch.equal(seen(ids, first=32, features=32), whole[..., 32:])
+    assert torch.equal(seen(ids, part=1, parts=2), whole[20:])
+    # Sequences that begin alike drop alike, in any row and padding.
+    assert torch.equal(seen(ids[2:4, :30], lengths=30), whole[:30, 2:4])
+    padded = torch.nn.functional.pad(ids[2:4], (0, 9))
+    assert torch.equal(seen(padded)[:40], whole[:, 2:4])
     dropout.update = 1
-    with dropout.of_pass(ids, lengths, held):
-        assert not torch.equal(dropout(ones, 11, part=0, parts=1, first=0), seen)
+    assert not torch.equal(seen(ids), whole)
 
 
 def test_dropout_is_over_outside_training(load):

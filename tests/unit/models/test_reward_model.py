@@ -6,26 +6,30 @@ import math
 from functools import partial
 
 import pytest
+import recipes
 import torch
 from loaded import load_set
 
 from aligner.algorithms.reward_model.build import last_token
-from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.config import TrainedModelConfig, parse_config
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.config import CriticConfig, ModelConfig, TrainedModelConfig, parse_config
 from aligner.config.run import RewardRunConfig, RunConfig
 from aligner.data.preferences import PairDataset, RatedDataset, collate_rated
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import CheckpointError, ConfigError, DataError, RewardError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights, write_tiny_nemo
 from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.role.reward import SequenceForm, Standardization
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
-from aligner.models.reward.workers.reward_worker import MegatronRewardWorker
+from aligner.models.reward.reward_model import MegatronRewardWorker
+from aligner.models.value.workers.megatron_value_worker import MegatronValueWorker
 from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.interface import check_weights, rated_responses
 from aligner.rewards.sequences import SequenceEncoder
 
 ATTRIBUTES = ("helpfulness", "correctness", "length")
+DATA = {"train": {"source": "x.jsonl"}}
 BATCH = {"input_ids": torch.arange(24).reshape(3, 8), "input_lengths": torch.tensor([8, 3, 5])}
 
 
@@ -35,12 +39,8 @@ def worker(path, **options):
 
 
 def awaken(model):
-    """Give the head something to say."""
     for parameter in model.gpt.rm_head.parameters():
         parameter.data.normal_(generator=torch.Generator().manual_seed(7))
-
-
-# Heads and files -----------------------------------------------------------------------------
 
 
 @pytest.mark.integration
@@ -48,8 +48,12 @@ def test_a_head_of_several_attributes_goes_into_a_nemo_and_back(tiny_nemo, tmp_p
     first = worker(tiny_nemo, attributes=ATTRIBUTES)
     awaken(first.model)
     rewards = first.get_rewards(BATCH)["rewards"]
-    assert rewards.shape == (3, 3)
     assert rewards.std() > 0.1
+    # They are the head at the last token.
+    tokens = first.model.infer_tokens(BATCH)
+    assert tokens.shape == (3, 8, 3)
+    assert not tokens[1, 3:].any()
+    assert torch.equal(rewards, tokens[[0, 1, 2], [7, 2, 4]])
     first.save_checkpoint(str(tmp_path / "rated.nemo"))
     again = load_from_nemo(MegatronGPTRewardModel, restore_path=tmp_path / "rated.nemo")
     assert again.attributes == ATTRIBUTES
@@ -62,21 +66,6 @@ def test_a_head_of_several_attributes_goes_into_a_nemo_and_back(tiny_nemo, tmp_p
         assert checkpoint.config["reward_standardization"]["enable"] is False
     with pytest.raises(CheckpointError, match=r"rm_head.weight has shape \(3, 64\)"):
         load_from_nemo(MegatronGPTCriticModel, restore_path=tmp_path / "rated.nemo")
-
-
-@pytest.mark.integration
-def test_the_rewards_are_the_head_at_the_last_token(tiny_nemo):
-    model = load_from_nemo(
-        MegatronGPTRewardModel, RoleSettings(attributes=ATTRIBUTES), restore_path=tiny_nemo
-    )
-    awaken(model)
-    tokens = model.infer_tokens(BATCH)
-    assert tokens.shape == (3, 8, 3)
-    assert not tokens[1, 3:].any()
-    assert torch.equal(model.infer(BATCH), tokens[[0, 1, 2], [7, 2, 4]])
-
-
-# Standardisation -----------------------------------------------------------------------------
 
 
 def test_standardisation_by_hand():
@@ -120,9 +109,6 @@ def test_numbers_that_cannot_be_used_are_refused(bad):
     assert Standardization.of_config({"reward_standardization": {"enable": False, **bad}}) is None
     with pytest.raises(CheckpointError, match=r"reward_standardization of model_config.yaml"):
         Standardization.of_config({"reward_standardization": {"enable": True, **bad}})
-
-
-# What a model is shown -----------------------------------------------------------------------
 
 
 def test_a_sequence_ends_in_one_eos_whatever_the_policy_drew():
@@ -195,17 +181,10 @@ def test_attributes_are_weighted():
         check_weights([1, 2], ATTRIBUTES, "it")
 
 
-# Ratings -------------------------------------------------------------------------------------
-
-
 def rated(tmp_path, *lines):
-    (tmp_path / "rated.jsonl").write_text("\n".join(lines))
-    return load_set(
-        RatedDataset,
-        str(tmp_path / "rated.jsonl"),
-        byte_level_tokenizer(),
-        attribute_columns=ATTRIBUTES,
-    )
+    path, tokenizer = tmp_path / "rated.jsonl", byte_level_tokenizer()
+    path.write_text("\n".join(lines))
+    return load_set(RatedDataset, str(path), tokenizer, attribute_columns=ATTRIBUTES)
 
 
 def test_ratings_by_hand(tmp_path):
@@ -236,9 +215,10 @@ def test_bad_ratings_are_refused(tmp_path, ratings, said):
         rated(tmp_path, f'{{"prompt": "p", "response": "a", {ratings}}}')
 
 
-# Configuration -------------------------------------------------------------------------------
-
-DATA = {"train": {"source": "x.jsonl"}}
+def refuse(kind, said, **values):
+    values = {"model": {"restore_from_path": "m.nemo"}, **values}
+    with pytest.raises(ConfigError, match=said):
+        parse_config(values, kind)
 
 
 @pytest.mark.parametrize(
@@ -257,19 +237,12 @@ DATA = {"train": {"source": "x.jsonl"}}
     ],
 )
 def test_a_loss_without_its_data_is_refused(trainer, data, said):
-    values = {
-        "model": {"restore_from_path": "m.nemo"},
-        "trainer": {"reward_model": trainer},
-        "data": {**DATA, **data},
-    }
-    with pytest.raises(ConfigError, match=said):
-        parse_config(values, RewardRunConfig)
+    refuse(RewardRunConfig, said, trainer={"reward_model": trainer}, data={**DATA, **data})
 
 
 def test_half_a_pair_is_refused():
-    values = {"model": {"restore_from_path": "m.nemo", "micro_batch_size": 3}, "data": DATA}
-    with pytest.raises(ConfigError, match=r"micro_batch_size=3 counts rows.* Use 2 or 4"):
-        parse_config(values, RewardRunConfig)
+    model = {"restore_from_path": "m.nemo", "micro_batch_size": 3}
+    refuse(RewardRunConfig, r"micro_batch_size=3 counts rows.* Use 2 or 4", model=model, data=DATA)
 
 
 @pytest.mark.parametrize(
@@ -294,9 +267,7 @@ def test_half_a_pair_is_refused():
     ],
 )
 def test_a_reward_without_what_it_needs_is_refused(reward, said):
-    values = {"model": {"restore_from_path": "m.nemo"}, "data": DATA, "reward": reward}
-    with pytest.raises(ConfigError, match=said):
-        parse_config(values, RunConfig)
+    refuse(RunConfig, said, data=DATA, reward=reward)
 
 
 def test_every_setting_of_a_frozen_model_is_its_own_or_the_layout():
@@ -309,3 +280,125 @@ def test_every_setting_of_a_frozen_model_is_its_own_or_the_layout():
     assert frozen.parallel == policy.parallel
     assert dataclasses.replace(frozen.optim) == frozen.optim
     assert (frozen.restore_from_path, frozen.micro_batch_size) == ("r.nemo", 3)
+
+
+SHARE = "reward.model.share_body_with_critic=true"
+
+
+@pytest.fixture(scope="module")
+def reward_nemo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward")
+    write_tiny_nemo(folder / "other.nemo", seed=5, scale=0.1)
+    settings = RoleSettings(attributes=("first", "second"))
+    model = load_from_nemo(MegatronGPTRewardModel, settings, restore_path=folder / "other.nemo")
+    for parameter in model.gpt.rm_head.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(7))
+    model.save_to(folder / "reward.nemo")
+    return folder / "reward.nemo"
+
+
+def bodies(*modules):
+    """Numbers in distinct storages of the modules' parameters, heads aside."""
+    named = (pair for module in modules for pair in module.named_parameters())
+    parameters = {each.data_ptr(): each for name, each in named if "_head" not in name}
+    return sum(each.numel() for each in parameters.values())
+
+
+@pytest.mark.integration
+def test_one_body_two_models(tiny_nemo, reward_nemo):
+    """Before and after an update, the critic is undisturbed and the rewards are the file's."""
+    section = CriticConfig(micro_batch_size=3, global_batch_size=3)
+    policy = ModelConfig(restore_from_path=str(tiny_nemo))
+    tokenizer, run, parallel = byte_level_tokenizer(), RunSettings(), initialize_parallel()
+    worker = MegatronValueWorker(section, tokenizer, model=policy, run=run, parallel=parallel)
+    critic = worker.model
+    critic.gpt.rm_head.weight.data.normal_(generator=torch.Generator().manual_seed(3))
+    critic.optimizer.copy_model_weights()
+    alone = load_from_nemo(MegatronGPTRewardModel, restore_path=reward_nemo)
+    worker.prepare_for_inference()
+    values, one_body = worker.get_values(BATCH)["values"], bodies(critic)
+    config = TrainedModelConfig(restore_from_path=str(reward_nemo), micro_batch_size=2)
+    worker.share_backbone(config, tokenizer, run)
+    assert worker.reward_attributes() == ("first", "second")
+    expected = alone.infer(BATCH, 2)
+    assert expected.std() > 0.1
+    for _ in range(2):
+        assert worker.get_rewards(BATCH, 2)["rewards"].equal(expected)
+        assert worker.get_values(BATCH)["values"].equal(values)
+    both = critic.infer_rm_critic(BATCH)
+    assert both["values"].equal(values)
+    torch.testing.assert_close(both["rewards"], expected)
+    assert bodies(critic, worker._reward) == one_body
+    assert bodies(critic, alone) == 2 * one_body
+
+
+@pytest.mark.integration
+def test_what_goes_wrong_while_scoring_leaves_the_critic_its_body(tiny_nemo, reward_nemo):
+    policy = ModelConfig(restore_from_path=str(tiny_nemo))
+    worker = MegatronValueWorker(
+        CriticConfig(), byte_level_tokenizer(), model=policy, parallel=initialize_parallel()
+    )
+    worker.prepare_for_inference()
+    before = {name: value.clone() for name, value in worker.model.whole_weights().items()}
+    config = TrainedModelConfig(restore_from_path=str(reward_nemo))
+    worker.share_backbone(config, byte_level_tokenizer(), RunSettings())
+    with pytest.raises(IndexError):
+        worker.get_rewards({**BATCH, "input_ids": BATCH["input_ids"] + 1000})
+    after = worker.model.whole_weights()
+    assert before.keys() == after.keys()
+    assert all(before[name].equal(after[name]) for name in before)
+
+
+def ppo(folder, nemo, reward, *overrides, recipe="ppo_tiny_cpu"):
+    recipes.run(
+        *(folder, nemo, recipe, "trainer.ppo.max_steps=2", "trainer.ppo.save_interval=0"),
+        *("model.global_batch_size=8", "model.micro_batch_size=4"),
+        *("model.ppo.num_rollout_samples=8", "data.train.arguments.size=32"),
+        *("data.validation.arguments.size=8", "reward=model"),
+        f"reward.model.restore_from_path={reward}",
+        "reward.attribute_weights=[1.0,-0.5]",
+        *overrides,
+    )
+    with open_nemo(folder / "policy.nemo") as checkpoint:
+        return recipes.numbers(folder), dict(checkpoint.weights)
+
+
+@pytest.mark.integration
+def test_a_run_with_a_shared_backbone_is_the_same_to_the_bit(tmp_path, tiny_nemo, reward_nemo):
+    # Packed rows of the critic, padded ones of the reward model.
+    settings = ["model.sequence_packing.enabled=true", "critic.global_batch_size=8"]
+    apart = ppo(tmp_path / "apart", tiny_nemo, reward_nemo, *settings)
+    shared = ppo(tmp_path / "shared", tiny_nemo, reward_nemo, *settings, SHARE)
+    assert shared[0] == apart[0]
+    assert "critic/loss" in apart[0][1]
+    assert shared[1].keys() == apart[1].keys()
+    assert all(shared[1][name].equal(apart[1][name]) for name in apart[1])
+
+
+@pytest.mark.integration
+def test_another_architecture_is_refused(tmp_path, tiny_nemo):
+    path = tmp_path / "wide.nemo"
+    wider = dataclasses.replace(TINY_ARCHITECTURE, hidden_size=128)
+    head = {"rm_head.weight": torch.zeros(1, 128), "rm_head.bias": torch.zeros(1)}
+    weights = random_weights(wider) | head
+    weights.pop("output_layer.weight")
+    save_nemo(path, weights, wider, byte_level_tokenizer().files())
+    settings = ["critic.global_batch_size=8", "critic.micro_batch_size=8"]
+    with pytest.raises(ConfigError, match=r"differ in hidden_size \(128, 64\). Start both from"):
+        ppo(tmp_path, tiny_nemo, path, *settings, "reward.attribute_weights=null", SHARE)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.backend=dtensor"], "needs megatron-core models, but policy.backend=dtensor"),
+        (["reward.model.offload_weights=true"], "offload_weights=true needs separate workers"),
+        (["model.peft.peft_scheme=lora"], "but model.peft.peft_scheme=lora"),
+        (None, "needs a critic, but this run has none"),
+    ],
+)
+def test_what_cannot_share_is_refused(tmp_path, tiny_nemo, overrides, message):
+    recipe = "grpo_tiny_cpu" if overrides is None else "ppo_tiny_cpu"
+    with pytest.raises(ConfigError, match=message):
+        ppo(tmp_path, tiny_nemo, "r.nemo", SHARE, *(overrides or ()), recipe=recipe)

@@ -20,18 +20,7 @@ PLAIN = SamplingParams()
 
 
 def even_uniforms(count):
-    """Midpoints of ``count`` equal parts of [0, 1): frequencies come out exact."""
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
-
-
-def frequencies(logits, sampling, count=4000, **options):
-    """Share of each token when the unit interval is swept evenly, and one log-prob per token."""
-    rows = torch.tensor(logits).expand(count, -1)
-    drawn = sample_tokens(rows, even_uniforms(count), sampling, greedy=False, **options)
-    share = torch.bincount(drawn.tokens, minlength=len(logits)).double() / count
-    logprobs = torch.full((len(logits),), -torch.inf)
-    logprobs[drawn.tokens] = drawn.logprobs
-    return share, logprobs
 
 
 def splitmix64_uniform(seed, sample, position):
@@ -79,14 +68,6 @@ def test_uniforms_are_uniform_and_uncorrelated():
     assert torch.unique(u).numel() == u.numel()
 
 
-def test_uniforms_change_with_each_of_their_keys():
-    def one(seed, sample, position):
-        return counter_uniforms(seed, torch.tensor([sample]), torch.tensor([position])).item()
-
-    values = [one(1, 2, 3), one(2, 2, 3), one(1, 3, 3), one(1, 2, 4), one(1, 3, 2), one(2, 1, 3)]
-    assert len(set(values)) == len(values)
-
-
 def test_inverse_cdf_by_hand():
     p = torch.zeros(6, 300)
     p[:, 5], p[:, 130], p[:, 299] = 0.25, 0.5, 0.25
@@ -103,42 +84,42 @@ def test_inverse_cdf_never_returns_a_token_of_probability_zero():
     assert (p.gather(1, inverse_cdf(p, u)[:, None]) > 0).all()
 
 
-def test_plain_sampling_follows_the_softmax():
-    logits = [2.0, 0.0, -1.0, 1.0]
-    expected = torch.tensor(logits).softmax(0)
-    share, logprobs = frequencies(logits, PLAIN)
-    assert torch.allclose(share, expected.double(), atol=1 / 4000)
-    assert torch.allclose(logprobs, expected.log(), atol=1e-6)
+@pytest.mark.parametrize(
+    ("weights", "sampling", "expected"),
+    [
+        ((8, 2, 1, 5), PLAIN, (8 / 16, 2 / 16, 1 / 16, 5 / 16)),
+        ((1, 4), SamplingParams(temperature=2.0), (1 / 3, 2 / 3)),
+        ((1, 6, 2, 3), SamplingParams(top_k=2), (0, 6 / 9, 0, 3 / 9)),
+        ((2, 10, 3, 5), SamplingParams(top_p=0.6), (0, 2 / 3, 0, 1 / 3)),  # the one that crosses
+        ((2, 10, 3, 5), SamplingParams(top_p=0.4), (0, 1, 0, 0)),
+        # After top-k the first two have 4/7 and 3/7: 0.57 does not reach 0.58.
+        ((4, 3, 2, 1), SamplingParams(top_k=2, top_p=0.58), (4 / 7, 3 / 7, 0, 0)),
+        ((4, 3, 2, 1), SamplingParams(top_k=2, top_p=0.57), (1, 0, 0, 0)),
+    ],
+)
+def test_distributions_by_hand(weights, sampling, expected):
+    """Frequencies are exact, because the uniform numbers are midpoints of equal parts."""
+    count, expected = 4000, torch.tensor(expected)
+    rows = torch.tensor(weights).log().expand(count, -1)
+    drawn = sample_tokens(rows, even_uniforms(count), sampling, greedy=False)
+    share = torch.bincount(drawn.tokens, minlength=len(weights)) / count
+    assert torch.allclose(share, expected, atol=1 / 4000)
+    assert torch.allclose(drawn.logprobs, expected.log()[drawn.tokens], atol=1e-6)
+    greedy = sample_tokens(rows[:1].clone(), torch.zeros(1).double(), sampling, greedy=True)
+    assert greedy.tokens.item() == max(range(len(weights)), key=weights.__getitem__)
+    assert greedy.logprobs.item() == pytest.approx(expected.max().log().item(), abs=1e-6)
 
 
-def test_temperature_divides_logits():
-    share, logprobs = frequencies([math.log(1.0), math.log(4.0)], SamplingParams(temperature=2.0))
-    assert share.tolist() == pytest.approx([1 / 3, 2 / 3], abs=1 / 4000)
-    assert logprobs.tolist() == pytest.approx([math.log(1 / 3), math.log(2 / 3)], abs=1e-6)
-
-
-def test_top_k_renormalises_over_the_tokens_kept():
-    logits = [math.log(x) for x in (1.0, 6.0, 2.0, 3.0)]
-    share, logprobs = frequencies(logits, SamplingParams(top_k=2))
-    assert share.tolist() == pytest.approx([0, 6 / 9, 0, 3 / 9], abs=1 / 4000)
-    assert logprobs[1].item() == pytest.approx(math.log(6 / 9), abs=1e-6)
-
-
-def test_top_p_keeps_the_token_that_crosses():
-    logits = [math.log(x) for x in (0.1, 0.5, 0.15, 0.25)]
-    share, _ = frequencies(logits, SamplingParams(top_p=0.6))
-    assert share.tolist() == pytest.approx([0, 2 / 3, 0, 1 / 3], abs=1 / 4000)
-    share, _ = frequencies(logits, SamplingParams(top_p=0.4))
-    assert share.tolist() == [0, 1, 0, 0]
-
-
-def test_top_p_applies_to_what_top_k_leaves():
-    logits = [math.log(x) for x in (0.4, 0.3, 0.2, 0.1)]
-    # After top-k the first two have 4/7 and 3/7: 0.57 does not reach 0.58.
-    share, _ = frequencies(logits, SamplingParams(top_k=2, top_p=0.58))
-    assert share.tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0], abs=1 / 4000)
-    share, _ = frequencies(logits, SamplingParams(top_k=2, top_p=0.57))
-    assert share.tolist() == [1, 0, 0, 0]
+def test_repetition_penalty_comes_before_the_temperature():
+    logits = torch.tensor([[2.0, -1.0, 3.0, 0.0]])
+    seen = torch.tensor([[True, True, False, True]])
+    penalised = torch.tensor([[1.0, -2.0, 3.0, 0.0]])
+    assert torch.equal(penalise_repetition(logits, seen, 2.0), penalised)
+    sampling, uniform = SamplingParams(temperature=0.5, repetition_penalty=2.0), torch.zeros(1)
+    drawn = sample_tokens(logits, uniform.double(), sampling, greedy=False, history_mask=seen)
+    assert drawn.tokens.tolist() == [0]
+    expected = (penalised / 0.5).log_softmax(1)[0, 0]
+    assert drawn.logprobs.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
@@ -165,31 +146,6 @@ def test_log_probs_are_exact_over_a_large_vocabulary():
     drawn = sample_tokens(logits, u, PLAIN, greedy=False)
     exact = logits.double().log_softmax(-1).gather(1, drawn.tokens[:, None]).squeeze(1)
     assert (drawn.logprobs - exact).abs().max() < 2e-6
-
-
-def test_repetition_penalty_by_hand():
-    logits = torch.tensor([[2.0, -1.0, 3.0, 0.0]])
-    seen = torch.tensor([[True, True, False, True]])
-    assert penalise_repetition(logits, seen, 2.0).tolist() == [[1.0, -2.0, 3.0, 0.0]]
-
-
-def test_repetition_penalty_comes_before_the_temperature():
-    logits = torch.tensor([[2.0, -1.0]])
-    seen = torch.tensor([[True, True]])
-    sampling = SamplingParams(temperature=0.5, repetition_penalty=2.0)
-    drawn = sample_tokens(
-        logits, torch.zeros(1).double(), sampling, greedy=False, history_mask=seen
-    )
-    expected = torch.tensor([2.0, -4.0]).log_softmax(0)[0]  # (1, -2) / 0.5
-    assert drawn.tokens.tolist() == [0]
-    assert drawn.logprobs.item() == pytest.approx(expected.item(), abs=1e-6)
-
-
-def test_greedy_takes_the_likeliest_with_its_log_prob():
-    logits = torch.tensor([[0.0, 2.0, 1.0]])
-    drawn = sample_tokens(logits, torch.zeros(1).double(), SamplingParams(top_k=2), greedy=True)
-    assert drawn.tokens.tolist() == [1]
-    assert drawn.logprobs.item() == pytest.approx(-math.log(1 + math.exp(-1)), abs=1e-6)
 
 
 def test_banned_end_tokens_are_never_drawn_and_only_in_banned_rows():

@@ -2,32 +2,35 @@
 
 1. By hand: which row holds which token, and which token it predicts, on every rank.
 2. Loss and gradient under micro-batch size, order, padding, packing, micro-batches without rows.
-3. Models with learned positions, rotary scaling and a sliding window; recomputed activations.
-4. A neighbour in the packed row changes no log-prob.
+3. A neighbour in the packed row changes no log-prob.
+4. Sequences that share prefixes go through the model as if each stood for itself: scores, losses,
+   gradients and two updates of every role, on every kind of model and rows; and with a user's own
+   loss. Where nothing is shared no bit changes; where dropout would differ nothing is shared.
 """
 
-import dataclasses
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from batches import ppo_batch
-from role_models import gradients, load_role
+from role_models import gradients, load_role, trained
 
 from aligner.architecture import RopeScaling
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.config import OptimConfig
+from aligner.config import LoraConfig, OptimConfig, SamplingParams
+from aligner.distributed.sequences import build_prefix_tree
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
+from aligner.losses.distillation import DistillationLoss
 from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.preference import DPOLoss
+from aligner.losses.reward import BradleyTerryLoss
+from aligner.losses.user import UserPolicyLoss
 from aligner.losses.value import PPOValueLoss
-from aligner.models.gpt import (
-    MegatronGPTActorModel,
-    MegatronGPTCriticModel,
-    MegatronGPTRewardModel,
-    load_from_nemo,
-)
+from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, MegatronGPTRewardModel
 from aligner.models.gpt.forward.token_layout import PADDING, LayoutRules, build_layout
-from aligner.models.gpt.role.settings import RoleSettings
 
 pytestmark = pytest.mark.integration
 
@@ -83,23 +86,16 @@ def test_no_sequence_at_all():
         assert layout.to_frame(torch.zeros(0), tokens).shape == (0, 5)
 
 
-# Roles ----------------------------------------------------------------------------------------
-
 ROWS, WIDTH = 8, 48
-OPTIM = OptimConfig(lr=1e-3)
-ROLES = {
-    "actor": (MegatronGPTActorModel, PPOPolicyLoss(entropy_bonus=0.01)),
-    "critic": (MegatronGPTCriticModel, PPOValueLoss(value_clip=0.2)),
-}
 
 
-def make_batch():
+def plain_batch():
     batch = ppo_batch([16, 9, 33, 16, 5, 48, 2, 10], [4, 3, 6, 2, 1, 7, 1, 8])
     return {**batch, "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0])}
 
 
-def load(name, path, **changes):
-    role = load_role(*ROLES[name], path, optim=OPTIM, **changes)
+def ready(name, path, **changes):
+    role = load(name, path, **changes)
     role.prepare_for_training()
     return role
 
@@ -110,18 +106,18 @@ def loss_and_gradient(role, batch, mbs):
     return loss, gradients(role)
 
 
-def assert_same(actual, expected, tolerance=1e-5):
+def assert_same_gradient(actual, expected, tolerance=1e-5):
     assert actual[0] == pytest.approx(expected[0], rel=tolerance, abs=1e-7)
     for name, gradient in expected[1].items():
         scale = gradient.abs().max().clamp(min=1e-5)
         assert (gradient - actual[1][name]).abs().max() / scale < tolerance, name
 
 
-@pytest.mark.parametrize("name", ROLES)
+@pytest.mark.parametrize("name", ["actor", "critic"])
 def test_loss_and_gradient_know_nothing_of_the_layout(name, tiny_nemo):
-    padded, packed = load(name, tiny_nemo), load(name, tiny_nemo, sequence_packing=True)
-    rounded = load(name, tiny_nemo, sequence_length_round=16)
-    batch = make_batch()
+    padded, packed = ready(name, tiny_nemo), ready(name, tiny_nemo, sequence_packing=True)
+    rounded = ready(name, tiny_nemo, sequence_length_round=16)
+    batch = plain_batch()
     expected = loss_and_gradient(padded, batch, ROWS)
     assert max(gradient.abs().max() for gradient in expected[1].values()) > 1e-3
     order = torch.tensor([5, 0, 7, 2, 1, 6, 4, 3])
@@ -133,45 +129,21 @@ def test_loss_and_gradient_know_nothing_of_the_layout(name, tiny_nemo):
     wider["token_mask"][:, WIDTH:] = 0
     for role in (padded, packed):
         for size in (1, 2, 4, 8):
-            assert_same(loss_and_gradient(role, batch, size), expected)
-        assert_same(loss_and_gradient(role, shuffled, 4), expected)
-        assert_same(loss_and_gradient(role, wider, 2), expected)
-        assert_same(loss_and_gradient(role, batch, [[0, 3], [3, 3], [3, 8], [8, 8]]), expected)
-    assert_same(loss_and_gradient(rounded, batch, 2), expected)
+            assert_same_gradient(loss_and_gradient(role, batch, size), expected)
+        assert_same_gradient(loss_and_gradient(role, shuffled, 4), expected)
+        assert_same_gradient(loss_and_gradient(role, wider, 2), expected)
+        assert_same_gradient(
+            loss_and_gradient(role, batch, [[0, 3], [3, 3], [3, 8], [8, 8]]), expected
+        )
+    assert_same_gradient(loss_and_gradient(rounded, batch, 2), expected)
 
 
-def test_recomputed_packed_activations_give_the_same_gradient(tiny_nemo):
-    expected = loss_and_gradient(load("actor", tiny_nemo), make_batch(), 4)
-    for recompute in ("full", "selective"):
-        role = load("actor", tiny_nemo, sequence_packing=True, recompute=recompute)
-        assert_same(loss_and_gradient(role, make_batch(), 4), expected)
-
-
-KINDS = {
-    "learned positions": {"position_embedding": "learned_absolute", "max_position_embeddings": 48},
-    "window": {"window_size": 6},
-    "scaled rotary": {
-        "rope_scaling": RopeScaling(4.0, original_max_position_embeddings=16),
-        "rotary_percent": 0.5,
-    },
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_models(kind, tmp_path):
-    architecture = dataclasses.replace(TINY_ARCHITECTURE, **KINDS[kind])
-    path = tmp_path / "model.nemo"
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_neighbour_changes_no_bit(window, tmp_path):
+    path, architecture = tmp_path / "m.nemo", replace(TINY_ARCHITECTURE, window_size=window)
     save_nemo(path, random_weights(architecture, scale=0.1), architecture, {})
-    expected = loss_and_gradient(load("actor", path), make_batch(), 4)
-    packed = load("actor", path, sequence_packing=True)
-    assert_same(loss_and_gradient(packed, make_batch(), 4), expected)
-
-
-def test_a_neighbour_changes_nothing(tiny_nemo):
-    actor = load("actor", tiny_nemo, sequence_packing=True)
-    batch = make_batch()
+    actor, batch, row = ready("actor", path, sequence_packing=True), plain_batch(), 3
     before = actor.get_logprobs(batch, ROWS)
-    row = 3
     changed = (batch["input_ids"] + 1) % 250
     changed[row] = batch["input_ids"][row]
     after = actor.get_logprobs({**batch, "input_ids": changed}, ROWS)
@@ -179,13 +151,229 @@ def test_a_neighbour_changes_nothing(tiny_nemo):
     assert (before - after).abs().max() > 1e-3
 
 
-def test_rewards_of_packed_sequences(tiny_nemo):
-    rewards = []
-    for packed in (False, True):
-        settings = RoleSettings(sequence_packing=packed, forward_micro_batch_size=3)
-        role = load_from_nemo(MegatronGPTRewardModel, settings, restore_path=tiny_nemo)
-        with torch.no_grad():
-            role.gpt.rm_head.weight.normal_(generator=torch.Generator().manual_seed(3))
-        rewards.append(role.infer_rm_critic(make_batch())["rewards"])
-    assert torch.allclose(*rewards, atol=1e-5)
-    assert rewards[0].abs().min() > 0
+TOLERANCE = 1e-5
+
+
+def test_a_row_stands_at_several_places_by_hand():
+    ids = torch.tensor([[1, 2, 3, 0], [1, 2, 4, 5], [1, 2, 0, 0]])
+    lengths = np.array([3, 4, 2])
+    tree = build_prefix_tree(ids.numpy(), lengths, 1)
+    layout = build_layout(ids, lengths, LayoutRules(False, 1, row_multiple=8), tree)
+    assert layout.input_ids[0].tolist() == [1, 2, 3, 4, 5, 1, 1, 1]
+    assert layout.positions[0].tolist() == [0, 1, 2, 2, 3, 0, 0, 0]
+    assert (layout.frame_indices[5:] == PADDING).all()
+    rows, tokens = layout.all_tokens()
+    found = dict(zip(tokens.tolist(), rows.tolist(), strict=True))
+    assert found == {0: 0, 1: 1, 2: 2, 4: 0, 5: 1, 6: 3, 7: 4, 8: 0, 9: 1}
+    rows, tokens = layout.predicted_tokens(np.ones((3, 4), bool))
+    found = dict(zip(tokens.tolist(), rows.tolist(), strict=True))
+    assert found == {1: 0, 2: 1, 5: 0, 6: 1, 7: 3, 9: 0}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_place_is_held_by_one_rank(size):
+    ids, lengths = forest()
+    tree = build_prefix_tree(ids.numpy(), lengths, 32)
+    places = []
+    for rank in range(size):
+        rules = LayoutRules(True, 2 * size if size > 1 else 1, 1, cp_rank=rank, cp_size=size)
+        layout = build_layout(ids, lengths, rules, tree)
+        rows, tokens = layout.all_tokens()
+        assert (layout.input_ids[0, rows] == ids.flatten()[tokens]).all()
+        assert (layout.positions[0, rows] == tokens % ids.shape[1]).all()
+        places += tokens.tolist()
+    inside = np.flatnonzero(np.arange(ids.shape[1]) < lengths[:, None])
+    assert sorted(places) == inside.tolist()
+
+
+OPTIM = OptimConfig(lr=1e-4, eps=1e-3)
+ROLES = {
+    "actor": (MegatronGPTActorModel, PPOPolicyLoss(entropy_bonus=0.01)),
+    "critic": (MegatronGPTCriticModel, PPOValueLoss(value_clip=0.2)),
+    "reward model": (MegatronGPTRewardModel, BradleyTerryLoss()),
+    "pairs": (MegatronGPTActorModel, DPOLoss()),
+    "student": (MegatronGPTActorModel, DistillationLoss()),
+}
+
+
+def forest(rows=8, width=90):
+    """Two prompts with forks, a sequence that begins another, two that are equal, one alone."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 250, (rows, width), generator=generator)
+    ids[:3, :40] = ids[0, :40]
+    ids[1, 40:75] = ids[0, 40:75]
+    ids[4:7, :50] = ids[4, :50]
+    ids[5] = ids[4]
+    lengths = torch.tensor([90, 80, 55, 30, 85, 85, 50, 12])
+    return ids, lengths.numpy()
+
+
+def make_batch(turns=False):
+    """``turns``: many, with what an environment said between; rows part in a turn and in a hole."""
+    ids, lengths = forest()
+    prompts = [10, 10, 10, 3, 12, 12, 12, 1] if turns else [40, 40, 40, 3, 50, 50, 44, 1]
+    batch = ppo_batch(lengths.tolist(), prompts, seed=6) | {"input_ids": ids}
+    batch["sample_mask"] = torch.tensor([1.0, 1, 0, 0, 1, 1, 1, 1])
+    batch["ref_logprobs"] = torch.full(ids.shape, -5.0)
+    if turns:
+        position = torch.arange(ids.shape[1])
+        in_turn = (batch["token_mask"] > 0) & (position % 13 >= 5)
+        batch["turn_ids"] = torch.where(in_turn, position // 13 + 1, 0)
+        batch["token_mask"] = in_turn.float()
+    return batch
+
+
+conversations = partial(make_batch, turns=True)
+
+
+KEPT = 5  # most tokens of a recorded set
+
+
+def recorded():
+    """What a filter kept with each token, sets of each row's own; some were not recorded."""
+    batch, generator = conversations(), torch.Generator().manual_seed(7)
+    ids = batch["input_ids"]
+    kept = torch.randint(0, 250, (*ids.shape, KEPT), generator=generator).int()
+    kept[..., 0] = ids
+    kept[..., 2:][torch.rand(ids.shape, generator=generator) < 0.5] = -1
+    kept[torch.rand(ids.shape, generator=generator) < 0.2] = -1
+    batch["kept_ids"] = kept
+    batch["prev_logprobs"] = torch.full(ids.shape, -1.5)
+    return batch
+
+
+FILTER = SamplingParams(top_p=0.9)
+
+
+def load(name, path, loss=None, **settings):
+    cls, own = ROLES[name]
+    return load_role(cls, loss or own, path, optim=OPTIM, **settings)
+
+
+def seen_of(name, path, mbs=4, rows=make_batch, **changes):
+    role, batch = load(name, path, **changes), rows()
+    role.prepare_for_inference()
+    scores = role.infer_tokens(batch, mbs)
+    if name == "student":
+        batch["teacher_topk_logits"], batch["teacher_topk_indices"] = role.get_topk_logits(
+            batch, 4, role.architecture.vocab_size, mbs
+        )
+    role.prepare_for_training()
+    role.optimizer.zero_grad()
+    role.get_loss_and_metrics(batch, False, mbs=mbs)
+    gradient = gradients(role)
+    reports = [role.training_update(batch, number, mbs=mbs) for number in range(2)]
+    return {
+        "scores": scores,
+        **{f"report {n} {key}": torch.tensor(value) for n, report in enumerate(reports)
+           for key, value in report.items()},
+        **{f"gradient of {key}": value for key, value in gradient.items()},
+        **{f"weight {key}": p.detach().clone() for key, p in trained(role)},
+    }  # fmt: skip
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        # A number that terms of order 1 leave; the weights of an adapter, which begin at 0.
+        least = {"report": 1e-2, "weight": 1e-3}.get(key.split()[0], 1e-5)
+        if key == "gradient of rm_head.bias":  # the two rewards of a pair cancel
+            least = 1e-2
+        scale = value.abs().max().clamp(min=least)
+        assert (actual[key] - value).abs().max() / scale < TOLERANCE, key
+
+
+KINDS = {
+    "dense": {},
+    "learned positions": {"position_embedding": "learned_absolute", "max_position_embeddings": 90},
+    "window": {"window_size": 45},
+    "scaled rotary": {
+        "rope_scaling": RopeScaling(4.0, original_max_position_embeddings=16),
+        "rotary_percent": 0.5,
+    },
+    "experts": {"num_layers": 2, "num_moe_experts": 4, "moe_ffn_hidden_size": 64,
+                "family": "mixtral"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for kind, changes in KINDS.items():
+        architecture = replace(TINY_ARCHITECTURE, **changes)
+        weights = random_weights(architecture, scale=0.1)
+        save_nemo(folder / f"{kind}.nemo", weights, architecture, {})
+    return lambda kind: folder / f"{kind}.nemo"
+
+
+CASES = [
+    *((name, "dense") for name in ROLES if name != "actor"),
+    *(("actor", kind) for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_numbers_are_those_of_separate_rows(name, kind, models):
+    expected = seen_of(name, models(kind), shared_prefixes=False)
+    assert_same(seen_of(name, models(kind)), expected)
+    assert max(v.abs().max() for k, v in expected.items() if k.startswith("gradient")) > 1e-3
+
+
+OWN = Path(__file__).parents[3] / "examples" / "extend" / "my_loss.py"
+WAYS = {
+    "packed": {"sequence_packing": True},
+    "full recompute": {"recompute": "full"},
+    "selective recompute": {"recompute": "selective"},
+    "one micro-batch": {"mbs": 8},
+    "adapters that drop out": {"lora": LoraConfig(adapter_dim=4, adapter_dropout=0.5)},
+    "conversations": {"rows": conversations},
+    "a critic of conversations": {"name": "critic", "rows": conversations},
+    "what a filter kept": {"rows": recorded, "sampling_params": FILTER},
+    "a user's own loss": {
+        "loss": UserPolicyLoss(f"{OWN}:ReinforceLoss", {"weight": 0.1}),
+        "rows": conversations,
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_train(way, models):
+    arguments = {"name": "actor", "path": models("dense"), **WAYS[way]}
+    expected = seen_of(**arguments, shared_prefixes=False)
+    assert_same(seen_of(**arguments), expected)
+
+
+def test_equal_sequences_keep_sets_of_their_own(models):
+    role, batch = load("actor", models("dense"), sampling_params=FILTER), recorded()
+    assert torch.equal(batch["input_ids"][4], batch["input_ids"][5])
+    scores = role.infer_tokens(batch, 4)
+    assert (scores[4] - scores[5]).abs().max() > 0.1
+    del batch["kept_ids"]
+    scores = role.infer_tokens(batch, 4)
+    torch.testing.assert_close(scores[4], scores[5])
+
+
+def test_fewer_tokens_go_through_the_model(models):
+    role, seen = load("actor", models("dense")), []
+    hook = role.gpt.decoder.register_forward_hook(
+        lambda module, args, kwargs, out: seen.append(out.shape[0] * out.shape[1]), with_kwargs=True
+    )
+    role.infer_tokens(make_batch(), 4)
+    hook.remove()
+    assert seen == [90 + 5 + 15 + 30, 85 + 12]
+
+
+def test_where_nothing_is_shared_no_bit_changes(models):
+    batch = make_batch()
+    batch["input_ids"][:, 0] = torch.arange(8)
+    scores = [
+        load("actor", models("dense"), shared_prefixes=shared).infer_tokens(batch, 4)
+        for shared in (False, True)
+    ]
+    assert torch.equal(*scores)
+
+
+def test_a_model_with_dropout_shares_nothing(models):
+    for dropout, shares in ((0.0, True), (0.1, False), (None, True)):
+        assert load("actor", models("dense"), dropout=dropout).shares_prefixes is shares
+    assert not load("actor", models("dense"), shared_prefixes=False).shares_prefixes

@@ -1,9 +1,20 @@
-"""The critic's worker on one process: forward step, the head's optimizer, 8-bit products."""
+"""The critic's worker on one process, and values out of the pass that trains.
 
+1. Where the rollout is one micro-batch of one update, the body runs once, and the update is to the
+   bit what it is from a pass of its own.
+2. Whatever makes the reused pass another one than training would make, it is not used.
+3. What draws or counts in training, or takes several passes, is never kept.
+"""
+
+import copy
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
+from batches import ppo_batch
+from torch import nn
 
 from aligner.config import (
     CriticConfig,
@@ -17,10 +28,11 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt import MegatronGPTCriticModel, load_from_nemo
 from aligner.models.gpt.layers import layer_spec
 from aligner.models.gpt.megatron import build, critic
-from aligner.models.gpt.role.optimizer_step import learning_rate
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
+from aligner.models.gpt.role.training_state import learning_rate
 from aligner.models.value.workers import megatron_value_worker
 from aligner.models.value.workers.megatron_value_worker import (
     MegatronValueWorker,
@@ -30,23 +42,142 @@ from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
-ROWS, WIDTH, CLIP = 4, 12, 0.1
-SCHED = SchedConfig(name="cosine", warmup_steps=2, max_steps=6, min_lr=1e-4)
-OPTIM = OptimConfig(name="sgd", lr=0.5, sched=SCHED)
+LENGTHS = (9, 5, 12, 7)
+ROWS = len(LENGTHS)
+WHOLE = {"micro_batch_size": ROWS, "global_batch_size": ROWS}
+
+
+def make_critic(tiny_nemo, **changes):
+    settings = RoleSettings(optim=OptimConfig(lr=1e-2), **{**WHOLE, **changes})
+    critic = load_from_nemo(MegatronGPTCriticModel, settings, restore_path=tiny_nemo)
+    with torch.no_grad():
+        critic.gpt.rm_head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    critic.setup_training()
+    critic.loss_fn = PPOValueLoss(value_clip=None)
+    return critic
 
 
 def make_batch():
-    generator = torch.Generator().manual_seed(5)
-    lengths, position = torch.tensor([12, 7, 3, 9]), torch.arange(WIDTH)
-    return BatchedDataDict(
-        {
-            "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
-            "input_lengths": lengths,
-            "token_mask": ((position > 0) & (position < lengths[:, None])).float(),
-            "sample_mask": torch.ones(ROWS),
-            "returns": torch.randn(ROWS, WIDTH, generator=generator),
-        }
-    )
+    return BatchedDataDict(ppo_batch(LENGTHS, [2] * ROWS, seed=7))
+
+
+@pytest.fixture
+def passes():
+    """Critics, one for each forward pass of their bodies."""
+    return []
+
+
+def counted(critic, passes):
+    critic.gpt.decoder.register_forward_hook(lambda *_: passes.append(critic))
+    return critic
+
+
+def scored(critic, batch):
+    critic.prepare_for_inference()
+    values = critic.get_values(batch)
+    critic.finish_inference()
+    return values
+
+
+def updated(critic, batch):
+    critic.prepare_for_training()
+    metrics = critic.training_update(batch)
+    critic.finish_training()
+    return metrics, {name: value.clone() for name, value in critic.gpt.named_parameters()}
+
+
+def assert_same_update(one, other):
+    assert one[0] == other[0]
+    assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"recompute": "full"}, {"sequence_packing": True}, {"precision": "bf16"}],
+    ids=["plain", "recompute", "packed", "bf16"],
+)
+def test_the_body_runs_once_and_the_update_is_the_same_to_the_bit(changes, tiny_nemo, passes):
+    batch, critic = make_batch(), counted(make_critic(tiny_nemo, **changes), passes)
+    values = scored(critic, batch)
+    assert not values.requires_grad
+    assert not critic.model.training
+    hidden = weakref.ref(critic.forward_reuse._microbatch.hidden)
+    kept = updated(critic, batch)
+    assert len(passes) == 1
+    gc.collect()
+    assert hidden() is None  # the graph is freed with the update
+
+    own = make_critic(tiny_nemo, **changes)
+    assert torch.equal(values, own.get_values(batch))
+    own.forward_reuse.drop()
+    assert_same_update(kept, updated(own, batch))
+    second = updated(critic, batch)  # no second time
+    assert_same_update(second, updated(own, batch))
+
+
+def state_loaded(critic, batch):
+    state = copy.deepcopy(critic.run_state())
+    updated(critic, batch)
+    later = copy.deepcopy(critic.run_state())
+    critic.load_run_state([state])
+    critic.get_values(batch)
+    critic.load_run_state([later])
+
+
+CHANGES = {
+    "other rows": lambda c, batch: batch.update(input_ids=batch["input_ids"].roll(1, dims=0)),
+    "other lengths": lambda c, batch: batch.update(input_lengths=torch.tensor([9, 5, 12, 6])),
+    "weights written": lambda c, batch: nn.init.zeros_(c.gpt.rm_head.weight),
+    "weights loaded": lambda c, batch: c.load_whole_weights(
+        {name: value * 1.5 for name, value in c.whole_weights().items()}
+    ),
+    "state loaded": state_loaded,
+    "inference again": lambda c, batch: c.prepare_for_inference(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_pass_is_not_used(change, tiny_nemo, passes):
+    batch, critic = make_batch(), make_critic(tiny_nemo)
+    scored(critic, batch)
+    CHANGES[change](critic, batch)
+    kept = updated(counted(critic, passes), batch)
+    assert len(passes) == 1, "training made a pass of its own"
+
+    own, batch = make_critic(tiny_nemo), make_batch()
+    CHANGES[change](own, batch)
+    own.forward_reuse.drop()
+    assert_same_update(kept, updated(own, batch))
+
+
+@pytest.mark.parametrize(
+    ("settings", "architecture", "attributes"),
+    [
+        # Several passes.
+        ({"micro_batch_size": 2}, {}, {}),
+        ({"global_batch_size": 2}, {}, {}),
+        # Random numbers, or counts, in training.
+        ({}, {"hidden_dropout": 0.1}, {}),
+        ({}, {"attention_dropout": 0.1}, {}),
+        ({}, {"num_moe_experts": 4}, {}),
+        # A body that holds other weights at times.
+        ({}, {}, {"adapters": object()}),
+        ({}, {}, {"rewards_of": object()}),
+    ],
+)
+def test_a_pass_that_differs_from_training_is_not_kept(
+    settings, architecture, attributes, tiny_nemo
+):
+    critic = make_critic(tiny_nemo, **settings)
+    critic.architecture = dataclasses.replace(critic.architecture, **architecture)
+    vars(critic).update(attributes)
+    critic.get_values(make_batch())
+    assert critic.forward_reuse._microbatch is None
+
+
+CLIP = 0.1
+SCHED = SchedConfig(name="cosine", warmup_steps=2, max_steps=6, min_lr=1e-4)
+OPTIM = OptimConfig(name="sgd", lr=0.5, sched=SCHED)
 
 
 @pytest.fixture
@@ -102,20 +233,14 @@ def test_training_goes_through_forward_step_value(start, monkeypatch):
     monkeypatch.setattr(critic, "forward_step_value", spy)
     worker = start()
     worker.prepare_for_training()
-    for eval_mode in (False, True):
-        worker.train(make_batch(), PPOValueLoss(value_clip=None), eval_mode=eval_mode, mbs=2)
-    assert calls == [worker.model.gpt.rm_head] * 4  # two micro-batches each
-
-
-def test_eval_mode_reports_the_loss_and_changes_nothing(start):
-    worker = start()
-    worker.prepare_for_training()
     before = [p.detach().clone() for p in worker.model.gpt.parameters()]
-    seen = worker.train(make_batch(), PPOValueLoss(value_clip=None), eval_mode=True)
+    seen = worker.train(make_batch(), PPOValueLoss(value_clip=None), eval_mode=True, mbs=2)
+    # In evaluation mode it reports the loss and changes nothing.
     after = list(worker.model.gpt.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    trained = worker.train(make_batch(), PPOValueLoss(value_clip=None), mbs=1)
+    trained = worker.train(make_batch(), PPOValueLoss(value_clip=None), mbs=2)
     assert seen["global_loss"] == pytest.approx(trained["global_loss"], rel=1e-6)
+    assert calls == [worker.model.gpt.rm_head] * 4  # two micro-batches each
 
 
 @pytest.mark.parametrize("offload_weights", [False, True])
@@ -130,13 +255,6 @@ def test_a_pass_is_kept_from_values_to_training_unless_everything_leaves(start, 
     worker.train(make_batch(), PPOValueLoss(value_clip=None))
     worker.finish_training()
     assert len(passes) == (2 if offload_weights else 1)
-
-
-def test_alone_a_worker_has_no_weights_to_wait_for(start):
-    worker = start()
-    worker.enable_forward_pre_hook()
-    assert not worker.model.model.remove_forward_pre_hook_handles
-    worker.disable_forward_pre_hook(param_sync=False)
 
 
 def test_fp8_is_refused_where_there_is_none(start):

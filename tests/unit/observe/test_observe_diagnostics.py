@@ -16,7 +16,7 @@ from aligner.observe.diagnostics import (
     rollout_metrics,
     statistics,
 )
-from aligner.observe.metric_names import METRICS
+from aligner.observe.metrics import METRICS
 
 
 def test_explained_variance_and_reward_length_correlation_by_hand():

@@ -12,9 +12,19 @@ import torch
 
 from aligner.config.experiment import ExpManagerConfig
 from aligner.errors import AlignerError, ConfigError, StorageError
-from aligner.observe.metric_names import METRICS, PREFIXES, check_names, describe, markdown
-from aligner.observe.metrics import MetricsWriter, make_loggers, read_metrics
-from aligner.observe.samples import Sample, read_samples, sample_table
+from aligner.observe.metrics import (
+    METRICS,
+    PREFIXES,
+    MetricsWriter,
+    Sample,
+    check_names,
+    describe,
+    make_loggers,
+    markdown,
+    read_metrics,
+    read_samples,
+)
+from aligner.observe.progress import sample_table
 
 
 def a_sample(step: int, **changes) -> Sample:

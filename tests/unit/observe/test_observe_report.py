@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from aligner.observe.metrics import MetricsWriter
+from aligner.observe.metrics import MetricsWriter, Sample
 from aligner.observe.report import page
 from aligner.observe.report.chart import (
     Series,
@@ -23,7 +23,6 @@ from aligner.observe.report.chart import (
 )
 from aligner.observe.report.page import messages_of, render, templates
 from aligner.observe.report.run import RunRecord, before_and_after, render_report, write_report
-from aligner.observe.samples import Sample
 from aligner.packages import describe_environment
 
 VOID = {"meta", "line", "circle", "path", "br"}

@@ -10,9 +10,8 @@ import subprocess
 
 import pytest
 
-from aligner.observe.metric_names import METRICS
+from aligner.observe.metrics import METRICS, Sample
 from aligner.observe.report.run import RunRecord, render_report
-from aligner.observe.samples import Sample
 
 pytestmark = pytest.mark.browser
 

@@ -10,13 +10,7 @@ import pytest
 from rich.console import Console
 
 from aligner.algorithms.run.startup import working_memory
-from aligner.config import (
-    RolloutConfig,
-    RunConfig,
-    SequencePackingConfig,
-    SFTRunConfig,
-    parse_config,
-)
+from aligner.config import RolloutConfig, RunConfig, SequencePackingConfig, parse_config
 from aligner.device.accelerator import DeviceInfo
 from aligner.errors import VersionError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
@@ -117,22 +111,12 @@ def test_working_memory_by_hand():
     config = dataclasses.replace(config, model=full)
     memory = working_memory(config, model, length=100, on_gpus=False)
     assert memory["activations"] == (17 + 4) * 200 * 64 * 4
-    given = {
-        "model": {"restore_from_path": "m.nemo", "micro_batch_size": 2},
-        "data": {"train": {"source": "d.jsonl"}},
-    }
-    config = parse_config(given, SFTRunConfig)
-    by_rows = working_memory(config, TINY_ARCHITECTURE, length=100, on_gpus=False)
-    assert by_rows["activations"] == 17 * 200 * TINY_ARCHITECTURE.hidden_size * 4 * (
-        TINY_ARCHITECTURE.num_layers
-    )
     budget = SequencePackingConfig(enabled=True, train_mb_tokens=1000)
-    packed = dataclasses.replace(config.model, sequence_packing=budget)
-    by_tokens = working_memory(
-        dataclasses.replace(config, model=packed), TINY_ARCHITECTURE, length=100, on_gpus=False
-    )
-    assert by_tokens["activations"] == 5 * by_rows["activations"]
-    assert by_tokens["output layer"] > by_rows["output layer"]
+    packed = dataclasses.replace(full, sequence_packing=budget)
+    config = dataclasses.replace(config, model=packed)
+    by_tokens = working_memory(config, model, length=100, on_gpus=False)
+    assert by_tokens["activations"] == 5 * memory["activations"]
+    assert by_tokens["output layer"] > memory["output layer"]
 
 
 def test_versions_are_refused_or_reported():

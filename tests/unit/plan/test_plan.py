@@ -35,10 +35,11 @@ from aligner_plan.devices import (
 from aligner_plan.dry.record import Collective, Kernel, Kind, Record
 from aligner_plan.estimate import Estimator
 from aligner_plan.layouts import batch_sizes, layouts
-from aligner_plan.options import PlanConfig, plan_request, trainer_keys, varied
+from aligner_plan.options import PlanConfig, plan_request, varied
 from aligner_plan.search import advice, fastest
 
 CONF = Path(__file__).parents[3] / "conf"
+H100 = DEVICES["h100-80g"]
 RECIPE = ["--config-name", "recipes/ppo_qwen2.5_1.5b_gsm8k_1n8g_megatron"]
 
 
@@ -56,16 +57,8 @@ def test_the_script_of_a_configuration(arguments, root):
 
 
 def test_keys_of_plan_are_taken_off():
-    request = plan_request(
-        [
-            *RECIPE,
-            "plan.devices=64",
-            "seed=3",
-            "plan.json=true",
-            "plan.architecture=my/config.json",
-        ],
-        CONF,
-    )
+    settings = ["plan.devices=64", "seed=3", "plan.json=true", "plan.architecture=my/config.json"]
+    request = plan_request([*RECIPE, *settings], CONF)
     assert (request.plan.devices, request.plan.json) == (64, True)
     assert request.arguments == (
         *RECIPE,
@@ -101,11 +94,8 @@ def test_an_architecture_with_a_byte_order_mark(tmp_path):
     [
         ("plan.device_s=8", "device"),
         ("plan.devices=0", "plan.devices"),
-        ("plan.devices=-8", "plan.devices"),
-        ("plan.devices=many", "plan.devices"),
         ("plan.devices=12", "8 or 16"),
         ("plan.margin=0.9", "plan.margin"),
-        ("plan.search=perhaps", "plan.search"),
         ("plan.device=[h200", "plan.device"),
         ("plan.length=0", "plan.length"),
     ],
@@ -136,13 +126,9 @@ def test_a_shape_that_cannot_be_read_is_refused(tmp_path):
             read_architecture(str(tmp_path))
 
 
-def test_nodes_are_whole():
-    assert trainer_keys(4) == {"trainer.devices": 4, "trainer.num_nodes": 1}
-    assert trainer_keys(24) == {"trainer.devices": 8, "trainer.num_nodes": 3}
-
-
-def config_of(**model):
-    values = {"model": {"restore_from_path": "m", **model}, "data": {"train": {"source": "t"}}}
+def config_of(model=None, **sections):
+    model = {"restore_from_path": "m", **(model or {})}
+    values = {"model": model, "data": {"train": {"source": "t"}}, **sections}
     return parse_config(values, SFTRunConfig)
 
 
@@ -158,10 +144,18 @@ def test_changes_are_a_configuration_that_is_checked():
 
 def test_the_longest_sequences():
     assert longest_lengths(config_of(), length=99) == (0, 99)
-    packing = {"enabled": True, "train_mb_tokens": 777}
-    assert longest_lengths(config_of(sequence_packing=packing)) == (0, 777)
-    assert longest_lengths(config_of(sequence_packing=packing), read=50) == (0, 50)
-    assert longest_lengths(config_of(sequence_packing=packing), 64) == (0, 64)
+    packed = config_of({"sequence_packing": {"enabled": True, "train_mb_tokens": 777}})
+    assert longest_lengths(packed) == (0, 777)
+    assert longest_lengths(packed, read=50) == (0, 50)
+    assert longest_lengths(packed, 64) == (0, 64)
+    # A prompt leaves room for the response.
+    values = {"model": {"restore_from_path": "m"}, "reward": {"function": "a.b:c"}}
+    config = parse_config({**values, "data": {"train": {"source": "t"}}}, RunConfig)
+    assert longest_lengths(config, length=6) == (512, 6)
+    assert longest_lengths(config, 256, length=6) == (250, 6)
+    assert longest_lengths(config, 256, length=6, read=40) == (40, 6)
+    with pytest.raises(ConfigError, match=r"plan\.length"):
+        longest_lengths(config, 6, length=6)
 
 
 def layouts_of(script=SFTRunConfig, shape=None, length=2048, devices=8, **sections):
@@ -171,7 +165,7 @@ def layouts_of(script=SFTRunConfig, shape=None, length=2048, devices=8, **sectio
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
     shape = shape or replace(TINY_ARCHITECTURE, max_position_embeddings=1 << 17)
-    estimator = Estimator(PlanConfig(length=length), DEVICES["h100-80g"], {"m": shape})
+    estimator = Estimator(PlanConfig(length=length), H100, {"m": shape})
     axes = ("tensor", "pipeline", "context", "expert")
     keys = [f"model.{axis}_model_parallel_size" for axis in axes]
     keys[2] = "model.context_parallel_size"
@@ -188,33 +182,26 @@ def test_layouts_of_a_search_are_those_that_work():
     assert layouts_of() == {(*each, 1, 1) for each in sizes if each != (4, 4)}  # 8 devices
 
 
-def test_long_sequences_are_shared_out():
+def test_long_sequences_and_experts_are_shared_out():
     packing = {"sequence_packing": {"enabled": True, "train_mb_tokens": 16384}}
     found = layouts_of(length=16384, model=packing)
     assert {context for _, _, context, _ in found} == {1, 2, 4}
-
-
-def test_experts_are_shared_out():
     shape = replace(TINY_ARCHITECTURE, num_moe_experts=4, moe_ffn_hidden_size=32, family="mixtral")
     found = layouts_of(shape=shape)
     assert {expert for *_, expert in found} == {1, 2, 4}
     assert {tensor for tensor, *_ in found} == {1, 2, 4}
-
-
-def test_dtensor_has_tensor_parallelism_alone():
     assert layouts_of(policy={"backend": "dtensor"}) == {(tensor, 1, 1, 1) for tensor in (1, 2, 4)}
 
 
 def test_sizes_of_micro_batches():
-    values = {"model": {"restore_from_path": "m", "global_batch_size": 16}}
-    values["data"] = {"train": {"source": "t"}}
-    estimator = Estimator(PlanConfig(length=96), DEVICES["h100-80g"], {"m": TINY_ARCHITECTURE})
-    config = parse_config(values, SFTRunConfig)
+    estimator = Estimator(PlanConfig(length=96), H100, {"m": TINY_ARCHITECTURE})
+    config = config_of({"global_batch_size": 16})
     (layout, *_) = layouts(estimator, config)
     sizes = batch_sizes(estimator, config, layout)
     assert [each["model.micro_batch_size"] for each in sizes] == [8, 4, 2, 1]
-    values["model"]["dynamic_batching"] = {"enabled": True, "train_mb_tokens": 400}
-    sizes = batch_sizes(estimator, parse_config(values, SFTRunConfig), layout)
+    budget = {"enabled": True, "train_mb_tokens": 400}
+    config = config_of({"global_batch_size": 16, "dynamic_batching": budget})
+    sizes = batch_sizes(estimator, config, layout)
     assert [each["model.dynamic_batching.train_mb_tokens"] for each in sizes] == [400, 200, 100]
     assert {each["model.dynamic_batching.logprob_mb_tokens"] for each in sizes} == {400}
 
@@ -244,76 +231,57 @@ def test_what_is_counted_is_linear():
 
 
 def test_arithmetic_and_memory_of_kernels_are_added():
-    device = DEVICES["h100-80g"]
-    second = int(ARITHMETIC_REACHED * device.low_precision)
+    second = int(ARITHMETIC_REACHED * H100.low_precision)
     computing = Amounts({Kernel(torch.bfloat16, second, 1): 2.0})
-    assert time_of(computing, device).arithmetic == pytest.approx(2.0)
-    assert time_of(computing, device).bound == "arithmetic"
-    moving = Amounts({Kernel(torch.float32, 0, int(MEMORY_REACHED * device.memory)): 3.0})
-    assert time_of(moving, device).total == pytest.approx(3.0)
-    both = Amounts({Kernel(torch.bfloat16, second, int(MEMORY_REACHED * device.memory)): 1.0})
-    assert time_of(both, device).total == pytest.approx(2.0)
+    assert time_of(computing, H100).arithmetic == pytest.approx(2.0)
+    assert time_of(computing, H100).bound == "arithmetic"
+    moving = Amounts({Kernel(torch.float32, 0, int(MEMORY_REACHED * H100.memory)): 3.0})
+    assert time_of(moving, H100).total == pytest.approx(3.0)
+    both = Amounts({Kernel(torch.bfloat16, second, int(MEMORY_REACHED * H100.memory)): 1.0})
+    assert time_of(both, H100).total == pytest.approx(2.0)
     attention = Amounts({Kernel(torch.bfloat16, second, 0, is_attention=True): 1.0})
-    expected = ARITHMETIC_REACHED / device.attention
-    assert time_of(attention, device).arithmetic == pytest.approx(expected)
+    expected = ARITHMETIC_REACHED / H100.attention
+    assert time_of(attention, H100).arithmetic == pytest.approx(expected)
 
 
 def test_small_kernels_take_the_time_of_their_launches():
-    device = DEVICES["h100-80g"]
-    small = Amounts({Kernel(torch.float32, 0, 4): 1000.0}, counters={"launches": 1000.0})
-    assert time_of(small, device).total == pytest.approx(1000 * LAUNCH_SECONDS)
-    assert time_of(small, device).bound == "launches"
-    graph = Amounts({Kernel(torch.float32, 0, 4): 1000.0}, counters={"launches": 1.0})
-    assert time_of(graph, device).total == pytest.approx(1000 * KERNEL_SECONDS)
+    kernels = {Kernel(torch.float32, 0, 4): 1000.0}
+    time = time_of(Amounts(kernels, counters={"launches": 1000.0}), H100)
+    assert (time.total, time.bound) == (pytest.approx(1000 * LAUNCH_SECONDS), "launches")
+    graph = Amounts(kernels, counters={"launches": 1.0})
+    assert time_of(graph, H100).total == pytest.approx(1000 * KERNEL_SECONDS)
 
 
 def test_collectives_that_overlap_take_what_is_longer_than_the_kernels():
-    device = DEVICES["h100-80g"]
-    second = int(ARITHMETIC_REACHED * device.low_precision)
+    second = int(ARITHMETIC_REACHED * H100.low_precision)
     kernels = {Kernel(torch.bfloat16, second, 0): 2.0}
-    size = 8 / 7 * WIRE_REACHED * device.nvlink  # of a gathered result: a second
+    size = 8 / 7 * WIRE_REACHED * H100.nvlink  # of a gathered result: a second
     for overlaps, gathered, expected in ((False, 1, 1.0), (True, 1, 0.0), (True, 5, 3.0)):
         key = Collective("_allgather_base_", tuple(range(8)), overlaps)
-        found = time_of(Amounts(kernels, wires={key: gathered * size}), device)
+        found = time_of(Amounts(kernels, wires={key: gathered * size}), H100)
         assert (found.nvlink, found.arithmetic) == pytest.approx((expected, 2.0), abs=1e-6)
 
 
 def test_members_of_one_node_share_its_network_cards():
     """All eight cards of a node carry a ring of eight of its members; one carries a pair."""
-    device = DEVICES["h100-80g"]
     for ranks, cards in ((range(16), 8), ((0, 8), 1), ((0, 1, 8, 9), 2)):
         key = Collective("allreduce_", tuple(ranks))
-        rate = WIRE_REACHED * min(device.nvlink, cards * device.network)
-        found = time_of(Amounts(wires={key: 1e9}), device).network
+        rate = WIRE_REACHED * min(H100.nvlink, cards * H100.network)
+        found = time_of(Amounts(wires={key: 1e9}), H100).network
         assert found == pytest.approx(key.wire_bytes(1) * 1e9 / rate)
 
 
 def test_a_ring_sends_what_it_must_over_the_wires_there_are():
-    device = DEVICES["h100-80g"]
     within = Collective("_allgather_base_", tuple(range(8)))
     across = Collective("allreduce_", (0, 8))
     assert within.wire_bytes(800) == 700.0
     assert across.wire_bytes(800) == 800.0
     assert Collective("allreduce_", (0,)).wire_bytes(800) == 0.0
     amounts = Amounts(wires={within: 800.0, across: 800.0})
-    assert amounts.wire_bytes(device) == (700.0, 800.0)
-    assert time_of(amounts, device).network == pytest.approx(
-        800 / (WIRE_REACHED * device.network), abs=1e-9
+    assert amounts.wire_bytes(H100) == (700.0, 800.0)
+    assert time_of(amounts, H100).network == pytest.approx(
+        800 / (WIRE_REACHED * H100.network), abs=1e-9
     )
-
-
-def test_a_prompt_leaves_room_for_the_response():
-    values = {
-        "model": {"restore_from_path": "m"},
-        "reward": {"function": "a.b:c"},
-        "data": {"train": {"source": "t"}, "max_prompt_length": None},
-    }
-    config = parse_config(values, RunConfig)
-    assert longest_lengths(config, length=6) == (512, 6)
-    assert longest_lengths(config, 256, length=6) == (250, 6)
-    assert longest_lengths(config, 256, length=6, read=40) == (40, 6)
-    with pytest.raises(ConfigError, match=r"plan\.length"):
-        longest_lengths(config, 6, length=6)
 
 
 def test_an_algorithm_is_planned_by_its_own_loop(monkeypatch):
@@ -347,7 +315,7 @@ def test_an_algorithm_is_planned_by_its_own_loop(monkeypatch):
                         loop.run()
 
     monkeypatch.setattr(rehearsal, "imported", lambda path: train)
-    config = config_of(global_batch_size=6, micro_batch_size=2)
+    config = config_of({"global_batch_size": 6, "micro_batch_size": 2})
     run = rehearsal.planned_run(config, PlanConfig(length=96), {"m": TINY_ARCHITECTURE})
     assert run.step == (("judge", "logprobs"), ("policy", "train"), ("policy", "save"))
     assert {name: role.learns for name, role in run.roles.items()} == {
@@ -368,7 +336,7 @@ class FakeEstimator:
 
     def __init__(self, cost):
         self.cost, self.usable_bytes = cost, 80 << 30
-        self.device = DEVICES["h100-80g"]
+        self.device = H100
 
     def architecture(self, config):
         return TINY_ARCHITECTURE
@@ -386,9 +354,7 @@ class FakeEstimator:
 
 
 def advised(cost, **trainer):
-    values = {"model": {"restore_from_path": "m"}, "data": {"train": {"source": "t"}}}
-    config = parse_config({**values, "trainer": {"devices": 8, **trainer}}, SFTRunConfig)
-    estimator = FakeEstimator(cost)
+    config, estimator = config_of(trainer={"devices": 8, **trainer}), FakeEstimator(cost)
     found = advice(estimator, estimator.estimate(config))
     return [overrides_of(each.changes) for each in found]
 
@@ -443,7 +409,6 @@ def test_a_search_prefers_fewer_changes_of_nearly_equal_times(seconds, tensor):
             return (60 if fits else 90), 1.0
         return 60, seconds
 
-    values = {"model": {"restore_from_path": "m", "micro_batch_size": 1}}
-    values |= {"data": {"train": {"source": "t"}}, "trainer": {"devices": 8}}
-    found = fastest(FakeEstimator(cost), parse_config(values, SFTRunConfig))
+    config = config_of({"micro_batch_size": 1}, trainer={"devices": 8})
+    found = fastest(FakeEstimator(cost), config)
     assert f"model.tensor_model_parallel_size={tensor}" in found.overrides

@@ -7,7 +7,6 @@ import torch
 from aligner.data.chat import MESSAGES
 from aligner.errors import ConfigError, DataError, RewardError
 from aligner.rewards.function.execution import LoadedFunction
-from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.protocol import Samples
 
 CHAT = [{"role": "user", "content": "2+3?"}]
@@ -75,8 +74,7 @@ def test_openrlhf_gets_a_batch_of_queries():
     assert scored(ours) == ("", [1.0, 1.0], {})  # the library's own form has precedence
 
 
-def trl_with_ids(completions, completion_ids):
-    raise AssertionError("not called")
+def trl_with_ids(completions, completion_ids): ...
 
 
 def verl(data_source, solution_str, ground_truth, extra_info):
@@ -103,15 +101,3 @@ def test_refusals_name_function_and_remedy():
 
     with pytest.raises(RewardError, match="returned a list"):
         scored(of_a_batch)
-
-
-@pytest.mark.integration
-def test_a_form_reaches_its_process(tmp_path):
-    (tmp_path / "r.py").write_text(
-        "def reward(completions, level, **kwargs):\n"
-        "    return [float(len(c[0]['content']) + n) for c, n in zip(completions, level)]\n"
-    )
-    with RewardFunction(f"{tmp_path / 'r.py'}:reward") as function:
-        assert function.signature.form == "TRL"
-        output = function(["a"], ["xyz"], [None], {"level": [4], MESSAGES: [CHAT]})
-    assert output.rewards.tolist() == [7.0]

@@ -4,24 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import reward_cases
 from reward_cases import gone, score
 
-from aligner.errors import RewardError
-from aligner.rewards.function.runner import RewardFunction
+from aligner.errors import RewardError, RewardTimeoutError
 
 pytestmark = pytest.mark.integration
 
 module, load = reward_cases.module, reward_cases.load
-
-
-def test_a_function_that_forks_answers_once(load):
-    """The copy's answer to one batch is not taken for the answer to the next."""
-    function = load("forks")
-    for responses in (["1", "2"], ["3", "4"], ["5"], ["6", "7", "8"]):
-        assert score(function, responses).rewards.tolist() == [float(text) for text in responses]
 
 
 @pytest.mark.parametrize(
@@ -63,25 +56,6 @@ def test_parts_run_at_the_same_time_in_processes_of_their_own(load):
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [2, 2, 3]
 
 
-def test_crash_is_told_and_survived(load):
-    function = load("crashes")
-    with pytest.raises(RewardError, match=r"died \(exit code -9\)"):
-        score(function, ["crash"])
-    assert score(function, ["fine"]).rewards.tolist() == [1.0]
-    with pytest.raises(RewardError, match=r"died \(exit code 3\)"):
-        score(load("leaves"), ["x"])
-
-
-def test_closing_ends_the_process(module):
-    runner = RewardFunction(f"{module}:lengths")
-    (process,) = runner._processes.values()
-    assert process.alive
-    runner.close()
-    process.close()
-    assert not process.alive
-    assert gone(process.pid)
-
-
 @pytest.mark.parametrize("ending", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_no_process_outlives_this_one(module, tmp_path, ending):
     marker = tmp_path / "pids"
@@ -106,10 +80,35 @@ while not (Path("{marker}").exists() and len(Path("{marker}").read_text().split(
                 os.kill(int(pid), signal.SIGKILL)
 
 
-def test_child_processes_stay_light():
-    program = (
-        "import sys, aligner.rewards.function.execution;"
-        "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules);"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+def test_what_left_the_session_is_killed_too(load, tmp_path):
+    """A grandchild with a session and an environment of its own, and a daemon of two forks."""
+    marker = tmp_path / "pids"
+    with pytest.raises(RewardTimeoutError, match=r"daemon' did not answer within 2 seconds"):
+        score(load("hangs_with_a_daemon", time_limit_s=2.0), ["x"], [str(marker)])
+    pids = [int(pid) for pid in marker.read_text().split()]
+    left = [pid for pid in pids if not gone(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert len(pids) == 3
+    assert left == []
+
+
+@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.extended), 3])
+def test_a_sample_that_hangs_takes_no_other_with_it(load, concurrency):
+    options = {"timeout_reward": -1.0, "max_concurrency": concurrency}
+    function = load("hangs_on_some", time_limit_s=8.0, **options)
+    responses = ["a", "bb", "c", "d", "ee", "f", "hang", "g"]
+    scored = score(function, responses)
+    assert scored.rewards.tolist() == [2, 3, 2, 2, 3, 2, -1, 2]
+    assert scored.parts == {"n": [1, 1, 1, 1, 1, 1, 0, 1]}
+    assert scored.timeouts == 1
+    assert score(function, ["a"]).timeouts == 0
+
+
+def test_where_all_hang_the_wait_ends(load):
+    function = load("hangs_on_some", time_limit_s=0.5, timeout_reward=0.25)
+    start = time.monotonic()
+    scored = score(function, ["hang"] * 64)
+    assert time.monotonic() - start < 30
+    assert scored.rewards.tolist() == [0.25] * 64
+    assert (scored.timeouts, scored.parts) == (64, {})

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import LLAMA_SIZES
-from servers import bound_port, started
+from servers import started
 
 from aligner.config import RewardServerConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -132,22 +131,17 @@ def test_a_hundred_clients_at_once(served, with_token):
     assert found == pytest.approx([row[0] for row in expected], abs=1e-5)
 
 
-@pytest.mark.parametrize("token", [None, "wrong", "ü"])
-def test_a_bad_token_is_refused_at_once(served, monkeypatch, token, caplog):
-    options = {}
-    if token is not None:
-        monkeypatch.setenv("CLIENT_TOKEN", token)
-        options = {"token_env": "CLIENT_TOKEN"}
-    if token == "ü":
-        with pytest.raises(ConfigError, match="token_env=CLIENT_TOKEN contains no access token"):
-            client(served[0], **options)
-        return
-    started = time.monotonic()
-    with pytest.raises(RewardServerError, match="401") as refusal:
-        client(served[0], retry_for_s=30.0, **options).check()
-    assert time.monotonic() - started < 20
-    assert served[0] in str(refusal.value)
-    assert "wrong" not in caplog.text + str(refusal.value).replace("missing or wrong", "")
+def test_a_bad_token_is_refused_at_once(served, monkeypatch, caplog):
+    monkeypatch.setenv("CLIENT_TOKEN", "wrong")
+    began = time.monotonic()
+    for options in ({}, {"token_env": "CLIENT_TOKEN"}):
+        with pytest.raises(RewardServerError, match=f"{served[0]}.*401") as refusal:
+            client(served[0], retry_for_s=30.0, **options).check()
+        assert "wrong" not in caplog.text + str(refusal.value).replace("missing or wrong", "")
+    assert time.monotonic() - began < 20
+    monkeypatch.setenv("CLIENT_TOKEN", "ü")
+    with pytest.raises(ConfigError, match="token_env=CLIENT_TOKEN contains no access token"):
+        client(served[0], token_env="CLIENT_TOKEN")
 
 
 def test_what_cannot_be_scored_is_told_to_its_sender(served, with_token):
@@ -171,9 +165,8 @@ def test_sigterm_ends_the_server(served, with_token):
 
 def test_runs_without_a_server_import_none_of_it():
     code = "import sys; import aligner.algorithms.ppo.trainer; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not {"fastapi", "httpx", "uvicorn"} & set(done.stdout.split())
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert not {"fastapi", "httpx", "uvicorn"} & set(printed.split())
 
 
 # Servers that fail ---------------------------------------------------------------------------
@@ -186,7 +179,6 @@ def test_runs_without_a_server_import_none_of_it():
         ("not_here", "404 .*no such path"),
         ("no_rewards", "rewards: Field required, got .'scores'"),
         ("nan", "rewards.0.0: .* finite number, got nan"),
-        ("text", "rewards.0.0: .* valid number, got 'good'"),
         ("too_many", "2 rewards for 1 samples"),
         ("redirect", "302"),
         ("teapot", "418 .*I am a teapot"),
@@ -203,24 +195,37 @@ def test_a_wrong_answer_stops_at_once(behaviour, said):
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "said"), [("page", "not JSON"), ("page_404", "404 Not Found to POST /score")]
+    ("behaviour", "said", "tries"),
+    [
+        ("page", "not JSON", 2),  # twice a page, as while the server behind a proxy is restarted
+        ("page_404", "404 Not Found to POST /score", 2),
+        ("cut", r"received \d+ bytes, expected \d+\)", 1),
+    ],
 )
-def test_a_page_of_a_proxy_is_asked_again(behaviour, said, caplog):
-    """Twice a page, as while the server behind a proxy is restarted; then rewards."""
+def test_a_temporary_failure_is_asked_again(behaviour, said, tries, caplog):
     with stub(behaviour) as url:
         assert client(url, retry_for_s=30.0).score(SAMPLES) == [[1.0], [0.0], [1.0]]
-    assert len(re.findall(f"{said}.*next try in", caplog.text)) == 2
+    assert len(re.findall(f"{said}.*next try in", caplog.text)) == tries
 
 
-def test_what_is_given_up_and_what_asked_for_again(caplog):
-    with stub("not_json") as url, pytest.raises(RewardServerError, match=r"not JSON.*gave up"):
-        client(url).score(SAMPLES)
-    out_of_memory = r"500 .*out of memory; gave"
-    with stub("failing") as url, pytest.raises(RewardServerError, match=out_of_memory):
-        client(url).score(SAMPLES)
-    with stub("cut") as url:
-        assert client(url, retry_for_s=30.0).score(SAMPLES) == [[1.0], [0.0], [1.0]]
-    assert re.search(r"received \d+ bytes, expected \d+\); next try in", caplog.text)
+def test_what_is_given_up():
+    for behaviour, said in (("not_json", r"not JSON.*gave up"), ("failing", "of memory; gave")):
+        with stub(behaviour) as url, pytest.raises(RewardServerError, match=said):
+            client(url).score(SAMPLES)
+    # Of eight requests one is refused: the others, to be asked again for long, are left.
+    with stub("digit", answers=3) as url:
+        began = time.monotonic()
+        with pytest.raises(RewardServerError, match="gave up after"):
+            client(url, samples_per_request=1, concurrent_requests=4).score(SAMPLES * 4)
+        assert time.monotonic() - began < 10
+
+
+def test_a_notebook_has_a_loop_in_its_thread():
+    async def cell(url):
+        return client(url).score(SAMPLES)
+
+    with stub("digit") as url:
+        assert asyncio.run(cell(url)) == [[1.0], [0.0], [1.0]]
 
 
 @pytest.mark.parametrize("behaviour", ["silent", "drip", "drip_headers"])
@@ -232,55 +237,16 @@ def test_a_slow_server_is_not_waited_for_longer_than_said(behaviour):
         assert time.monotonic() - started < 10
 
 
-def test_a_killed_server_that_comes_back_is_found_again(caplog):
-    """It dies after the first of three requests and is started anew a second later."""
-    config = {"samples_per_request": 1, "concurrent_requests": 1, "retry_for_s": 30.0}
-    restarted = contextlib.ExitStack()
-    with restarted, bound_port() as port, stub("digit", port, answers=1) as url:
-
-        def restart():
-            time.sleep(1.0)
-            restarted.enter_context(stub("digit", port))
-
-        asked = client(url, **config)
-        thread = threading.Timer(0.3, restart)
-        thread.start()
-        assert asked.score(SAMPLES) == [[1.0], [0.0], [1.0]]
-        thread.join(20)
-    assert f"reward server {url}" in caplog.text
-    assert "next try in" in caplog.text
-
-
-def test_a_notebook_asks_too_and_one_failed_part_ends_the_others():
-    """There a loop runs already in the thread that asks."""
-
-    async def cell(url):
-        return client(url).score(SAMPLES)
-
-    with stub("digit") as url:
-        assert asyncio.run(cell(url)) == [[1.0], [0.0], [1.0]]
-    # Of eight requests one is refused: the others, to be asked again for long, are left.
-    with stub("digit", answers=3) as url:
-        started = time.monotonic()
-        with pytest.raises(RewardServerError, match="gave up after"):
-            client(url, samples_per_request=1, concurrent_requests=4).score(SAMPLES * 4)
-        assert time.monotonic() - started < 10
-
-
 # What the trainer sees -----------------------------------------------------------------------
 
 
 def rollout(tokenizer):
-    ids = tokenizer.encode("1+1=") + tokenizer.encode("2\n") + tokenizer.encode("1+1=x\n")
-    start = len(tokenizer.encode("1+1="))
-    end = start + len(tokenizer.encode("2\n"))
-    rows = [ids[:end], ids[end:]]
-    width = max(map(len, rows))
+    prompt, *responses = (tokenizer.encode(text) for text in ("1+1=", "2\n", "x\n"))
     return BatchedDataDict(
         {
-            "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
-            "prompt_lengths": torch.tensor([start, start]),
-            "input_lengths": torch.tensor([len(row) for row in rows]),
+            "input_ids": torch.tensor([prompt + response for response in responses]),
+            "prompt_lengths": torch.tensor([len(prompt)] * 2),
+            "input_lengths": torch.tensor([len(prompt + response) for response in responses]),
             "is_end": torch.tensor([True, False]),
             "prompts": ["1+1=", "1+1="],
         }
@@ -294,7 +260,6 @@ def test_rewards_of_a_server_are_weighted_and_finite():
         message = rf"server {url} rates sample 1 \(prompt '1\+1=', response 'x.n'\) with inf"
         with pytest.raises(RewardError, match=message):
             reward.get_rewards(rollout(tokenizer))
-    tokenizer = byte_level_tokenizer()
     unweighted = r"rates 2 attributes .a, b.\. Set reward.attribute_w"
     with stub("two") as url:
         config = RewardServerConfig(url=url, retry_for_s=0.5)

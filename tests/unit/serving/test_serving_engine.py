@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 from chat_families import FAMILIES
+from torch.nn.utils.rnn import pad_sequence
 
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -27,14 +28,9 @@ from aligner.serving.served import Served
 
 pytestmark = pytest.mark.integration  # each test starts a server
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-CALCULATOR = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Compute.",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
-    },
-}
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
+FUNCTION = {"name": "calculator", "description": "Compute.", "parameters": PARAMETERS}
+CALCULATOR = {"type": "function", "function": FUNCTION}
 QUESTION = {"role": "user", "content": "2*21?"}
 
 
@@ -64,17 +60,14 @@ class Scripted:
                     except Exception:
                         self.abandoned += 1
                         raise
-        width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-        whole = [p + a for p, a in zip(prompts, answers, strict=True)]
-        logprobs = [
-            [0.0] * len(p) + [-0.5] * len(a) + [0.0] * (width - len(p) - len(a))
-            for p, a in zip(prompts, answers, strict=True)
-        ]
+        pairs = list(zip(prompts, answers, strict=True))
+        rows = [torch.tensor(prompt + answer) for prompt, answer in pairs]
+        logprobs = [torch.tensor([0.0] * len(p) + [-0.5] * len(a)) for p, a in pairs]
         return BatchedDataDict(
             {
-                "output_ids": torch.tensor([ids + [0] * (width - len(ids)) for ids in whole]),
-                "unpadded_sequence_lengths": torch.tensor([len(ids) for ids in whole]),
-                "logprobs": torch.tensor(logprobs),
+                "output_ids": pad_sequence(rows, batch_first=True),
+                "unpadded_sequence_lengths": torch.tensor([len(row) for row in rows]),
+                "logprobs": pad_sequence(logprobs, batch_first=True),
                 "is_end": torch.tensor(ends),
             }
         )
@@ -259,20 +252,15 @@ def test_calls_that_cannot_be_read_stay_text():
     broken = "call calculator {expression"
     with serving(lambda text: broken) as server:
         message, reason = chat(server, False, messages=[QUESTION], tools=[CALCULATOR])
-        assert (message["content"], reason) == (broken, "stop")
-        asked = {"messages": [QUESTION], "tools": [CALCULATOR], "tool_choice": "none"}
-        chat(server, False, **asked)
-    assert "Compute." not in server.script.batches[1][0][0]
+    assert (message["content"], reason) == (broken, "stop")
 
 
 # Ends ------------------------------------------------------------------------------------------
 
 
 def test_more_than_may_wait_is_asked_to_come_later():
-    with (
-        serving(lambda text: "x" * 20, seconds=0.02, most=2) as server,
-        ThreadPoolExecutor(4) as pool,
-    ):
+    slow = serving(lambda text: "x" * 20, seconds=0.02, most=2)
+    with slow as server, ThreadPoolExecutor(4) as pool:
         first = pool.submit(server.client.post, TEXT, json={"prompt": "1"})
         assert server.script.began.wait(5)
         second = pool.submit(server.client.post, TEXT, json={"prompt": "2", "n": 2})
@@ -282,18 +270,6 @@ def test_more_than_may_wait_is_asked_to_come_later():
         assert answer.json()["error"]["type"] == "rate_limit_error"
         assert texts(first.result()) == ["x" * 20]
         assert len(texts(second.result())) == 2
-
-
-def test_an_unexpected_error_is_answered_with_json(monkeypatch):
-    async def broken(self):
-        raise RuntimeError("a mistake")
-
-    monkeypatch.setattr(Service, "health", broken)
-    with serving(lambda text: "x") as server:
-        answer = server.client.get("/health")
-    assert answer.status_code == 500
-    error = answer.json()["error"]
-    assert (error["message"], error["type"]) == ("RuntimeError: a mistake", "server_error")
 
 
 def test_waits_end():

@@ -18,21 +18,21 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[3]
 
 
+def of_page(items, part):
+    """The only command or block of the page that contains ``part``."""
+    (found,) = (one for one in items if one.page == "docs/serving.md" and part in one.text)
+    return found
+
+
 @pytest.fixture(scope="module")
 def page(tiny_nemo, tmp_path_factory):
     """Folder, address and process of the page's command, on a port that is free."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "MODEL").symlink_to(tiny_nemo)
-    [command] = [
-        one for one in commands() if one.page == "docs/serving.md" and "--model" in one.text
-    ]
-    words = [*command.words[1:], "server.port=0", "server.model_name=tiny"]
-    with started(
-        [sys.executable, "-m", "aligner.commands", *words],
-        r"tiny at (http://[\d.:]+)/v1",
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT)},
-    ) as (url, process):
+    words = [*of_page(commands(), "--model").words[1:], "server.port=0", "server.model_name=tiny"]
+    command, env = [sys.executable, "-m", "aligner.commands", *words], {"PYTHONPATH": str(ROOT)}
+    pattern = r"tiny at (http://[\d.:]+)/v1"
+    with started(command, pattern, cwd=folder, env=env) as (url, process):
         yield folder, url, process
 
 
@@ -50,14 +50,12 @@ def typed(page, *command):
 def test_curl(page):
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    [command] = [one for one in commands() if one.page == "docs/serving.md" and "curl" in one.text]
-    assert '"object":"chat.completion"' in typed(page, "bash", "-c", command.text)
+    answer = typed(page, "bash", "-c", of_page(commands(), "curl").text)
+    assert '"object":"chat.completion"' in answer
 
 
 def test_python(page):
-    [block] = [
-        one for one in blocks() if one.page == "docs/serving.md" and one.language == "python"
-    ]
+    block = of_page(blocks(), "import httpx")
     assert re.search(r"\[\d+.*\] (length|stop)\n$", typed(page, sys.executable, "-c", block.text))
 
 

@@ -42,13 +42,9 @@ def recorded(server, name):
 
 def sampled(trajectory):
     """Text of each turn, by its tokens."""
-    turns = max(trajectory["turn_ids"])
-    return [
-        TOKENIZER.decode(
-            [i for i, t in zip(trajectory["ids"], trajectory["turn_ids"], strict=True) if t == turn]
-        )
-        for turn in range(1, turns + 1)
-    ]
+    tokens = list(zip(trajectory["ids"], trajectory["turn_ids"], strict=True))
+    turns = range(1, 1 + max(trajectory["turn_ids"]))
+    return [TOKENIZER.decode([i for i, t in tokens if t == turn]) for turn in turns]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,11 +1,9 @@
 """Sampling engine of the actor, with continuous batching of a rollout's prompts.
 
-A step adds one token to each sequence in flight, and a pending sequence uses the slot of a sequence
-that ended. The tokens of a sample depend only on its prompt, the seed and its sample id: uniform
+A step adds one token to each sequence in flight. A pending sequence uses the slot of a sequence
+that ended. The tokens of a sample depend only on its prompt, the seed and its sample id: random
 numbers are counter-based (`sampling`), and on CPU every operation computes a row bit for bit
-independently of the others. On other processors a changed last bit can change a token only near a
-boundary. All processes of a model-parallel group call `sample` with the same prompts and get the
-same result.
+independently of the others. All processes of a model-parallel group get the same result.
 """
 
 import dataclasses
@@ -62,11 +60,10 @@ class Generator:
     ) -> None:
         """Configure the engine. `sample` allocates its memory.
 
-        ``model``: the model, or this process's share. ``tokenizer``: required for stop strings.
-        ``eos_ids``: tokens that end a response. ``max_batch_size``: largest number of sequences in
-        flight. ``cuda_graphs``: launch decoding steps as CUDA graphs, if the model is dense and on
-        one GPU. ``record_kept``: record the ids that top-k and top-p kept for each token, if at
-        most this many (0: off).
+        ``tokenizer``: required for stop strings. ``eos_ids``: tokens that end a response.
+        ``max_batch_size``: largest number of sequences in flight. ``cuda_graphs``: launch decoding
+        steps as CUDA graphs, if the model is dense and on one GPU. ``record_kept``: largest number
+        of ids to record for a token, of those that top-k and top-p kept (0: off).
 
         Raises ConfigError for invalid lengths, ids or stop strings.
         """

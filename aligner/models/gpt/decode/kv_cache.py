@@ -1,7 +1,6 @@
 """Key-value cache of the sequences in flight, one slot per sequence.
 
-The cache is attached to every `CoreAttention` of a model and computes the attention. Each forward
-pass is a prefill of prompts, or adds one token to each of the first ``n`` slots.
+Each forward pass is a prefill of prompts, or adds one token to each of the first ``n`` slots.
 
 Shape legend: ``n`` rows of a pass, one token each, ``m`` prompts, ``P`` their padded length, ``G``
 key-value heads of this rank, ``R`` query heads per key-value head, ``D`` head width. ``heads`` are
@@ -9,8 +8,7 @@ key-value heads of this rank, ``R`` query heads per key-value head, ``D`` head w
 
 The result of a row does not depend on other rows or padding, bit for bit on all tested CPUs, if
 lengths are multiples of `ALIGNMENT`: a sum over masked positions then ends in full vectors of
-zeros. `scaled_dot_product_attention` partitions its work by the batch size, so decoding uses
-batched products.
+zeros. Decoding uses batched products, because `scaled_dot_product_attention` depends on the batch.
 """
 
 from collections.abc import Sequence
@@ -123,8 +121,7 @@ class KVCache:
     ) -> None:
         """Prepare for a forward pass that stores prompt ``sources[i]`` in slot ``slots[i]``.
 
-        ``lengths``: [m], tokens of each prompt. Several slots can store the same prompt. The host
-        computes the indices without synchronising with the device.
+        ``lengths``: [m], tokens of each prompt. Several slots can store the same prompt.
         """
         width = aligned(max(lengths))
         ends = torch.tensor(lengths)

@@ -1,8 +1,7 @@
 """Fast implementation of megatron-core's dense layers for rows without gradients.
 
-`IncrementalLayer` computes a layer in a third of the operations, because decoding spends half its
-time on small operations and Python code. It operates on rows, one token each, without padding, for
-our local layers and Transformer Engine's. Models with experts or float32 residuals use the modules.
+`IncrementalLayer` computes a layer in a third of the operations, on rows of one token each, for our
+local layers and Transformer Engine's. Models with experts or float32 residuals use the modules.
 
 Shape legend: ``n`` rows, ``H`` hidden, ``G`` key-value heads, ``R`` query heads per key-value head,
 ``D`` head width, ``D_rot`` its rotated part. ``heads`` are [n, G, R + 2, D]: a key-value head's
@@ -46,9 +45,9 @@ class Rotation(NamedTuple):
     ) -> "Rotation":
         """Build the factors of all positions from ``angles``, float [positions, 1, 1, D_rot].
 
-        ``queries``: R. ``factor``: factor of rotated columns. Factors per batch would depend on the
-        batch size, because a CPU's vector and scalar cosine differ in the last bit.
+        ``queries``: R. ``factor``: factor of rotated columns.
         """
+        # For all positions, because a CPU's vector and scalar cosine differ in the last bit.
         half = angles.shape[-1] // 2
         shape = (angles.shape[0], 1, queries + 2, head_dim)
         cos = torch.ones(shape, dtype=dtype, device=angles.device)

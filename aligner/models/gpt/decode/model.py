@@ -1,12 +1,10 @@
 """Incremental decoding of a megatron-core GPTModel: prefill and decode on a key-value cache.
 
-`incremental_layers` compute the layers if possible, otherwise the model's modules do. In
-`IncrementalModel.session` sequence parallelism is off, because one token cannot be split, and so
-are 8-bit products, because Transformer Engine requires multiples of 8 rows. Context-parallel ranks
-each compute full sequences.
+`incremental_layers` compute the layers if possible, otherwise the model's modules do. Sequence
+parallelism is off, because one token cannot be split, and so are 8-bit products, because
+Transformer Engine requires multiples of 8 rows. Context-parallel ranks each compute full sequences.
 
-Pipeline stages send hidden rows forward and tokens to all stages (`PipelineComm`), one pass at a
-time. Every stage tracks the rollout and knows the shape of the next message:
+Pipeline stages send hidden rows forward and tokens to all stages, which track the rollout:
 
     stage 0: embed, layers ──rows [n, H]──► stage 1: layers ── … ──► last stage: layers, sample
        ▲                                       ▲                             │
@@ -162,7 +160,7 @@ class IncrementalModel:
         was_training = self._gpt.training
         self._gpt.eval()
         for module in self._attention:
-            module.cache = self.cache
+            module.cached = self.cache.attend
         try:
             with (
                 _decoding_settings(self._gpt),
@@ -179,7 +177,7 @@ class IncrementalModel:
         finally:
             self._project = self._layers = self._final_norm = None
             for module in self._attention:
-                module.cache = None
+                module.cached = None
             self._gpt.train(was_training)
 
     @property

@@ -1,8 +1,8 @@
 """Device part of a rollout: the tokens sampled so far, and the step that samples the next tokens.
 
-A step reads no value from the device and updates its state in place. On a GPU the host therefore
-runs ahead, and a repeated step is one launch of a CUDA graph. A graph has a fixed shape (rows,
-span), both rounded up, and fixed addresses, so later rollouts refill the same `Responses`.
+A step reads no value from the device, so that the host runs ahead of a GPU and a repeated step is
+one launch of a CUDA graph. A graph has a fixed shape (rows, span) and fixed addresses. Later
+rollouts refill the same `Responses`.
 
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """

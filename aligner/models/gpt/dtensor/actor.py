@@ -75,8 +75,8 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         """Copy the current weights to a megatron-core model. All ranks must call it.
 
         The copy is not sharded over data-parallel ranks. It samples the same tokens as the megatron
-        backend. If only transformers builds the model, the copy is transformers' causal language
-        model, whole on each process.
+        backend. If megatron-core does not support the model's architecture, each process gets a
+        whole copy as a causal language model of transformers.
         """
         if not self.architecture.has_table:
             whole = build_whole(self.architecture, self.gathered_weights(), self.settings.dtype)

@@ -142,7 +142,7 @@ def attention(
     s_aux: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with the signature that transformers requires.
+    """Compute attention ``[B, S, heads, E]``, with the signature that transformers requires.
 
     Args:
         module: the layer's attention.
@@ -151,16 +151,10 @@ def attention(
         value: float ``[B, groups, S, E]``.
         attention_mask: who attends to whom. ``B`` is 1 if it contains segments.
         scaling: factor of the scores. Default: ``D ** -0.5``.
-        dropout: dropout of the probabilities.
         softcap: bound ``c`` of scores ``s``, which become ``c * tanh(s / c)``. None or 0: no bound.
         s_aux: float ``[heads]``, score of a sink, to which every query also attends.
-        keywords: remaining keywords of layers.
 
-    Returns:
-        ``[B, S, heads, E]``, and None for the probabilities.
-
-    Raises:
-        LayoutError: the layer passes a mask or a keyword that is not known here.
+    Raises LayoutError if the layer passes a mask or a keyword that is not known here.
     """
     unknown = {name for name, value in keywords.items() if value is not None} - _REPEATED
     if unknown or not isinstance(attention_mask, Rule):

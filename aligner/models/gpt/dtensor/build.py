@@ -17,13 +17,13 @@ from aligner.checkpoint.adapters import adapted_weights
 from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config, path_of
 from aligner.device import accelerator
 from aligner.errors import CheckpointError, ConfigError
+from aligner.logprobs.output_layer import ValueHead
 from aligner.models.gpt.dtensor import attention as dtensor_attention
 from aligner.models.gpt.dtensor.adapters import add_adapters
 from aligner.models.gpt.dtensor.module import TransformersModel, Way
 from aligner.models.gpt.dtensor.plan import SUMMED, plan_name, split_layer, split_vocabulary
 from aligner.models.gpt.dtensor.shards import ParameterShard
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.models.gpt.role.value import ValueHead
 from aligner.parallel.groups import ParallelState
 
 
@@ -36,17 +36,12 @@ def build_sharded(
     head_outputs: int,
     way: Way,
 ) -> tuple[TransformersModel, list[ParameterShard]]:
-    """Build this process's share of a model.
+    """Build this process's share of a model. Stored weights and gradients are float32.
 
-    Args:
-        architecture: shape of the model.
-        weights: full float tensors [...] by Hugging Face's names, or None to leave weights
-            uninitialised.
-        parallel: parallel layout, with the data- and tensor-parallel groups.
-        settings: dtype of the passes, recomputation, new adapters (next to which all weights except
-            a head are frozen) and their seed. Stored weights, gradients and a head are float32.
-        head_outputs: outputs of a head in place of the output layer. 0: an output layer.
-        way: how sequences are passed to the body.
+    ``weights``: full float tensors [...] by Hugging Face's names, or None to leave weights
+    uninitialised. ``settings``: dtype of the passes, recomputation, new adapters (next to which all
+    weights except a head are frozen) and their seed. ``head_outputs``: outputs of a head in place
+    of the output layer. 0: an output layer. ``way``: how sequences are passed to the body.
     """
     dtype = settings.dtype
     model = _empty_model(architecture, settings, head_outputs, way)

@@ -5,8 +5,9 @@ from torch import Tensor
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.forward.schedule import Microbatch
+from aligner.models.gpt.forward.token_layout import framed_outputs
+from aligner.models.gpt.role.model import ValueModel
 from aligner.models.gpt.role.reward import RewardRole
-from aligner.models.gpt.role.value import ValueModel, framed_outputs
 from aligner.types import TokenOutputs
 
 

@@ -8,6 +8,7 @@ Shape legend: ``n`` rows of a pass, ``m`` prompts, ``P`` their padded length, ``
 
 import contextlib
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -116,12 +117,9 @@ class TransformersDecoder(DecodingModel):
         """Return ``hidden`` [n, V], see the class."""
         return hidden
 
+    @abstractmethod
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy slots ``source`` int64 [k] to slots ``target``, as far as ``length`` tokens.
-
-        A target's sequence is the source's, or only the prompt of the source's.
-        """
-        raise NotImplementedError
+        """Copy the first ``length`` tokens, all or the prompt, of slots int64 [k] to ``target``."""
 
 
 class FullPassDecoder(TransformersDecoder):

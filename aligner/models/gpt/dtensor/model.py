@@ -31,9 +31,9 @@ from aligner.models.gpt.dtensor.shards import GatheredParameters, ParameterShard
 from aligner.models.gpt.dtensor.state import BACKEND, load_shard_state, shard_state
 from aligner.models.gpt.dtensor.ways import WORDS, ModelForm, examine, keyed_form
 from aligner.models.gpt.forward.schedule import Head, Microbatch, MicroBatches
-from aligner.models.gpt.role.model import RoleModel, count_denominators, reduce_result
+from aligner.models.gpt.role.model import RoleModel
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.parallel.collectives import on_rank_zero
+from aligner.parallel.collectives import count_denominators, on_rank_zero, reduce_result
 from aligner.parallel.groups import ParallelState, initialize_parallel
 
 # Names of a head in files of adapters, by those in the module.
@@ -299,8 +299,8 @@ def _runnable(
     if packed is True and form.way == "rows":
         faults = "; ".join(f"{WORDS[way]}: {fault}" for way, fault in form.faults.items())
         raise ConfigError(
-            f"model.sequence_packing.enabled=true: {architecture.family} models run with "
-            f"{WORDS['rows']} ({faults}). Set it to auto or false"
+            f"model.sequence_packing.enabled=true is not supported for {architecture.family} "
+            f"models, which run with {WORDS['rows']} ({faults}). Set it to auto or false"
         )
     if packed == "auto":
         packed = not architecture.has_table and form.way != "rows"

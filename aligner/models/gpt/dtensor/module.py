@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from aligner.checkpoint.adapters import AdaptedWeight
+from aligner.logprobs.output_layer import ValueHead
 from aligner.models.gpt.dtensor.attention import running
 from aligner.models.gpt.forward.token_layout import TokenLayout
-from aligner.models.gpt.role.value import ValueHead
 
 Result = TypeVar("Result")
 # How sequences are passed to a body: by aligner's attention (packed, with shared prefixes), packed
@@ -42,9 +42,10 @@ class TransformersModel(nn.Module):
         Args:
             parts: modules by Hugging Face's names in a language model.
             body: name of the decoder, which maps token ids to hidden states.
-            output: name of the output layer. None: the embedding's weight, or no output layer.
+            output: name of the output layer. None: with ``score`` no output layer, otherwise the
+                embedding's weight.
             score: scalar head.
-            layer_classes: names of the classes of layers, from the model.
+            layer_classes: class names of the decoder's layers (``_no_split_modules``).
             way: how sequences are passed to the body.
         """
         super().__init__()

@@ -1,7 +1,4 @@
-"""Optimizer of a sharded model, in which each process updates its local elements.
-
-A step equals that of megatron-core roles.
-"""
+"""Optimizer of a sharded model. A step equals that of megatron-core roles."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,8 +10,8 @@ from torch import Tensor, nn
 
 from aligner.device import accelerator
 from aligner.models.gpt.dtensor.shards import ParameterShard
-from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOptimizer, StepOutcome
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import OwnedSlice, StepOptimizer, StepOutcome
 from aligner.parallel.groups import ParallelState
 
 

@@ -1,7 +1,4 @@
-"""A sharded model's weights and Adam moments, saved on one layout and restored on any other.
-
-Every process saves its local elements with their tensor-parallel part and their rows of the part.
-"""
+"""A sharded model's weights and Adam moments, saved on one layout and restored on any other."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +10,7 @@ from aligner.checkpoint.canonical import check_shape
 from aligner.errors import CheckpointError
 from aligner.models.gpt.dtensor.optimizer import ShardOptimizer
 from aligner.models.gpt.dtensor.shards import ParameterShard, Shape, rows_of
-from aligner.models.gpt.role.optimizer_step import OwnedSlice
+from aligner.models.gpt.role.training_state import OwnedSlice
 
 BACKEND = "dtensor"
 WEIGHT = "weight"

@@ -212,10 +212,10 @@ def choose_decoder(model: nn.Module) -> type[TransformersDecoder]:
 
 
 def decoding_difference(decoder: TransformersDecoder) -> float:
-    """Return the largest difference of log-probs from passes over whole sequences.
+    """Return the largest difference between log-probs of a decoder and of whole passes.
 
-    ``decoder``: of a float32 model, with 3 slots. Two prompts are decoded in them. One of them is
-    in two slots. Later its sequences move to other slots, and the prompt begins again.
+    ``decoder``: of a float32 model, with 3 slots. The first of two prompts is in two slots. Later
+    its two sequences are copied to slots 0 and 1, and slot 2 begins with its prompt again.
     """
     model, device = decoder.model, decoder.device
     generator = torch.Generator().manual_seed(0)
@@ -227,14 +227,16 @@ def decoding_difference(decoder: TransformersDecoder) -> float:
     # Sequences, with the logits of the token after each.
     results: list[tuple[Tensor, Tensor]] = []
     with decoder.session():
-        logits = decoder.prefill(tokens, _PROMPT_LENGTHS, (0, 1, 2), (0, 1, 0))
-        results += zip(prompts, logits, strict=True)
+        logits = decoder.prefill(tokens, _PROMPT_LENGTHS, slots=(0, 1, 2), sources=(0, 1, 0))
+        results += zip(prompts, logits, strict=True)  # of each prompt, not of each slot
         sequences = [prompts[0], prompts[1], prompts[0]]
         for step in range(_STEPS):
             if step == _STEPS // 2:
                 sequences = [sequences[2], sequences[0], prompts[0]]
-                decoder.copy(torch.tensor([2, 0]), torch.tensor([0, 1]), len(sequences[0]))
-                decoder.copy(torch.tensor([0]), torch.tensor([2]), len(sequences[2]))
+                length, slots = len(sequences[0]), torch.arange(3)
+                decoder.copy(source=slots[[2, 0]], target=slots[[0, 1]], length=length)
+                # Slot 0 begins with the prompt.
+                decoder.copy(source=slots[[0]], target=slots[[2]], length=len(prompts[0]))
             new = torch.randint(size, (3,), generator=generator)
             positions = torch.tensor([len(sequence) for sequence in sequences], device=device)
             logits = decoder.decode(new.to(device), positions, int(positions.max()) + 1)

@@ -40,34 +40,22 @@ from aligner.models.gpt.lora import TokenDropout
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
-class PlacedRotary(nn.Module):
-    """Replacement of megatron-core's rotary embedding that returns one layout's angles."""
-
-    def __init__(self, rotary: nn.Module, layout: TokenLayout) -> None:
-        super().__init__()
-        self.angles = rotary.get_emb(layout.longest)[layout.positions[0]]
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        """Return the length argument, which `forward` ignores."""
-        return self.angles.shape[0]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the angles ``[L, 1, 1, D]`` of the layout's rows."""
-        return self.angles
-
-
 @contextlib.contextmanager
 def placed_positions(gpt: GPTModel, layout: TokenLayout) -> Iterator[None]:
     """Use the layout's positions in rotary embeddings. Without segments these are the default."""
-    original = gpt._modules.get("rotary_pos_emb")
-    if layout.segments is None or original is None:
+    rotary = getattr(gpt, "rotary_pos_emb", None)
+    if layout.segments is None or rotary is None:
         yield
         return
-    gpt._modules["rotary_pos_emb"] = PlacedRotary(original, layout)
+    # Attributes of the instance precede the methods: angles [L, 1, 1, D] of the layout's rows, and
+    # the length argument, which is then ignored.
+    angles = rotary.get_emb(layout.longest)[layout.positions[0]]
+    rotary.forward = lambda *args, **kwargs: angles
+    rotary.get_rotary_seq_len = lambda *args: len(angles)
     try:
         yield
     finally:
-        gpt._modules["rotary_pos_emb"] = original
+        del rotary.forward, rotary.get_rotary_seq_len
 
 
 def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -> Tensor:

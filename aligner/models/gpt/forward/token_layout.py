@@ -25,6 +25,7 @@ from aligner.distributed.sequences import PrefixTree, Sequences
 from aligner.models.gpt.layers.segments import Segments, build_segments, take_rows
 from aligner.parallel.context import IntArray, SumOverRanks, local_position
 from aligner.parallel.groups import ParallelState
+from aligner.types import TokenOutputs
 
 PADDING = -1
 BoolArray = NDArray[np.bool_]
@@ -93,10 +94,10 @@ class TokenLayout:
         return self._to_device(rows), self._to_device(frame_indices)
 
     def predicted_tokens(self, selected: BoolArray | None = None) -> tuple[Tensor, Tensor]:
-        """Return the row that predicts each token and the token's frame index, int64 ``[N]`` each.
+        """Return the row index that predicts each token, and the token's frame index.
 
-        Every frame index occurs once. ``selected``: ``[b, S]``, true for the tokens to return.
-        Default: all.
+        Both are int64 ``[N]``. ``selected``: ``[b, S]``, true for the tokens to return. Default:
+        all tokens except the first of each sequence.
         """
         rows, frame_indices = self._all_tokens()
         has_next = ~self.ends[frame_indices]
@@ -139,8 +140,8 @@ def build_layout(
     """Lay out a micro-batch.
 
     ``input_ids``: int64 ``[b, S]``, right-padded. ``lengths``: int64 ``[b]``, at most ``S``.
-    ``tree``: runs of tokens that are computed once each. ``sequences``: sequences of rows that
-    contain several. By default every row is one sequence and shares nothing.
+    ``tree``: runs of tokens that are computed once each. Default: sequences share nothing.
+    ``sequences``: offset and length of each sequence. Default: every row is one sequence.
     """
     rows, width = input_ids.shape
     if tree is not None or sequences is not None or rules.packed or not len(lengths):
@@ -254,3 +255,14 @@ def _ends(sequences: Sequences, size: int) -> BoolArray:
     ends = np.zeros(size, np.bool_)
     ends[sequences.offsets + sequences.lengths.clip(1) - 1] = True
     return ends
+
+
+def framed_outputs(outputs: Tensor, layout: TokenLayout, *, right_shift: bool) -> TokenOutputs:
+    """Map `ValueHead` outputs float ``[n * L, K]`` to the frame: ``[B, S]``, or ``[B, S, K]``.
+
+    With ``right_shift`` the output at token j is the value of j + 1, of the state *before* that
+    token. Otherwise the value of a state would be computed after its action is known.
+    """
+    rows, tokens = layout.predicted_tokens() if right_shift else layout.all_tokens()
+    outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
+    return TokenOutputs(layout.to_frame(layout.take(outputs, rows), tokens))

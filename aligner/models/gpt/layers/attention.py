@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -24,13 +23,9 @@ from aligner.models.gpt.layers.dot_product import attend, attend_rows, by_sequen
 from aligner.models.gpt.layers.segments import Bucket, Segments, take_rows
 from aligner.models.gpt.layers.varlen import attend_varlen, can_attend_varlen
 
-
-class AttentionCache(Protocol):
-    """Cache that generation attaches to `CoreAttention`."""
-
-    def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store key and value, attend to all stored keys and return float ``[S, B, heads * D]``."""
-        ...
+# Stores key and value of the layer of a number, and attends to all stored keys. Maps the number and
+# query, key and value as `CoreAttention.forward` has them to float ``[S, B, heads * D]``.
+CachedAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -49,7 +44,6 @@ class CoreAttention(MegatronModule):
     """Causal (optionally sliding-window) grouped-query attention.
 
     Sequences are right-padded, so valid positions never attend to padding and no mask is passed.
-    ``cache`` is None in training.
     """
 
     def __init__(
@@ -74,7 +68,7 @@ class CoreAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, self.layer_number
         ):
             self.window = config.window_size[0] + 1
-        self.cache: AttentionCache | None = None
+        self.cached: CachedAttention | None = None  # of generation
 
     def forward(
         self,
@@ -95,8 +89,8 @@ class CoreAttention(MegatronModule):
         assert attention_mask is None
         assert attention_bias is None
         assert attn_mask_type in (None, AttnMaskType.causal)
-        if self.cache is not None:
-            return self.cache.attend(self.layer_number, query, key, value)
+        if self.cached is not None:
+            return self.cached(self.layer_number, query, key, value)
         length, batch = query.shape[:2]
         dropout = self.dropout if self.training else 0.0
         if packed_seq_params is None:

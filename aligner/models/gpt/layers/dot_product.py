@@ -135,7 +135,7 @@ def _for_heads(keys: Tensor, key_rows: Tensor | None, query: Tensor) -> Tensor:
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, copied if it is a view of more memory than its own elements."""
+    """Return ``tensor`` [...], copied if it is a view of more memory than its own elements."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

@@ -1,34 +1,18 @@
-"""Chains of elementwise operations in few passes over memory: SwiGLU, RMSNorm, rotary embedding.
+"""Chains of elementwise operations in few passes over memory on a CPU: SwiGLU and RMSNorm.
 
-On a CPU, SwiGLU and RMSNorm have handwritten gradients, because autograd reads and writes a tensor
-for every step of the chain rule. On a GPU, megatron-core's `jit_fuser` compiles a chain into one
-kernel, which computes bf16 in float32 and rounds once. The last bit then differs from the chain.
+Their gradients are handwritten, because autograd reads and writes a tensor for every step of the
+chain rule. `aligner.models.gpt.layers.fusions` selects the fused kernels of GPUs.
 """
 
 import functools
-import importlib.util
-import math
-import os
-import shutil
-import sysconfig
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.nn.functional
 import torch.nn.functional as F
-from megatron.core import parallel_state
-from megatron.core.jit import jit_fuser
-from megatron.core.tensor_parallel import layers as megatron_layers
-from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from aligner.architecture import BranchNorms, GPTArchitecture
-from aligner.device import accelerator
 from aligner.kernels.linear_product import Origin
 
 
@@ -164,183 +148,6 @@ class Norm(nn.Module):
         return F.layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
 
 
-class FinalNorm(Norm):
-    """`Norm` before the output layer, divided as the logits are to be (Granite)."""
-
-    def __init__(self, config: "GPTConfig", hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(config, hidden_size, eps)
-        self.divisor = config.logits_divisor
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension of ``hidden`` [..., H], and divide."""
-        return super().forward(hidden) / self.divisor
-
-
-class AllHeadsNorm(nn.Module):
-    """RMSNorm over the heads of all tensor-parallel ranks together (OLMo 2)."""
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int
-    ) -> None:
-        super().__init__()
-        self.size, self.eps = heads * hidden_size, eps
-        self.ranks = config.tensor_model_parallel_size
-        weight = nn.Parameter(torch.ones(self.size // self.ranks, dtype=config.params_dtype))
-        megatron_layers.set_tensor_model_parallel_attributes(weight, True, 0, 1)
-        self.all_heads = nn.ParameterDict({"weight": weight})
-
-    def forward(self, heads: Tensor) -> Tensor:
-        """Normalise float ``heads`` ``[S, B, N, D]`` over N and D. The shape does not change."""
-        rows = heads.flatten(2).float()
-        squares = rows.square().sum(-1, keepdim=True)
-        if self.ranks > 1:  # a sum in both directions, because every rank uses the result
-            group = parallel_state.get_tensor_model_parallel_group()
-            squares = torch.distributed.nn.functional.all_reduce(squares, group=group)
-        normal = rows * (squares / self.size + self.eps).rsqrt()
-        return (normal * self.all_heads["weight"]).to(heads.dtype).view_as(heads)
-
-
-class BranchAdd(nn.Module):
-    """Addition of a branch to the residual, normalised and multiplied first."""
-
-    def __init__(self, config: "GPTConfig") -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.layernorm_epsilon
-        self.norm = nn.Identity() if config.branch_norms == "before" else Norm(config, size, eps)
-        self.multiplier = config.residual_multiplier
-
-    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return the function of (branch and its bias, residual, dropout) that adds."""
-
-        def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            out, bias = branch
-            out = self.norm(out if bias is None else out + bias) * self.multiplier
-            return residual + F.dropout(out, dropout, training)
-
-        return add
-
-
 def rms_norm_rows(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute `rms_norm` of float32 ``[n, H]`` without gradients, with equal bits."""
     return (rows * _inverse_rms(rows, eps)).mul_(weight)
-
-
-@functools.cache
-def missing_for_kernels() -> str | None:
-    """Name a missing requirement of `torch.compile` for GPU kernels, or return None."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
-    if not any(shutil.which(name) for name in compilers if name):
-        return "a C compiler is missing"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        return "Python's C headers are not installed"
-    return None
-
-
-@dataclass
-class GPTConfig(TransformerConfig):
-    """megatron-core's configuration with additional settings."""
-
-    rotates_in_one_kernel: bool = False
-    # Factor of rotated queries and keys, as megatron-core's attention reads it.
-    yarn_mscale: float = 0.0
-    yarn_mscale_all_dim: float = 0.0
-    yarn_rotary_scaling_factor: float = math.e
-    # See `GPTArchitecture`.
-    qk_norm_over_heads: bool = False
-    branch_norms: BranchNorms = "before"
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_divisor: float = 1.0
-    window_rotary_base: float | None = None
-    rotary_scale: float = 1.0  # by which all rotary angles are divided
-
-    @property
-    def adds_plainly(self) -> bool:
-        """True if attention and MLP add their output to the residual as it is."""
-        return self.branch_norms == "before" and self.residual_multiplier == 1.0
-
-    @property
-    def embedding_factor(self) -> float:
-        """``embedding_multiplier`` in the precision of the weights, as in transformers."""
-        return torch.tensor(self.embedding_multiplier, dtype=self.params_dtype).item()
-
-
-@dataclass(frozen=True)
-class Fusions:
-    """Chains of operations that are fused."""
-
-    swiglu: bool = False
-    rotary: bool = False
-    bias: bool = False  # addition of a linear layer's bias and the residual
-    gradient_sum: bool = False  # the weight gradient's product accumulates into the buffer
-
-    @classmethod
-    def of(cls, architecture: GPTArchitecture, enabled: bool) -> "Fusions":
-        """Select the chains that can be fused on this machine for this architecture.
-
-        Fusions that change the function are excluded, such as megatron-core's fused GELU (tanh
-        approximation) and fused dropout (other random numbers than full recomputation).
-        """
-        if not (enabled and accelerator.has_gpu()):
-            return cls()
-        compiles = missing_for_kernels() is None
-        biased_experts = architecture.num_moe_experts is not None and architecture.bias_linear
-        rotary = compiles and architecture.position_embedding == "rope"
-        if rotary:
-            megatron_attention.apply_rotary_pos_emb = _apply_rotary
-        return cls(
-            swiglu=compiles and architecture.activation == "swiglu" and not biased_experts,
-            rotary=rotary,
-            bias=compiles and architecture.bias_linear and not architecture.hidden_dropout,
-            gradient_sum=bool(megatron_layers._grad_accum_fusion_available),
-        )
-
-
-@jit_fuser
-def rotate(heads: Tensor, angles: Tensor, sign: float) -> Tensor:
-    """Rotate float ``heads`` ``[S, B, N, D]`` by ``angles`` times ``sign``.
-
-    ``angles``: float ``[S, 1 or B, 1, D_rot]``. Column i is paired with ``i + D_rot / 2``. Columns
-    from ``D_rot`` on are unchanged.
-    """
-    width = angles.shape[-1]
-    cos, sin = angles.cos(), angles.sin() * sign
-    first, second = heads[..., :width].float().chunk(2, dim=-1)
-    halves = (
-        first * cos[..., : width // 2] - second * sin[..., : width // 2],
-        second * cos[..., width // 2 :] + first * sin[..., width // 2 :],
-    )
-    parts = [half.to(heads.dtype) for half in halves]
-    return torch.cat((*parts, heads[..., width:]), dim=-1)
-
-
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, angles: Tensor) -> Tensor:
-        ctx.save_for_backward(angles)
-        return rotate(heads, angles, 1.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return rotate(grad, ctx.saved_tensors[0], -1.0), None
-
-
-_megatron_rotary = megatron_attention.apply_rotary_pos_emb
-
-
-def _apply_rotary(
-    t: Tensor,
-    freqs: Tensor,
-    config: TransformerConfig,
-    cu_seqlens: Tensor | None = None,
-    mscale: float = 1.0,
-    **arguments: Any,
-) -> Tensor:
-    """Replace megatron-core's function of this name, with a fused kernel if enabled."""
-    fused = getattr(config, "rotates_in_one_kernel", False)
-    if fused and cu_seqlens is None and mscale == 1.0 and not config.rotary_interleaved:
-        return _Rotation.apply(t, freqs)
-    return _megatron_rotary(t, freqs, config, cu_seqlens, mscale, **arguments)

@@ -3,21 +3,21 @@
 With Transformer Engine and a GPU, the layer is megatron-core's Transformer Engine spec with our
 core attention, unless ``model.layer_spec`` selects another. The local spec has megatron-core's
 linears, `Norm` and `CoreAttention`.
-
-Experts use one grouped matrix product in each direction. Their weights remain the parameters of
-`SequentialMLP`, as in checkpoints, and are stacked again for each product, so that one layer's copy
-exists at a time.
 """
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed.nn.functional
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -38,18 +38,68 @@ from aligner.errors import ConfigError
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
 from aligner.logprobs.output_layer import ready_weight
 from aligner.models.gpt.layers.attention import CoreAttention
-from aligner.models.gpt.layers.elementwise import (
-    AllHeadsNorm,
-    BranchAdd,
-    FinalNorm,
-    GPTConfig,
-    Norm,
-    SwiGLU,
-)
+from aligner.models.gpt.layers.elementwise import Norm, SwiGLU
+from aligner.models.gpt.layers.fusions import GPTConfig
 from aligner.models.gpt.layers.short_attention import ShortSelfAttention
 from aligner.models.gpt.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 
 _COLUMN_MULTIPLE = 8  # bf16 columns, so that matrix rows are aligned to 16 bytes
+
+
+class FinalNorm(Norm):
+    """`Norm` before the output layer, divided as the logits are to be (Granite)."""
+
+    def __init__(self, config: GPTConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.divisor = config.logits_divisor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise the last dimension of ``hidden`` [..., H], and divide."""
+        return super().forward(hidden) / self.divisor
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over the heads of all tensor-parallel ranks together (OLMo 2)."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int
+    ) -> None:
+        super().__init__()
+        self.size, self.eps = heads * hidden_size, eps
+        self.ranks = config.tensor_model_parallel_size
+        weight = nn.Parameter(torch.ones(self.size // self.ranks, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(weight, True, 0, 1)
+        self.all_heads = nn.ParameterDict({"weight": weight})
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalise float ``heads`` ``[S, B, N, D]`` over N and D. The shape does not change."""
+        rows = heads.flatten(2).float()
+        squares = rows.square().sum(-1, keepdim=True)
+        if self.ranks > 1:  # a sum in both directions, because every rank uses the result
+            group = parallel_state.get_tensor_model_parallel_group()
+            squares = torch.distributed.nn.functional.all_reduce(squares, group=group)
+        normal = rows * (squares / self.size + self.eps).rsqrt()
+        return (normal * self.all_heads["weight"]).to(heads.dtype).view_as(heads)
+
+
+class BranchAdd(nn.Module):
+    """Addition of a branch to the residual, normalised and multiplied first."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.norm = nn.Identity() if config.branch_norms == "before" else Norm(config, size, eps)
+        self.multiplier = config.residual_multiplier
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return the function of (branch and its bias, residual, dropout) that adds."""
+
+        def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            out, bias = branch
+            out = self.norm(out if bias is None else out + bias) * self.multiplier
+            return residual + F.dropout(out, dropout, training)
+
+        return add
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -82,7 +132,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class GroupedExperts(SequentialMLP):
-    """`SequentialMLP` that computes all experts in two grouped products."""
+    """`SequentialMLP` that computes all experts in two grouped products.
+
+    The weights remain separate parameters, as in checkpoints, and are stacked for each product.
+    """
 
     def forward(
         self,

@@ -6,8 +6,8 @@ with the square of the packed length. Each bucket is a small right-padded batch:
     rows [R, heads, D] ─index─► slots [M, heads, D] ─split─► bucket [n, L, heads, D] ─► SDPA
     rows [R, heads, D] ◄─inverse index────────────────────── cat ◄─┘
 
-Under context parallelism queries are local and keys are gathered from all ranks. If sequences share
-prefixes, a segment is a run of tokens whose keys include all runs before it.
+Under context parallelism keys are gathered from all ranks. If sequences share prefixes, a segment
+is a run of tokens whose keys include all runs before it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -273,9 +273,9 @@ def build_segments(
     """Plan the attention of sequences that are packed one after the other.
 
     ``lengths``: padded length of each sequence, a multiple of ``2 * cp_size`` if ``cp_size > 1``.
-    ``num_rows``: rows on this rank, at least ``lengths.sum() / cp_size``. ``parents``: index of the
-    earlier sequence that precedes each sequence, -1 for none. ``tokens``: lengths without padding,
-    required with ``parents``.
+    ``num_rows``: tokens on this rank, at least ``lengths.sum() / cp_size``. ``parents``: index of
+    the earlier sequence that is the prefix of each sequence, -1 for none. ``tokens``: lengths
+    without padding, required with ``parents``.
     """
     rows = KeyRows.of(lengths, num_rows, cp_size)
     if parents is not None and tokens is not None:
@@ -288,14 +288,16 @@ def build_segments(
         offset = np.arange(count.max())[None]
         query_rows.append(np.where(offset < count, start + offset, -1).ravel())
         if cp_size == 1 and not prefix_length.any():
-            buckets.append(Bucket(len(members), offset.size, offset.size, None))
+            size = offset.size
+            buckets.append(Bucket(len(members), queries=size, keys=size, positions=None))
             key_rows.append(query_rows[-1])
             continue
         # Keys: the prefix, then the sequence up to the last query of this rank.
         query_position, key_count = offset, prefix_length + count
         if cp_size > 1:
             query_position = local_position(offset, count // 2, cp_rank, cp_size)
-            key_count = prefix_length + (2 * cp_size - cp_rank) * (count // 2)  # late chunk's end
+            # The keys end with the later one of this rank's two chunks.
+            key_count = prefix_length + (2 * cp_size - cp_rank) * (count // 2)
         query_position = np.where(offset < count, prefix_length + query_position, 0)
         key_position = np.arange(key_count.max())[None]
         indices = rows.at(members[:, None], np.minimum(key_position, key_count - 1))
@@ -303,8 +305,10 @@ def build_segments(
         positions = _to_device(query_position, device)
         buckets.append(Bucket(len(members), offset.size, key_position.size, positions))
     queries = SlotMap.of(np.concatenate(query_rows), num_rows, device)
+    # Keys are the rows of the queries, rows in several slots (0 in blank slots, which the mask
+    # hides), or rows of all ranks.
     keys: SlotMap | Tensor = queries
-    if len(rows.prefix_rows):  # the mask hides blank slots
+    if len(rows.prefix_rows):
         keys = _to_device(np.concatenate(key_rows).clip(0), device)
     elif cp_size > 1:
         keys = SlotMap.of(np.concatenate(key_rows), num_rows * cp_size, device)

@@ -1,9 +1,8 @@
 """Self-attention over short sequences on CPU as one operation.
 
-For short sequences on a CPU, the overhead of `scaled_dot_product_attention` and of the operations
-around it exceeds the arithmetic. Here queries, keys and values are rotated while they are copied to
-one buffer, batched products compute the scores, and backward writes one gradient. The saved
-probabilities need ``[heads, S, S]`` per sequence, so `MAX_LENGTH` bounds ``S``.
+There the overhead of `scaled_dot_product_attention` and of the operations around it exceeds the
+arithmetic. The saved probabilities need ``[heads, S, S]`` per sequence, so `MAX_LENGTH` bounds
+``S``.
 
 Shape legend: ``S`` length, ``B`` sequences, ``G`` key-value heads, ``R`` query heads per key-value
 head, ``D`` head width, ``D_rot`` its rotated part. Packed heads are ``[B, G, R + 2, S, D]``: each
@@ -24,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from aligner.device import accelerator
 from aligner.models.gpt.layers.attention import CoreAttention
-from aligner.models.gpt.layers.elementwise import GPTConfig
+from aligner.models.gpt.layers.fusions import GPTConfig
 
 MAX_LENGTH = 128
 
@@ -212,7 +211,7 @@ class ShortSelfAttention(SelfAttention):
             and length <= min(MAX_LENGTH, getattr(core, "window", None) or MAX_LENGTH)
             and angles.shape[1:3] == (1, 1)
             and isinstance(core, CoreAttention)
-            and core.cache is None
+            and core.cached is None
             and not (self.training and (core.dropout or self.checkpoint_core_attention))
             and isinstance(self.q_layernorm or IdentityOp(), IdentityOp)
             and self.world_size <= self.config.num_query_groups

@@ -22,7 +22,7 @@ from aligner.architecture import GPTArchitecture, RopeScaling, layer_flags
 from aligner.config import ParallelConfig
 from aligner.device import accelerator
 from aligner.errors import ConfigError
-from aligner.models.gpt.layers.elementwise import Fusions, GPTConfig
+from aligner.models.gpt.layers.fusions import Fusions, GPTConfig
 from aligner.models.gpt.layers.layer_spec import (
     block_spec,
     has_transformer_engine,
@@ -94,44 +94,36 @@ def transformer_config(
     return config
 
 
+# Settings that have the same names in `GPTArchitecture`.
+_SAME_NAMES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("kv_channels", "layernorm_epsilon", "qk_norm_over_heads", "branch_norms"),
+    *("embedding_multiplier", "residual_multiplier", "logits_divisor", "window_rotary_base"),
+    *("attention_dropout", "hidden_dropout"),
+)
+
+
 def _network(architecture: GPTArchitecture) -> dict[str, Any]:
     """Return the shape, operations and initial weights of the layers."""
+    scaling = architecture.rope_scaling
     return {
-        "num_layers": architecture.num_layers,
-        "hidden_size": architecture.hidden_size,
-        "ffn_hidden_size": architecture.ffn_hidden_size,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_query_groups": architecture.num_query_groups,
-        "kv_channels": architecture.kv_channels,
+        **{name: getattr(architecture, name) for name in _SAME_NAMES},
         "activation_func": _ACTIVATIONS[architecture.activation],
         "gated_linear_unit": architecture.gated,
-        "normalization": "RMSNorm"
-        if architecture.normalization.startswith("rmsnorm")
-        else "LayerNorm",
+        "normalization": "RMSNorm" if "rmsnorm" in architecture.normalization else "LayerNorm",
         "layernorm_zero_centered_gamma": architecture.normalization.endswith("1p"),
-        "layernorm_epsilon": architecture.layernorm_epsilon,
         "no_rope_freq": layer_flags(architecture.layers_without_rope, architecture),
         # megatron-core multiplies cosines and sines by 1 + 0.1 * scale * ln(factor).
         "yarn_mscale": 10.0 * (architecture.rope_concentration - 1.0),
         "add_bias_linear": architecture.bias_linear,
         "add_qkv_bias": architecture.bias_qkv,
         "qk_layernorm": architecture.qk_layernorm and not architecture.qk_norm_over_heads,
-        "qk_norm_over_heads": architecture.qk_norm_over_heads,
-        "branch_norms": architecture.branch_norms,
         "softmax_scale": architecture.attention_scale,
-        "embedding_multiplier": architecture.embedding_multiplier,
-        "residual_multiplier": architecture.residual_multiplier,
-        "logits_divisor": architecture.logits_divisor,
         "window_size": (architecture.window_size - 1, 0) if architecture.window_size else None,
         "window_attn_skip_freq": layer_flags(
             architecture.layers_without_window, architecture, invert=True
         ),
-        "window_rotary_base": architecture.window_rotary_base,
-        "rotary_scale": architecture.rope_scaling.factor
-        if architecture.rope_scaling is not None and architecture.rope_scaling.kind == "linear"
-        else 1.0,
-        "attention_dropout": architecture.attention_dropout,
-        "hidden_dropout": architecture.hidden_dropout,
+        "rotary_scale": scaling.factor if scaling and scaling.kind == "linear" else 1.0,
         "init_method_std": architecture.init_std,
     }
 
@@ -259,9 +251,9 @@ def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling, base: floa
     """Scale rotary frequencies, float32 [D_rot / 2], to a longer context.
 
     ``linear`` divides all frequencies by the factor (Chen et al. 2023), ``longrope`` each by its
-    short factor (Ding et al. 2024). ``llama3`` divides only those with a wavelength above the
-    original context and interpolates in between (Llama 3.1, 2024). ``yarn`` interpolates over the
-    index of the frequency instead (Peng et al. 2023).
+    short factor (Ding et al. 2024). ``llama3`` divides low frequencies, keeps high ones, and
+    interpolates between them by wavelength (Llama 3.1, 2024), ``yarn`` by the index of the
+    frequency (Peng et al. 2023).
     """
     if scaling.kind == "linear":
         return inverse / scaling.factor

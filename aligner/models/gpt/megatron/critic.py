@@ -11,7 +11,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
-from aligner.logprobs.output_layer import OutputLayerBypass
+from aligner.logprobs.output_layer import OutputLayerBypass, ValueHead
 from aligner.losses.interfaces import PublishedLoss
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
@@ -22,10 +22,10 @@ from aligner.models.gpt.forward.schedule import (
     loss_head,
     split_microbatches,
 )
-from aligner.models.gpt.forward.token_layout import LayoutRules
+from aligner.models.gpt.forward.token_layout import LayoutRules, framed_outputs
 from aligner.models.gpt.megatron.model import MegatronGPTModel
+from aligner.models.gpt.role.model import ValueModel
 from aligner.models.gpt.role.settings import SectionType
-from aligner.models.gpt.role.value import ValueHead, ValueModel, framed_outputs
 from aligner.models.interfaces import CriticModelInterface
 from aligner.parallel.groups import joined_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
@@ -139,7 +139,6 @@ def forward_step_value(
     """Run megatron-core's forward step of a critic: hidden states, values, loss.
 
     Args:
-        state: ignored.
         global_valid_seqs: valid sequences of the global batch, a denominator of the loss.
         global_valid_toks: valid tokens of the global batch, a denominator of the loss.
         data_iterator: this rank's micro-batches, laid out or as columns: ``input_ids`` int64
@@ -148,13 +147,12 @@ def forward_step_value(
         value_head: `ValueHead`, or None before the last stage.
         loss_fn: loss of the values, from this library or a published one.
         pack_sequences: lay out columns in one row without padding.
-        defer_fp32_logits: ignored, because logits are not computed.
         cp_normalize: False multiplies the loss by the context-parallel size. By default the sum of
             gradients over those ranks counts the loss once.
-        policy_cfg: ignored.
         right_shift: see `framed_outputs`.
 
-    Returns the stage's output and the closure that computes loss and metrics on the last stage.
+    The other arguments are ignored. Returns the stage's output and the closure that computes loss
+    and metrics on the last stage.
     """
 
     def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:

@@ -23,10 +23,9 @@ def load_from_nemo(
     restore_path: str | Path | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Role:
-    """Build ``cls`` from a `.nemo` file, or from a Hugging Face directory or `.gguf` file.
+    """Build the role ``cls`` from a `.nemo` file, a Hugging Face directory or a `.gguf` file.
 
     Args:
-        cls: the role to build, independent of the file's ``target``.
         cfg: a run's ``model`` (or ``critic``) section from hydra, as a mapping or typed, or the
             settings of the role. None configures inference on one process.
         trainer: a Lightning trainer (optional), whose precision and clipping complete a section.
@@ -34,9 +33,8 @@ def load_from_nemo(
         restore_path: path of the file. Default: ``cfg.restore_from_path``.
         tokenizer: tokenizer that replaces the file's.
 
-    Raises:
-        ConfigError: ``cfg`` contains a key or a value that the role does not support.
-        CheckpointError: the file does not exist, is damaged, foreign or does not fit.
+    Raises ConfigError for a key or value of ``cfg`` that the role does not support, and
+    CheckpointError if the file does not exist, is damaged or does not fit.
     """
     settings, path = cfg, restore_path
     if settings is not None and not isinstance(settings, RoleSettings):

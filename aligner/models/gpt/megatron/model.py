@@ -1,8 +1,4 @@
-"""`MegatronGPTModel`: a megatron-core GPT as a LightningModule and a NeMo `ModelPT`.
-
-It implements the parts that all roles share: this process's share of the model, the optimizer, the
-phases, and `.nemo` files. Each role defines its outputs as a function of the hidden states.
-"""
+"""`MegatronGPTModel`: a megatron-core GPT as a LightningModule and a NeMo `ModelPT`."""
 
 import dataclasses
 import functools
@@ -43,9 +39,8 @@ from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer, wrap_for_training
 from aligner.models.gpt.megatron.state import RoleWeights
-from aligner.models.gpt.role.model import count_denominators, reduce_result
 from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_from_model_config
-from aligner.parallel.collectives import broadcast_floats
+from aligner.parallel.collectives import broadcast_floats, count_denominators, reduce_result
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
@@ -315,5 +310,4 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     def setup_training_data(self, train_data_config: Any) -> None:
         """Do nothing, because the trainer owns the data."""
 
-    def setup_validation_data(self, val_data_config: Any) -> None:
-        """Do nothing, because the trainer owns the data."""
+    setup_validation_data = setup_training_data

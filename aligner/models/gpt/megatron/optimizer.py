@@ -15,9 +15,13 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor, nn
 
 from aligner.device import accelerator
-from aligner.models.gpt.role.offload import ModelOffload
-from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOptimizer, StepOutcome
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import (
+    ModelOffload,
+    OwnedSlice,
+    StepOptimizer,
+    StepOutcome,
+)
 
 
 def wrap_for_training(

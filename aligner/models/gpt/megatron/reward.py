@@ -12,9 +12,9 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.models.gpt.forward.schedule import MicroBatches
 from aligner.models.gpt.lora import adapters_off
 from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
-from aligner.models.gpt.role.offload import SwappedWeights
 from aligner.models.gpt.role.reward import RewardModelType, RewardRole
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import SwappedWeights
 
 
 class MegatronGPTRewardModel(RewardRole, MegatronGPTCriticModel):

@@ -1,13 +1,9 @@
 """A role's weights and Adam moments, saved on one parallel layout and restored on any other.
 
-Each process saves, of every parameter, the slice that its optimizer updates: float32 weights and
-moments, under the parameter's canonical name and with its part of the tensor-parallel split.
-Weights frozen next to adapters are not in the state but in the model's file.
-
-Restoring reads one parameter at a time, only the elements that this process updates, from the
-memory-mapped files of all saving processes. If the tensor-parallel split has changed,
-`aligner.checkpoint.canonical` locates the elements, of moments too. Weights that other
-data-parallel ranks update are gathered from those ranks, as after a step.
+Each process saves the slice of every parameter that its optimizer updates: float32 weights and
+moments, with the parameter's canonical name and its part of the tensor-parallel split. Weights
+frozen next to adapters are only in the model's file. A process restores the elements that it
+updates from the memory-mapped files of all saving processes. It gathers others as after a step.
 """
 
 import math
@@ -44,7 +40,7 @@ from aligner.errors import CheckpointError
 from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer
 from aligner.models.gpt.role.model import RoleModel
-from aligner.models.gpt.role.optimizer_step import OwnedSlice
+from aligner.models.gpt.role.training_state import OwnedSlice
 from aligner.parallel.groups import ParallelState
 
 WEIGHT = "weight"
@@ -128,7 +124,7 @@ class _SavedRole:
         self, name: str, kind: str, part: tuple[int, int], shape: Shape, elements: range
     ) -> Tensor:
         """Return the flattened ``elements`` of a part of a tensor in the present layout."""
-        # The same split: the saved elements themselves.
+        # The same split.
         piece = self._pieces(name)[0]
         (rank, size), (_, count) = part, piece["part"]
         surplus = piece["shape"][0] * count - self._architecture.vocab_size

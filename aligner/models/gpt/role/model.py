@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -27,15 +27,14 @@ from aligner.models.gpt.forward.schedule import (
     split_microbatches,
 )
 from aligner.models.gpt.forward.token_layout import LayoutRules
-from aligner.models.gpt.role.optimizer_step import StepOptimizer, StepOutcome
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.training_state import StepOptimizer, StepOutcome
 from aligner.observe.nonfinite import write_nonfinite
-from aligner.parallel.collectives import combine_metrics, on_rank_zero, reduce_metrics
+from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState
-from aligner.types import Denominators, LossFunction, TokenOutputs
+from aligner.types import LossFunction, TokenOutputs
 
 Optimizer = TypeVar("Optimizer")
-_VALID_TOKENS = "valid_tokens"
 
 
 class RoleModel(ABC):
@@ -96,7 +95,7 @@ class RoleModel(ABC):
         ``forward_only``. Default of ``loss_fn``: the role's loss.
         """
         metrics = self.run_batch(batch, forward_only, loss_fn, mbs)
-        del metrics[_VALID_TOKENS]
+        del metrics["valid_tokens"]
         return metrics["loss"], metrics
 
     def training_update(
@@ -125,7 +124,7 @@ class RoleModel(ABC):
         optimizer.zero_grad()
         # An empty batch is run too, for the collectives, and to consume a reused forward pass.
         metrics = self.run_batch(batch, False, loss_fn, mbs)
-        loss, empty = metrics["loss"], not metrics.pop(_VALID_TOKENS)
+        loss, empty = metrics["loss"], not metrics.pop("valid_tokens")
         outcome = StepOutcome(grad_norm=0.0, lr=optimizer.lr, skipped=False)
         if not empty:
             outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
@@ -363,38 +362,33 @@ class RoleModel(ABC):
         """Count the parameters on this process."""
 
 
+class ValueModel(RoleModel):
+    """A role that estimates the values of states with a scalar head."""
+
+    # Whether an output belongs to the next token. That of a reward model belongs to its token.
+    right_shift: ClassVar[bool] = True
+
+    @property
+    def head_outputs(self) -> int:
+        """Number of the head's outputs for a token."""
+        return 1
+
+    def get_values(
+        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
+    ) -> Tensor:
+        """Compute the value of the state before each token, float32 ``[B, S]``.
+
+        Values are 0 beyond a sequence's length. ``batch``: ``input_ids`` int64 ``[B, S]`` and
+        ``input_lengths`` int64 ``[B]``. ``micro_batches``: see `RoleModel.infer_tokens`.
+        """
+        return self.infer_tokens(batch, micro_batches)
+
+
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
     """Return the optimizer, or raise `ConfigError` if it is None."""
     if optimizer is None:
         raise ConfigError("optim: this role was built without an optimizer. Add an optim section")
     return optimizer
-
-
-def count_denominators(
-    batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup
-) -> tuple[Denominators, Tensor]:
-    """Count valid tokens and sequences of a global batch, of which ``batch`` is this rank's share.
-
-    Also return this rank's valid tokens, a float64 scalar.
-    """
-    # float64, so that the counts are exact for any layout.
-    mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
-    own_tokens = mask.sum()
-    counts = torch.stack([own_tokens, batch["sample_mask"].double().sum()])
-    dist.all_reduce(counts, group=dp_group)
-    tokens, seqs = counts.clamp(min=1.0).float()
-    return Denominators(valid_tokens=tokens, valid_seqs=seqs), own_tokens
-
-
-def reduce_result(
-    parts: Iterable[Mapping[str, Tensor]], own_tokens: Tensor, dp_group: dist.ProcessGroup
-) -> dict[str, float]:
-    """Reduce micro-batch metrics over all ranks, and the count of valid tokens with them.
-
-    ``own_tokens``, a scalar, is copied to the host together with the metrics, which synchronises
-    once.
-    """
-    return reduce_metrics({**combine_metrics(parts), _VALID_TOKENS: own_tokens}, dp_group)
 
 
 def _report_non_finite(

@@ -28,7 +28,7 @@ from aligner.models.gpt.forward.token_logprobs import (
 )
 from aligner.models.gpt.lora import adapters_off
 from aligner.models.gpt.role.model import RoleModel
-from aligner.models.gpt.role.offload import SwappedWeights
+from aligner.models.gpt.role.training_state import SwappedWeights
 from aligner.models.interfaces import Inferrable
 from aligner.types import LossFunction, TokenOutputs
 
@@ -252,7 +252,7 @@ class SamplingPolicy(RoleModel):
         return self._generator is not None or not self.samples_from_a_copy
 
     def prepare_for_generation(self) -> None:
-        """Enter evaluation mode, and copy the weights if a copy samples. All ranks must call it."""
+        """Enter evaluation mode. If a copy of the model samples, copy the weights on all ranks."""
         self.prepare_for_inference()
         if self.samples_from_a_copy:
             self._generator = self._make_generator()

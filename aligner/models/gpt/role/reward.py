@@ -14,8 +14,8 @@ from aligner.checkpoint.canonical import REWARD_HEAD
 from aligner.checkpoint.model_source import ModelSource
 from aligner.errors import CheckpointError
 from aligner.models.gpt.forward.schedule import MicroBatches
+from aligner.models.gpt.role.model import ValueModel
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.models.gpt.role.value import ValueModel
 
 _STANDARDIZATION = "reward_standardization"
 _SEQUENCES = "reward_sequences"

@@ -172,21 +172,10 @@ SectionType = type[TrainedModelConfig] | type[CriticConfig]
 # Keys of a run's section that a constructor reads from ``model_config.yaml``. Other keys of a run
 # (tokenizer, fp8, dropout) have another meaning in a `.nemo` file.
 _RUN_KEYS = (
-    "micro_batch_size",
-    "global_batch_size",
-    "forward_micro_batch_size",
-    *LAYOUT_KEYS,
-    *STAGE_KEYS,
-    "freeze_moe_router",
-    "sequence_packing",
-    "dynamic_batching",
-    "shared_prefixes",
-    "activations_checkpoint_granularity",
-    "offload_adam_states",
-    "peft",
-    "optim",
-    "ppo",
-    "rs",
+    *("micro_batch_size", "global_batch_size", "forward_micro_batch_size"),
+    *(*LAYOUT_KEYS, *STAGE_KEYS, "freeze_moe_router"),
+    *("sequence_packing", "dynamic_batching", "shared_prefixes"),
+    *("activations_checkpoint_granularity", "offload_adam_states", "peft", "optim", "ppo", "rs"),
 )
 
 

@@ -1,1 +1,0 @@
-"""One process's share of the policy."""

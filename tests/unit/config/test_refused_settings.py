@@ -1,0 +1,351 @@
+"""Every bad key or value is refused with its full dotted name and a remedy."""
+
+import math
+
+import pytest
+from settings import parsed, tree
+
+from aligner.config import (
+    DistillRunConfig,
+    DPORunConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RunConfig,
+    SFTRunConfig,
+    parse_config,
+)
+from aligner.config.fields import MOST_SECONDS
+from aligner.config.parse import arms_of, build, keys_below
+from aligner.errors import ConfigError
+
+RAY = "cluster.engine=ray trainer.devices=2"
+OWN = "critic.tensor_model_parallel_size=2"
+LORA = "model.peft.peft_scheme=lora"
+TUNING = f"{LORA} model.peft.lora_tuning"
+CORRECTION = "model.ppo.correction"
+PAIRED = "model.sequence_packing.enabled=true data.max_length=21 model.sequence_packing"
+BACKBONE = "reward.kind=model reward.model.restore_from_path=r.nemo reward.model"
+# Settings, and words of the message.
+REFUSED = {
+    RunConfig: [
+        # Keys and kinds of values.
+        ("model.ppo.ratio_epss=0.1", "model.ppo.ratio_epss", "Did you mean model.ppo.ratio_eps?"),
+        ("sead=1", "sead: unknown key", "Did you mean seed?"),
+        ("trainer.precision=fp8", "trainer.precision", "32, bf16", "fp8"),
+        ("trainer.ppo.gae_lambda=1.5", "trainer.ppo.gae_lambda", "between 0 and 1", "1.5"),
+        ("model.optim.lr=0", "model.optim.lr", "greater than 0"),
+        ("model.micro_batch_size=2.5", "model.micro_batch_size", "an integer"),
+        ("seed=null", "seed", "an integer, got null"),
+        ("model.optim.betas=[0.9]", "model.optim.betas", "list of 2"),
+        ("model.optim.betas=[1.0,1.0]", "betas[0]: must be between 0 and 1 (exclusive)"),
+        ("model.ppo.ratio_eps=[0.1,0.2,0.3]", "model.ppo.ratio_eps", "list of 2"),
+        ("model.ppo=3", "model.ppo", "expected a group of keys"),
+        # Workers and layouts.
+        ("cluster.address=a:1", "cluster.address=a:1", "local", "cluster.engine=ray"),
+        (f"{RAY} cluster.value_workers=2", "value_workers=2", "cluster.colocated=false"),
+        (
+            f"{RAY} cluster.value_workers=3 cluster.colocated=false "
+            "model.tensor_model_parallel_size=2",
+            *("cluster.value_workers=3", "multiple", "Use 4"),
+        ),
+        (
+            "policy.backend=dtensor model.pipeline_model_parallel_size=2 trainer.devices=2",
+            *("model.pipeline_model_parallel_size=2", "policy.backend=dtensor", "=1, or"),
+        ),
+        (
+            "policy.backend=dtensor model.tensor_model_parallel_size=2 "
+            "model.sequence_parallel=true trainer.devices=2",
+            *("model.sequence_parallel=true", "Set model.sequence_parallel=false"),
+        ),
+        (
+            "policy.backend=dtensor model.context_parallel_size=2 trainer.devices=2",
+            *("tensor_model_parallel_size", "activations_checkpoint_granularity=full"),
+            "or policy.backend=megatron",
+        ),
+        ("generation.backend=vllm", "generation.backend=vllm", "megatron"),
+        # The critic's layout.
+        (f"trainer.devices=2 {OWN}", f"{OWN}: with cluster.engine=local", "engine=ray"),
+        (
+            f"cluster.engine=ray {OWN}",
+            "trainer.devices x trainer.num_nodes=1 is not a multiple of",
+            "= 2, the critic's layout. Use 2",
+        ),
+        (
+            f"{RAY} {OWN} cluster.colocated=false cluster.value_workers=3",
+            *("cluster.value_workers=3 is not a multiple of", "the critic's layout. Use 4"),
+        ),
+        (
+            f"{RAY} critic.context_parallel_size=2 policy.backend=dtensor",
+            *("critic.context_parallel_size=2: policy.backend=dtensor", "backend=megatron"),
+        ),
+        (
+            f"{RAY} {OWN} {BACKBONE}.share_body_with_critic=true",
+            "share_body_with_critic=true needs a critic in the policy's layout",
+        ),
+        # Sizes of batches.
+        (
+            "model.sequence_packing.enabled=true model.dynamic_batching.enabled=true",
+            *("model.sequence_packing.enabled", "model.dynamic_batching.enabled", "exclude"),
+        ),
+        (
+            "model.sequence_packing.enabled=true model.sequence_packing.train_mb_tokens=1001 "
+            "model.context_parallel_size=2 trainer.devices=2",
+            *("model.sequence_packing.train_mb_tokens=1001", "multiple of 4", "1000 or 1004"),
+        ),
+        (
+            "model.dynamic_batching.enabled=true model.dynamic_batching.logprob_mb_tokens=64 "
+            "model.ppo.length_params.max_length=60 data.max_prompt_length=10",
+            *("model.dynamic_batching.logprob_mb_tokens=64", "max_length=60", "at least 70"),
+        ),
+        ("model.ppo.num_rollout_samples=127", "num_rollout_samples=127 is not a multiple"),
+        (
+            "model.ppo.num_rollout_samples=96 model.global_batch_size=64",
+            *("num_rollout_samples=96", "model.global_batch_size=64", "64 or 128"),
+        ),
+        ("critic.global_batch_size=48", "critic.global_batch_size=48", "48 or 96"),
+        ("model.ppo.num_rollouts_per_prompt=7", "num_rollouts_per_prompt=7", "63 or 70"),
+        ("model.micro_batch_size=24", "model.micro_batch_size=24", "48 or 72"),
+        ("model.ppo.num_rollout_samples=1000000000", "must be between 1 and 1e+06, got 10"),
+        # Algorithm.
+        ("model.ppo.length_params.min_length=65", "min_length=65", "max_length=64"),
+        (
+            "critic=null trainer.ppo.advantage.estimator=grpo model.ppo.num_rollouts_per_prompt=4",
+            *("trainer.ppo.normalize_advantages=true", "estimator=grpo", "Set it to false"),
+        ),
+        (
+            "trainer.ppo.kl_controller.mode=adaptive trainer.ppo.initial_policy_kl_penalty=0",
+            *("kl_controller.mode=adaptive", "initial_policy_kl_penalty=0", "fixed"),
+        ),
+        (
+            "model.ppo.kl_loss.coef=0.1 model.ppo.kl_loss.estimator=k1",
+            *("model.ppo.kl_loss.estimator=k1", "k2", "k3"),
+        ),
+        (
+            "trainer.ppo.dynamic_sampling.enabled=true model.ppo.num_rollouts_per_prompt=4 "
+            "model.optim.sched.name=cosine",
+            *("model.optim.sched.name=cosine", "max_epochs", "Set model.optim.sched.max_steps"),
+        ),
+        ("model.ppo.loss_kwargs.weight=2", "loss_kwargs=", "model.ppo.loss is null"),
+        ("exp_manager.resume_changed=[model.ppo.lss]", "resume_changed: 'model.ppo.lss'"),
+        # Corrections.
+        (f"{CORRECTION}.weight=token", "correction.weight", "Did you mean", "weights"),
+        (f"{CORRECTION}.weights=token {CORRECTION}.bounds=[2,0.5]", "bounds=[2,0.5]", "low <= 1"),
+        (f"{CORRECTION}.weights=token {CORRECTION}.bounds=[0.5,0.9]", "[0.5,0.9] excludes 1"),
+        (f"{CORRECTION}.geometric_bounds=[1.1,2]", "geometric_bounds=[1.1,2]"),
+        (f"{CORRECTION}.bounds=[0.5,5]", "bounds=[0.5,5] needs weights"),
+        (f"{CORRECTION}.outside=mask", "outside=mask needs weights"),
+        (
+            f"{CORRECTION}.weights=token model.ppo.truncated_importance_sampling=2",
+            *("sampling=2 means model.ppo.correction.weights=token", "Leave one"),
+        ),
+        (
+            f"{CORRECTION}.weights=token model.ppo.ratio_level=sequence",
+            *("weights=token with model.ppo.ratio_level=sequence", "weights=sequence"),
+        ),
+        (
+            f"{CORRECTION}.weights=token {CORRECTION}.old_logprobs=sampler",
+            *("old_logprobs=sampler", "model.ppo.correction.weights=token has no effect"),
+        ),
+        (
+            f"{CORRECTION}.old_logprobs=sampler model.ppo.truncated_importance_sampling=2",
+            "model.ppo.truncated_importance_sampling=2 has no effect",
+        ),
+        (
+            f"{CORRECTION}.old_logprobs=sampler {CORRECTION}.second_moment=0.04",
+            *("second_moment=0.04 needs", "Set model.ppo.correction.old_logprobs=trainer"),
+        ),
+        # Adapters.
+        ("model.peft.restore_from_path=a", "peft_scheme is null. Set it to lora"),
+        (f"{TUNING}.target_modules=[]", "no weight would be trained"),
+        (f"{LORA} model.fp8=e4m3", "model.fp8=e4m3", "adapters", "Set model.fp8=null"),
+        (f"{LORA} model.layer_spec=transformer_engine", "model.layer_spec=transf", "=auto"),
+        (
+            f"{LORA} model.overlap_grad_reduce=true model.overlap_param_gather=true",
+            *("model.overlap_param_gather=true", "=lora", "gather=false"),
+        ),
+        ("model.overlap_param_gather=true", "Set model.overlap_grad_reduce=true too"),
+        (
+            f"{TUNING}.adapter_dropout=0.1 model.activations_checkpoint_granularity=full",
+            *("adapter_dropout=0.1:", "Set it to 0"),
+        ),
+        (
+            f"{LORA} policy.backend=dtensor model.tensor_model_parallel_size=2 trainer.devices=2",
+            *("size=2:", "not split adapters", "Set it to 1"),
+        ),
+        (f"{TUNING}.adapter_dropout=0.1 policy.backend=dtensor", "dtensor", "Set it to 0"),
+    ],
+    DPORunConfig: [
+        ("trainer.dpo.distance=square", "distance=square is an option of rpo"),
+        ("trainer.dpo.loss=kto trainer.dpo.sft_weight=1", "is an option of dpo, ipo, rpo, simpo"),
+        ("trainer.dpo.label_smoothing=0.5", "between 0 and 0.5 (exclusive), got 0.5"),
+        (
+            "model.micro_batch_size=3 model.global_batch_size=6",
+            *("model.micro_batch_size=3 counts rows", "2 or 4"),
+        ),
+        ("model.global_batch_size=9", "model.global_batch_size=9 counts rows", "8 or 10"),
+        (f"{PAIRED}.train_mb_tokens=41", "Raise it to at least 42, or lower data.max_len"),
+        (
+            "model.dynamic_batching.enabled=true model.dynamic_batching.train_mb_tokens=40 "
+            "data.max_length=21 model.dynamic_batching.sequence_length_round=8",
+            "Raise it to at least 48",
+        ),
+        ("data.chosen_reward_column=good", "data.rejected_reward_column=None", "Set both or"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("root", "row"),
+    [(root, row) for root, rows in REFUSED.items() for row in rows],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value.__name__,
+)
+def test_refusals_name_key_value_and_remedy(root, row):
+    settings, *words = row
+    with pytest.raises(ConfigError) as caught:
+        parsed(settings, root)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_settings_at_the_limits_are_accepted():
+    parsed(f"{PAIRED}.train_mb_tokens=42", DPORunConfig)
+    parsed(f"{PAIRED}.train_mb_tokens=24 trainer.dpo.loss=kto", DPORunConfig)
+    sizes = "trainer.dpo.loss=kto model.micro_batch_size=3 model.global_batch_size=9"
+    parsed(sizes, DPORunConfig)
+    parsed("exp_manager.resume_changed=[model.ppo.loss]")
+
+
+def test_all_bad_values_and_all_broken_rules_are_named_at_once():
+    values = tree("seed=x model.optim.lrr=1 model.ppo.ratio_eps=[0.1] critic.optim=3")
+    values["data"]["train"]["source"] = "???"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(values)
+    title, *messages = str(caught.value).splitlines()
+    assert title == "5 settings cannot be used:"
+    assert [message.split(": ")[0] for message in messages] == [
+        *("- data.train.source", "- model.optim.lrr", "- model.ppo.ratio_eps"),
+        *("- seed", "- critic.optim"),
+    ]
+    assert "Did you mean model.optim.lr?" in messages[1]
+    assert "a list of 2 values, got [0.1]" in messages[2]
+    broken = [
+        "model.ppo.length_params.min_length=9",
+        "trainer.ppo.advantage.batch_baseline=true",
+        "trainer.ppo.reward.overlong_cache=9",
+        "cluster.address=a:1",
+        "validation.temperature=0.5",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        parsed(" ".join([*broken, "model.ppo.length_params.max_length=8"]))
+    title, *messages = str(caught.value).splitlines()
+    assert title == "5 settings cannot be used:"
+    for message, setting in zip(messages, broken, strict=True):
+        assert message.startswith(f"- {setting}")
+
+
+@pytest.mark.parametrize("missing", ["model", "reward", "data"])
+def test_required_groups(missing):
+    values = {key: value for key, value in tree().items() if key != missing}
+    with pytest.raises(ConfigError, match=f"{missing}: required"):
+        parse_config(values)
+
+
+# Values ------------------------------------------------------------------------------------------
+
+
+def test_every_number_is_finite():
+    numbers = {key: hint for key, hint in keys_below(RunConfig) if float in arms_of(hint)}
+    assert len(numbers) > 30
+    for key, hint in numbers.items():
+        for value in (math.inf, -math.inf, math.nan, 10**400, "1e999", ""):
+            with pytest.raises(ConfigError, match=rf"^{key}: .*(finite|number)"):
+                build(hint, value, key)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("seed", 2**64, "must fit 64 bits"),
+        ("seed", 1e300, "must fit 64 bits"),
+        ("trainer.ppo.max_steps", 10**400, "must fit 64 bits"),
+        ("cluster.timeout_s", 1e300, r"must be between 0 and 2e\+06"),
+        ("reward.time_limit_s", 2 * MOST_SECONDS, "must be"),
+        ("reward.max_concurrency", 0, "must be at least 1"),
+        ("reward.attribute_weights", [1.0, math.inf], "must be a finite"),
+        # Of several kinds the message is about the kind that was meant.
+        ("model.ppo.ratio_eps", "x", "expected a number, got 'x' .*, or expected a list"),
+        ("model.ppo.ratio_eps", 1.5, r"must be between 0 and 1, got 1\.5 \(float\)$"),
+        ("model.ppo.ratio_eps", [2, 0.1], "must be between 0 and 1, got 2 "),
+        ("model.ppo.ratio_eps", ["x", 0.1], r"expected a number, got 'x' \(str\)$"),
+        ("model.ppo.ratio_eps", [], r"expected a list of 2 values, got \[\] \(list\)$"),
+        ("data.train.source", ["d.jsonl", 3], r"expected a string, got 3 \(int\)$"),
+        ("trainer.callbacks", [{"kwargs": {}}], "required and not set"),
+        (
+            "trainer.callbacks",
+            [{"calback": "a:B"}],
+            r"unknown key. Did you mean .*\[0\]\.callback\?",
+        ),
+    ],
+)
+def test_invalid_values(key, value, message):
+    with pytest.raises(ConfigError, match=rf"^{key}(\[\d\])?[.\w]*: {message}") as refusal:
+        parsed({key: value})
+    assert len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize("time", ["4h", "00:00:99:99", "9" * 20 + ":00:00:00"])
+def test_invalid_times(time):
+    with pytest.raises(ConfigError, match=f"^trainer.max_time={time}: expected DD:HH:MM:SS"):
+        parsed({"trainer.max_time": time})
+
+
+PATHS = {
+    RunConfig: "model.restore_from_path model.tokenizer model.peft.restore_from_path "
+    "critic.restore_from_path exp_manager.explicit_log_dir generation.vllm.python "
+    "data.train.source reward.function reward.server.url reward.server.token_file",
+    GenerateConfig: "output model.restore_from_path data.prompts.source",
+    EvaluateConfig: "output final_answer",
+    DistillRunConfig: "teacher.restore_from_path",
+}
+
+
+@pytest.mark.parametrize("root", PATHS)
+def test_paths_are_not_empty(root):
+    types = dict(keys_below(root))
+    for key in PATHS[root].split():
+        for blank in ("", " "):
+            with pytest.raises(ConfigError, match=rf"^{key}: empty, got '{blank}' \(str\). Give "):
+                build(types[key], blank, key)
+    with pytest.raises(ConfigError, match=r"^data.train.source\[1\]: empty"):
+        parsed({"data.train.source": ["a.jsonl", ""]})
+
+
+# Options that a run does not read ----------------------------------------------------------------
+
+ENVIRONMENT = "reward.kind=environment reward.function= environment.factory=a:B environment"
+UNREAD = [
+    (RunConfig, f"{ENVIRONMENT}.max_tokens=400", "data.chat=true"),
+    (RunConfig, f"{ENVIRONMENT}.max_tokens=400", "reward.kwargs.a=1"),
+    (RunConfig, "", "environment.max_turns=3"),
+    (RunConfig, "", "environment.kwargs.a=1"),
+    (RunConfig, "", "validation.temperature=0.5"),
+    (RunConfig, "", "generation.vllm.kwargs.a=3"),
+    (RunConfig, "", "model.ppo.kl_loss.estimator=k2"),
+    (RunConfig, "", "trainer.ppo.improper_end.penalty=3.0"),
+    (RunConfig, "", "model.peft.lora_tuning.adapter_dim=4"),
+    (SFTRunConfig, "data.messages_column=m", "data.response_column=r"),
+    (DPORunConfig, "", "model.peft.lora_tuning.alpha=4.0"),
+]
+
+
+@pytest.mark.parametrize(("root", "others", "setting"), UNREAD)
+def test_an_option_that_nothing_reads_is_refused(root, others, setting):
+    parsed(others, root)
+    with pytest.raises(ConfigError, match="This run ignores it") as refusal:
+        parsed(f"{others} {setting}", root)
+    assert setting.split("=")[0].removesuffix(".a") in str(refusal.value)
+
+
+def test_options_whose_condition_holds_are_accepted():
+    parsed(f"{ENVIRONMENT}.max_turns=3")
+    parsed("data.validation.source=v.jsonl validation.temperature=0.5")
