@@ -22,7 +22,7 @@ class RefitExtension:
 
         model = self.model_runner.get_model()
         for module in model.modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             # vLLM packs experts on a CPU only when it makes their kernel.
             if next(model.parameters()).is_cpu and hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
