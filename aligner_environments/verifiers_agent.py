@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aligner.errors import ConfigError, DataError, raised_as
@@ -131,9 +131,7 @@ def _environment(settings: str) -> Any:
     return environment
 
 
-@functools.cache
-def _all_tasks(taskset: Any) -> list[Any]:
-    return list(taskset)
+_all_tasks: Callable[[Any], list[Any]] = functools.cache(list)
 
 
 def _task(taskset: Any, idx: int | None, seed: int) -> Any:

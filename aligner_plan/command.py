@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,13 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.config import BaseRunConfig
-from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from aligner.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    json_object,
+    raised_as,
+)
 from aligner_plan.amounts import total
 from aligner_plan.devices import device_named
 from aligner_plan.estimate import Estimate, Estimator, PlannedPhase
@@ -117,17 +122,10 @@ def read_architecture(path: str) -> GPTArchitecture:
     """Read the architecture from a Hugging Face ``config.json`` or its directory."""
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
-    try:
-        values: Mapping[str, Any] = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"plan.architecture={path}: this file does not exist. Give a Hugging Face config.json"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"plan.architecture={path}: cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"plan.architecture={path}: not a mapping")
-    return architecture_from_hf(values)
+    text = f"plan.architecture={path}"
+    with raised_as(ConfigError, text, OSError, remedy="give a Hugging Face config.json"):
+        content = file.read_bytes()
+    return architecture_from_hf(json_object(content, CheckpointError, text))
 
 
 def show(estimate: Estimate, console: Console) -> None:

@@ -123,17 +123,10 @@ def advice(estimator: Estimator, baseline: Estimate) -> list[Advice]:
 
 
 def _preferred(options: Sequence[tuple[float, int]]) -> int:
-    """Return the index of the option with the fewest changes among the nearly fastest.
-
-    ``options``: seconds of a step, and number of changes.
-    """
+    """Return the index of the nearly fastest option (seconds, changes) with the fewest changes."""
     limit = _NEAR * min(seconds for seconds, _ in options)
-    near = [
-        (changes, seconds, index)
-        for index, (seconds, changes) in enumerate(options)
-        if seconds <= limit
-    ]
-    return min(near)[-1]
+    near = [index for index, (seconds, _) in enumerate(options) if seconds <= limit]
+    return min(near, key=lambda index: options[index][::-1])
 
 
 def fastest(

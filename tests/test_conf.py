@@ -2,17 +2,15 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from recipes import CONF, composed
 
 from aligner.catalog import ALGORITHMS
 from aligner.config import BaseRunConfig, EvaluateConfig, GenerateConfig, ServeConfig, load_config
 from aligner.config.parse import field_types
 
-CONF = Path(__file__).parents[1] / "conf"
 RECIPES = sorted(path.stem for path in (CONF / "recipes").glob("*.yaml"))
 MODEL, TRAIN = "model.restore_from_path=m.nemo", "data.train.source=train.jsonl"
 REWARD, TEACHER = "reward.function=a.b:reward", "teacher.restore_from_path=t.nemo"
@@ -57,11 +55,6 @@ NEEDS = {
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 
 
-def composed(name, overrides=()):
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return compose(name, overrides=list(overrides))
-
-
 def root_of(recipe):
     """The script's configuration that a recipe completes."""
     text = (CONF / "recipes" / f"{recipe}.yaml").read_text()
@@ -72,12 +65,12 @@ def root_of(recipe):
 @pytest.mark.parametrize("name", ROOTS)
 def test_script_validates(name):
     root, required = ROOTS[name]
-    assert isinstance(load_config(composed(name, required), root), root)
+    assert isinstance(load_config(composed(name, *required), root), root)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_validates_and_documents_itself(recipe):
-    run = load_config(composed(f"recipes/{recipe}"), ROOTS[root_of(recipe)][0])
+    run = load_config(composed(recipe), ROOTS[root_of(recipe)][0])
     if isinstance(run, BaseRunConfig):
         assert run.exp_manager.explicit_log_dir == f"results/{recipe}"
     header = (CONF / "recipes" / f"{recipe}.yaml").read_text().split("defaults:")[0]
@@ -90,7 +83,7 @@ def test_every_group_option_composes(group, option):
     name = OWNERS.get((group, option), "gpt_ppo")
     root, required = ROOTS[name]
     needed = [*required, *NEEDS.get((group, option), [])]
-    tree = composed(name, [f"{GROUPS[group]}={option}", *needed])
+    tree = composed(name, f"{GROUPS[group]}={option}", *needed)
     assert isinstance(load_config(tree, root), root)
 
 
@@ -101,7 +94,7 @@ def test_default_directories_differ():
         *(("gpt_reinforce", [f"trainer.ppo.advantage.estimator={e}"]) for e in ("grpo", "dr_grpo")),
         *(("gpt_dpo", [f"trainer.dpo.loss={loss}"]) for loss in ("ipo", "kto")),
     ]
-    trees = [(composed(name, [*ROOTS[name][1], *more]), ROOTS[name][0]) for name, more in variants]
+    trees = [(composed(name, *ROOTS[name][1], *more), ROOTS[name][0]) for name, more in variants]
     folders = [load_config(*tree).exp_manager.explicit_log_dir for tree in trees]
     assert len(set(folders)) == len(folders)
 

@@ -15,9 +15,9 @@ from functools import cache
 
 import pytest
 from documented import CONF, ROOT, blocks, commands, shell_lines, spans
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from recipes import composed
 from test_conf import ROOTS
 from test_layering import modules
 
@@ -75,8 +75,8 @@ def test_every_command_is_of_a_known_kind():
 @cache
 def composed_of(name, overrides):
     root, _ = ROOTS[name]
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return load_config(compose(recipe_of(overrides) or name, overrides=plain(overrides)), root)
+    recipe = (recipe_of(overrides) or name).removeprefix("recipes/")
+    return load_config(composed(recipe, *plain(overrides)), root)
 
 
 def recipe_of(arguments):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from recipes import composed
 from servers import bound_port
 
 from aligner.config import load_config
@@ -80,8 +80,7 @@ def test_a_job_starts_a_run_that_composes(job, calls):
     (run,) = [call for call in calls(job, "seed=5", "trainer.ppo.max_steps=3") if SCRIPT in call]
     option, name, *overrides = run[run.index(SCRIPT) + 1 :]
     assert option == "--config-name"
-    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-        config = load_config(compose(name, overrides=overrides))
+    config = load_config(composed(name.removeprefix("recipes/"), *overrides))
     assert (config.trainer.num_nodes, config.trainer.devices) == (NODES, GPUS)
     assert (config.seed, config.trainer.ppo.max_steps) == (5, 3)  # the last word is the user's
     assert config.cluster.engine == ("ray" if job == "ray" else "local")

@@ -94,7 +94,7 @@ class SequencePacker(ABC):
     def pack(self, sequence_lengths: Sequence[int]) -> Bins:
         """Return bins of indices into ``sequence_lengths``. Every index is in exactly one bin.
 
-        Raises `DataError` for a sequence over the capacity, or fewer sequences than required bins.
+        Raises `DataError` for a sequence over the capacity, or too few sequences for the bins.
         """
         lengths = [int(length) for length in sequence_lengths]
         for index, length in enumerate(lengths):
@@ -174,8 +174,8 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bi
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """Packer of Johnson and Garey, "A 71/60 theorem for bin packing", 1985.
 
-    Every sequence over half the capacity opens a bin, which gets one medium sequence (over a third
-    of the capacity) or two small sequences (over a sixth). First fit decreasing packs the rest.
+    Every sequence over half the capacity opens a bin, which gets one medium sequence (over a third)
+    or two small sequences (over a sixth). First fit decreasing packs the rest.
     """
 
     def _pack(self, lengths: Sequence[int]) -> Bins:

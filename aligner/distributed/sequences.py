@@ -64,10 +64,7 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """Tree of the sequences of a batch, whose nodes are non-empty runs of tokens, parents first.
-
-    A sequence consists of the runs on the path from a root to the sequence's last run.
-    """
+    """Tree of non-empty runs of tokens, parents first. A sequence is a path from a root."""
 
     starts: IntArray  # [n] position of a run's first token in its sequences
     lengths: IntArray  # [n] tokens
@@ -86,8 +83,8 @@ def build_prefix_tree(
 ) -> PrefixTree:
     """Build the tree of a batch of token ids ``[b, S]``, right-padded, with ``lengths`` ``[b]``.
 
-    ``least_saved``: minimum number of tokens that a shared run must save. A run saves its length
-    times (number of sequences - 1). A common prefix that saves less is not shared.
+    A run of tokens saves its length times (number of its sequences - 1). A common prefix that saves
+    fewer tokens than ``least_saved`` is not shared.
     """
     # In lexicographic order, sequences with a common prefix are adjacent.
     order = _sorted_sequences(input_ids, lengths)

@@ -86,8 +86,7 @@ class LengthGroups:
 
     For a given number of groups, an optimal solution consists of neighbours in length order.
     Dynamic programming over the suffixes of that order finds the optimum. ``padded``: padded length
-    of every row. ``max_tokens``: limit of (rows of a group) times (padded length of its longest
-    row).
+    of every row. A group has (its rows) times (its largest padded length) tokens.
     """
 
     def __init__(self, rows: Sequence[int], padded: Sequence[int], max_tokens: int) -> None:

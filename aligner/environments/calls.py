@@ -18,7 +18,6 @@ from aligner.errors import DataError, TokenizerError
 
 Form = Literal["hermes", "llama3", "mistral", "plain"]
 
-_HERMES = ("<tool_call>", "</tool_call>")
 _PLAIN = re.compile(r"^call (\w+) *(.*)$", re.M)
 _PYTHON_TAG, _TOOL_CALLS = "<|python_tag|>", "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]")
@@ -127,7 +126,7 @@ def structured(messages: Sequence[Message], form: Form) -> list[Message]:
 
 def _read_hermes(text: str) -> list[ToolCall]:
     """Parse the JSON between tags, in linear time. The last tag may be missing its end."""
-    begin, end = _HERMES
+    begin, end = "<tool_call>", "</tool_call>"
     problem = "a call is a JSON object with name and arguments"
     calls = []
     _, tag, text = text.partition(begin)

@@ -24,8 +24,7 @@ def token_rewards(
     ``rewards``: float [B], one per sample, or [B, S], one per token, which keep their positions.
     ``kl``: float [B, S], or None without a KL penalty. ``token_mask``: [B, S]. A row without a
     generated token gets no reward. ``turn_ids``: int64 [B, S], only for conversations: the last
-    token is the last token of the last turn. Returns float [B, S]. (TRL's PPO puts the reward one
-    column later.)
+    token is the last token of the last turn. Returns float [B, S].
     """
     assert rewards.ndim in (1, 2), rewards.shape
     assert token_mask.ndim == 2, token_mask.shape
@@ -67,9 +66,8 @@ def generalized_advantage_estimate(
     """Compute advantages and returns, float [B, S] each, not whitened, 0 where the mask is 0.
 
     ``δ_t = r_t + γ·V_{t+1} - V_t``, ``A_t = δ_t + γλ·A_{t+1}``, ``return_t = A_t + V_t``. Here
-    ``t+1`` is the *next generated token*: value and advantage are carried across holes in the mask
-    (as in verl and NeMo-RL, while in OpenRLHF and NeMo-Aligner a hole is a step with reward 0 and
-    value 0). After the last generated token both are 0.
+    ``t+1`` is the *next generated token*: value and advantage are carried across holes in the mask.
+    After the last generated token both are 0.
 
     ``values``, ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S].
     ``turn_ids``: int64 [B, S], index of the turn that generated a token, in any column. Tokens

@@ -1,25 +1,10 @@
 """Corrections for rollouts that were sampled by another policy than the policy in training.
 
-Sampler and trainer compute different log-probs of the same tokens if the engine rounds differently,
-if the sampling method is unknown to the trainer, or if the sampler's weights are older. With the
-log-ratio ``d = log p_trainer - log p_sampler`` of a generated token:
-
-=====================  ============================================================================
-weights                ``exp(d)`` of a token, or ``exp(Σ d)`` of a response, shared by its tokens
-truncated              a weight outside the bounds is moved to the bound (truncated importance
-                       sampling, Yao et al., 2025)
-masked                 a weight outside the bounds is 0 (IcePop, 2025, for a response TRL's
-                       sequence mask)
-geometric rejection    a response whose ``exp(mean d)`` is outside bounds has weight 0
-                       (Liu, Li et al., 2025)
-second moment          in a global batch, the tokens of the largest ``d²`` get weight 0, the fewest
-                       that bring the mean of the others below a limit (M2PO, Zheng et al., 2025)
-=====================  ============================================================================
-
-Weights multiply the surrogate of the policy loss, without gradient. A token of weight 0 still
-counts in the loss's denominator (IcePop and TRL, not verl) and in the KL and entropy terms.
-Log-ratios are clamped to ±20 before ``exp``, as in verl, so every weight is finite. Masks are True
-for generated tokens of samples that are not excluded. Masked positions may be any value.
+docs/corrections.md describes the corrections. ``d = log p_trainer - log p_sampler`` is the
+log-ratio of a generated token, clamped to ±20 before ``exp``, so every weight is finite. Weights
+multiply the surrogate of the policy loss, without gradient. A token of weight 0 still counts in the
+loss's denominator and in the KL and entropy terms. Masks are True for generated tokens of samples
+that are not excluded. Masked positions may be any value.
 """
 
 import math
@@ -58,7 +43,10 @@ def is_outside(values: Tensor, bounds: Bounds) -> Tensor:
 
 
 def within_bounds(weights: Tensor, bounds: Bounds, outside: Literal["truncate", "mask"]) -> Tensor:
-    """Move ``weights`` float [...] outside ``bounds`` to the nearest bound, or set them to 0."""
+    """Move ``weights`` float [...] outside ``bounds`` to the nearest bound, or set them to 0.
+
+    ``truncate``: Yao et al., 2025. ``mask``: IcePop, 2025.
+    """
     if outside == "truncate":
         return weights.clamp(*bounds)
     return torch.where(is_outside(weights, bounds), 0, weights)
@@ -67,15 +55,15 @@ def within_bounds(weights: Tensor, bounds: Bounds, outside: Literal["truncate", 
 def geometric_rejection(log_ratio: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
     """Return bool [B], True if ``exp(mean d)`` of the response is outside ``bounds``.
 
-    ``log_ratio`` float [B, S], ``mask`` bool [B, S]. A response without a token is not rejected.
-    verl's ``seq_mean_k1`` has bounds of the reciprocal.
+    Liu, Li et al., 2025. ``log_ratio`` float [B, S], ``mask`` bool [B, S]. A response without a
+    token is not rejected.
     """
     mean = row_means(torch.where(mask, log_ratio, 0), mask)
     return is_outside(_bounded_exp(mean), bounds) & mask.any(1)
 
 
 def second_moment_mask(log_ratio: Tensor, mask: Tensor, limit: float) -> Tensor:
-    """Return bool [B, S], True at the tokens that M2PO keeps (arXiv 2510.01161).
+    """Return bool [B, S], True at the tokens that M2PO keeps (Zheng et al., 2025).
 
     ``log_ratio`` float [B, S] and ``mask`` bool [B, S] of a whole global batch. M2PO removes the
     fewest tokens, by the largest ``d²``, so that the mean of ``d²`` over the others is at most

@@ -4,7 +4,7 @@ Without a critic, an advantage is a response's reward relative to the rewards of
 
 ================================  =================================================================
 ``reinforce``                     r, or with ``batch_baseline`` r minus the mean of the batch
-                                  (Williams, 1992, the baseline as in OpenRLHF's flash_reinforce)
+                                  (Williams, 1992)
 ``rloo``                          r minus the mean of the *other* responses to the prompt (Kool et
                                   al., 2019, Ahmadian et al., 2024)
 ``grpo``                          (r - group mean) / (group std + 1e-6) (Shao et al., 2024)
@@ -22,12 +22,9 @@ A KL penalty (``penalty``) is subtracted from the reward before the baseline. ``
 and whether the rewards of a group differ, depend on the rewards without the penalty: division by
 the deviation of the KL estimate's noise would produce full-size advantages. A group of equal
 rewards gets exactly 0 if the group is the baseline (``reinforce_plus_plus_baseline``: before
-whitening). docs/environments.md#credit describes the advantages of turns.
-
-Sums of rewards are float64. Values that differ by at most `TOLERANCE` are equal. Differences
-between peers: the standard deviation and the variance of whitening are unbiased (verl, while
-OpenRLHF and NeMo-RL whiten with the population variance). The constant 1e-6 is added to the
-deviation (verl, TRL 1e-4, OpenRLHF 1e-9). A group of one gets 0 (NeMo-RL, TRL).
+whitening), and a group of one 0. Standard deviations are unbiased. Sums of rewards are float64.
+Values that differ by at most `TOLERANCE` are equal. docs/environments.md#credit describes the
+advantages of turns, docs/formulas.md the formulas of other libraries.
 """
 
 import math
@@ -96,7 +93,7 @@ def discounted_returns(
 
     ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S]. ``turn_ids``: int64
     [B, S], the order of tokens as in `generalized_advantage_estimate`. Holes in the mask are
-    skipped (verl, while OpenRLHF discounts a hole). Computed in float32 at least.
+    skipped. Computed in float32 at least.
     """
     # Without values, and with λ = 1, an advantage is the return.
     zero = torch.zeros((), dtype=rewards.dtype, device=rewards.device).expand_as(rewards)
@@ -113,10 +110,9 @@ def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cach
 
         min(0, (max_length - cache - length) / cache)
 
-    A response that did not end gets -1. With ``cache=0`` only such responses are punished. (verl
-    and OpenRLHF read only the length.) ``lengths``: int64 [B], generated tokens. ``is_end``: bool
-    [B], the response ended by itself. ``max_length``: limit of a response in tokens. Returns
-    float32 [B].
+    A response that did not end gets -1. With ``cache=0`` only such responses are punished.
+    ``lengths``: int64 [B], generated tokens. ``is_end``: bool [B], the response ended by itself.
+    ``max_length``: limit of a response in tokens. Returns float32 [B].
     """
     assert 0 <= cache <= max_length, (cache, max_length)
     assert lengths.shape == is_end.shape, (lengths.shape, is_end.shape)
@@ -190,10 +186,9 @@ def token_advantages(
 
     ``token_mask``: [B, S], 1 if the token was generated. ``penalty``: float [B, S], subtracted from
     the reward at each token (β·kl), any value at masked positions. REINFORCE++ charges the penalty
-    token by token, other estimators charge the sum over the response, before the baseline (TRL's
-    RLOO, verl). Only REINFORCE++ reads ``discount``. ``turn_ids``: int64 [B, S], the order of
-    tokens in conversations. If ``rewards`` are float [B, S], turns are compared
-    (`turn_advantages`).
+    token by token, other estimators charge the sum over the response, before the baseline. Only
+    REINFORCE++ reads ``discount``. ``turn_ids``: int64 [B, S], the order of tokens in
+    conversations. If ``rewards`` are float [B, S], turns are compared (`turn_advantages`).
     """
     assert token_mask.ndim == 2, token_mask.shape
     generated = token_mask.bool() & sample_mask.bool().unsqueeze(1)

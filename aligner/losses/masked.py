@@ -6,18 +6,15 @@ they are replaced, not multiplied by zero.
 The loss of a batch is one of the following:
 
 ==================  ================================================================================
-``token_mean``      Σ over tokens / valid tokens of the global batch. Every token weighs the same
-                    (DAPO, Yu et al., 2025, the default of verl and NeMo-RL)
-``sequence_mean``   Σ over sequences of (mean over their tokens) / valid sequences. Every sequence
-                    weighs the same, tokens of long sequences less (GRPO, Shao et al., 2024, and
-                    GSPO)
-``fixed_length``    Σ over tokens / (valid sequences · longest response allowed). Every token weighs
-                    the same in every batch (Dr. GRPO, Liu et al., 2025, while verl divides by the
-                    padded width by default, TRL also by the longest response allowed)
+``token_mean``      Σ over tokens / valid tokens of the global batch (DAPO, Yu et al., 2025)
+``sequence_mean``   Σ over sequences of (mean over their tokens) / valid sequences (GRPO, Shao et
+                    al., 2024, and GSPO)
+``fixed_length``    Σ over tokens / (valid sequences · longest response allowed) (Dr. GRPO, Liu et
+                    al., 2025)
 ==================  ================================================================================
 
-A sequence counts if its ``sample_mask`` is 1 (NeMo-RL, while verl and OpenRLHF count sequences with
-a token, TRL counts all). A sequence without a generated token must have ``sample_mask`` 0.
+A sequence counts if its ``sample_mask`` is 1. A sequence without a generated token must have
+``sample_mask`` 0. docs/formulas.md describes the choices of other libraries.
 """
 
 from collections.abc import Mapping

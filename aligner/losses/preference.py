@@ -30,7 +30,7 @@ class PairwiseLoss(CheckedLoss, ABC):
     """Base of pairwise losses. A loss is a mean over pairs, plus an optional SFT term.
 
     ``sft_weight`` adds ``-mean log π`` of the chosen response: the mean over its tokens, then over
-    pairs (OpenRLHF, NeMo-Aligner with averaging).
+    pairs.
 
     Metrics are means over pairs: ``loss``, ``preference_loss``, ``rewards_chosen``,
     ``rewards_rejected``, ``rewards_margin``, ``accuracy`` (margins above ``β·TIE``), and with an
@@ -99,8 +99,7 @@ class ReferenceLoss(PairwiseLoss):
 class DPOLoss(ReferenceLoss):
     """``-(1-ε)·log σ(m) - ε·log σ(-m)`` (Rafailov et al., 2023).
 
-    ``label_smoothing`` ε: the assumed share of swapped labels (cDPO, Mitchell, 2023. TRL's "robust"
-    is the unbiased variant of Chowdhury et al., 2024).
+    ``label_smoothing`` ε: the assumed share of swapped labels (cDPO, Mitchell, 2023).
     """
 
     label_smoothing: MinorShare = 0.0  # at 0.5 or more the rejected responses would be preferred
@@ -116,8 +115,7 @@ class DPOLoss(ReferenceLoss):
 class IPOLoss(ReferenceLoss):
     """``(m/β - 1/(2β))²``, whose target for the margin is 1/2, not infinity (Azar et al., 2023).
 
-    Log-probabilities are summed (NeMo-Aligner, OpenRLHF, TRL's CPO). ``average_logprobs=True``
-    gives TRL's DPO trainer, which divides by the response's length.
+    Log-probabilities are summed, or with ``average_logprobs=True`` averaged over the response.
     """
 
     def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

@@ -21,8 +21,8 @@ class BradleyTerryLoss(CheckedLoss):
 
     With the strength ``s`` of the preference, in the units of the labels::
 
-        plain     -log σ(d)         (Ouyang et al., 2022, NeMo-Aligner, NeMo-RL, TRL, OpenRLHF)
-        margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023, TRL, OpenRLHF)
+        plain     -log σ(d)         (Ouyang et al., 2022)
+        margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023)
         scaled    -s·log σ(d)       (HelpSteer2-Preference, Wang et al., 2024)
 
     The loss is the mean over the pairs of the global batch (`losses.pairs`). A negative strength

@@ -1,8 +1,8 @@
 """Properties that both ends of a refit must share, compared before an engine is started.
 
-Policy and engine run in different interpreters with different installations of torch. On GPUs they
-exchange weights in formats of torch: memory handles of CUDA IPC, which another release of torch
-rejects or misreads, or NCCL, which requires the same version on all members.
+Policy and engine run in different interpreters. On GPUs they exchange weights in formats of torch:
+memory handles of CUDA IPC, which another release of torch rejects or misreads, or NCCL, which
+requires the same version on all members.
 """
 
 from collections.abc import Sequence

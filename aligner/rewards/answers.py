@@ -42,9 +42,8 @@ def _canonical(text: str) -> str | None:
     text = text.strip().strip("$").strip().rstrip(".")
     if not _NUMBER.fullmatch(text):
         return text or None
-    integer, point, decimals = text.replace(",", "").partition(".")
-    decimals = decimals.rstrip("0")
-    sign, digits = ("-", integer[1:]) if integer.startswith("-") else ("", integer)
-    digits = digits.lstrip("0") or "0"
-    number = digits + (f".{decimals}" if point and decimals else "")
+    integer, _, decimals = text.replace(",", "").partition(".")
+    sign = "-" if integer.startswith("-") else ""
+    digits = integer.removeprefix("-").lstrip("0") or "0"
+    number = f"{digits}.{decimals.rstrip('0')}".rstrip(".")
     return number if number == "0" else sign + number

@@ -18,8 +18,7 @@ def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
     names: dict[str, str] = {}
     plain: list[Message] = []
     for message in messages:
-        calls = message.get("tool_calls") or []
-        if calls:
+        if calls := message.get("tool_calls"):
             lines = [message["content"]] if message.get("content") else []
             for call in calls:
                 function = call.get("function", call)

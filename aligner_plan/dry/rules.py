@@ -1,7 +1,6 @@
 """Rules of GPU kernels that fake tensors do not enforce: equal dtypes, deterministic results."""
 
 import re
-from functools import cache
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ def refuse_operands(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             algorithms were requested and PyTorch has none for the operation.
     """
     name = func.overloadpacket.__name__
-    needs_one_dtype = _needs_one_dtype(name)
+    needs_one_dtype = _OF_ONE_DTYPE.fullmatch(name) is not None
     if not needs_one_dtype and not torch.are_deterministic_algorithms_enabled():
         return
     # Operands of one dtype.
@@ -65,11 +64,6 @@ def refuse_operands(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
                 f"{name} in {running_function()} has no deterministic implementation on a GPU, and "
                 "deterministic algorithms were requested"
             )
-
-
-@cache
-def _needs_one_dtype(name: str) -> bool:
-    return _OF_ONE_DTYPE.fullmatch(name) is not None
 
 
 def refuse_wide(tensor: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_conf import composed
+from recipes import composed
 
 from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
@@ -45,7 +45,7 @@ def calling_nemo(tiny_nemo, tmp_path_factory):
         *("model.global_batch_size=4", "model.micro_batch_size=4"),
         *(f"exp_manager.explicit_log_dir={folder / 'run'}", *QUIET),
     ]
-    train_sft(load_config(composed("gpt_sft", given), SFTRunConfig))
+    train_sft(load_config(composed("gpt_sft", *given), SFTRunConfig))
     return folder / "run" / "policy.nemo"
 
 
@@ -79,7 +79,7 @@ def test_a_step_of_ppo(packages, calling_nemo, tmp_path, kept):
         *("critic.global_batch_size=8", "critic.micro_batch_size=4"),
         *(f"exp_manager.explicit_log_dir={tmp_path / 'run'}", *QUIET),
     ]
-    train_ppo(load_config(composed("gpt_ppo", given)))
+    train_ppo(load_config(composed("gpt_ppo", *given)))
     [batch] = kept
     seen = [json.loads(line) for line in saw.open()]
     assert {Path(one["prefix"]).name for one in seen} == {".venv-adapters"}

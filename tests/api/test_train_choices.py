@@ -65,18 +65,6 @@ def test_a_trained_policy_is_what_transformers_loads(tiny_nemo, tmp_path, choice
     assert tuned.metrics[-1]["step"] == 1
 
 
-def test_ray_gives_the_numbers_of_the_local_engine(tiny_nemo, tmp_path):
-    pytest.importorskip("ray")
-    results = [
-        train(tiny_nemo, tmp_path / engine, cluster__engine=engine) for engine in ("local", "ray")
-    ]
-    keys = ("train_rollouts/rewards", "train_optim/grad_norm")
-    local, ray = ([[m.get(key) for key in keys] for m in result.metrics] for result in results)
-    assert ray == local
-    logprobs = [result.policy.logprobs(["1 + 1 = "], ["23"]) for result in results]
-    assert logprobs[0] == logprobs[1]
-
-
 def objects(log: Path, bonus: float):
     """A loss, an estimator and a callback that read variables of the enclosing function."""
 

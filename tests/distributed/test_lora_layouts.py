@@ -40,26 +40,13 @@ FEW = [
     "2,1,1,0,dropout,dynamic",
     "1,1,2,0,dropout,packed",
 ]
-FURTHER = [
-    f"{ONE},padded",
-    "2,1,1,0,padded",
-    "2,1,1,1,padded",
-    "1,1,2,0,packed",
-    "2,1,1,1,dropout,packed",
-    "1,2,1,0,dropout,padded",
-]
 # name: processes, layouts
 RUNS = {
     "one process": (1, [f"{ONE},padded", f"{ONE},dropout,padded", f"{ONE},packed"]),
     "two": (2, FEW),
-    "two, further": (2, FURTHER),
     "four": (4, ["2,2,1,0,packed", "2,1,1,1,dropout,packed", "2,1,2,1,packed"]),
 }
-NAMES = [
-    "one process",
-    "two",
-    *(pytest.param(name, marks=pytest.mark.extended) for name in ("two, further", "four")),
-]
+NAMES = ["one process", "two", pytest.param("four", marks=pytest.mark.extended)]
 
 
 def config_of(model, adapters, layout):

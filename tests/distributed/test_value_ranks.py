@@ -44,6 +44,13 @@ def train(value, times):
     return [value.train(batch, PPOValueLoss(value_clip=None))["loss"] for _ in range(times)]
 
 
+def ended(value):
+    """Values and weights after training."""
+    value.prepare_for_inference()
+    values = value.get_values(make_batch(""))["values"]
+    return {"values": values, "weights": weights_of(value)}
+
+
 def hooked(model, head):
     """Three updates of which each leaves the weights to the next forward pass."""
     value = start(model, DATA, weights_path=head)
@@ -53,14 +60,7 @@ def hooked(model, head):
     # Each rank has its own share of the last update, and no more of it.
     mine = torch.cat([p.detach().flatten().float() for p in worker.model.gpt.parameters()])
     ranks = gather_objects(mine)
-    value.prepare_for_inference()
-    seen = value.get_values(make_batch(""))["values"]
-    return {
-        "losses": losses,
-        "apart": (ranks[0] - ranks[1]).abs().max().item(),
-        "values": seen,
-        "weights": weights_of(value),
-    }
+    return {"losses": losses, "apart": (ranks[0] - ranks[1]).abs().max().item(), **ended(value)}
 
 
 def offloaded(model, head):
@@ -73,10 +73,9 @@ def offloaded(model, head):
         value.finish_training()
         storages = [p.untyped_storage() for p in value.worker_group.worker.model.gpt.parameters()]
         assert not any(storage.nbytes() for storage in storages)
-    value.prepare_for_inference()
-    seen = value.get_values(make_batch(""))["values"]
+    seen = ended(value)
     accelerator.is_apart = is_apart
-    return {"losses": losses, "values": seen, "weights": weights_of(value)}
+    return {"losses": losses, **seen}
 
 
 def every_way(model, folder):
@@ -86,12 +85,7 @@ def every_way(model, folder):
     fill_head(first)
     first.save_checkpoint(head)
     plain = start(model, DATA, weights_path=head)
-    seen = {"plain": {"losses": train(plain, 3)}}
-    plain.prepare_for_inference()
-    seen["plain"] |= {
-        "values": plain.get_values(make_batch(""))["values"],
-        "weights": weights_of(plain),
-    }
+    seen = {"plain": {"losses": train(plain, 3), **ended(plain)}}
     plain.save_checkpoint(saved, str(folder / "optimizer"), str(folder / "tokenizer"))
     seen["hooked"] = hooked(model, head)
     seen["offloaded"] = offloaded(model, head)

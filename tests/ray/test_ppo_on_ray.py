@@ -1,5 +1,5 @@
 """The small PPO run on Ray writes the local engine's numbers and weights, to the bit; the sets that
-top-p kept travel from the engine to training, too.
+top-p kept travel from the engine to training, too. A reward model elsewhere gives the same rewards.
 """
 
 import json
@@ -8,9 +8,14 @@ import shutil
 import sys
 
 import pytest
+import torch
 from ranks import run_script
 from recipes import ROOT
 from runs import ON_RAY, go_back_to, result, settings, start, train
+
+from aligner.checkpoint.nemo.model_file import save_nemo
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 EXTEND = ROOT / "examples" / "extend"
@@ -84,3 +89,37 @@ def test_a_dry_run_counts_every_worker_and_leaves_nothing(on_ray, ray, tmp_path,
     )
     both = re.search(r"fullest in \w+, \w+: ([\d.]+) of", said)
     assert float(both[1]) > 1.5 * float(row[2])  # the critic's process beside the policy's
+
+
+@pytest.fixture
+def reward_nemo(tmp_path):
+    """A reward model that nobody trained; its scores differ from one response to the next."""
+    weights = random_weights(TINY_ARCHITECTURE, seed=5)
+    head = torch.randn(1, TINY_ARCHITECTURE.hidden_size, generator=torch.Generator().manual_seed(6))
+    weights |= {"rm_head.weight": head, "rm_head.bias": torch.zeros(1)}
+    path = tmp_path / "reward_model.nemo"
+    save_nemo(path, weights, TINY_ARCHITECTURE, byte_level_tokenizer().files())
+    return path
+
+
+@pytest.mark.ray_heavy
+@pytest.mark.parametrize(
+    ("place", "roles"),
+    [
+        ("reward.model.workers=1", {"policy", "value", "reward"}),
+        ("reward.model.share_body_with_critic=true", {"policy", "value"}),
+    ],
+    ids=["workers of its own", "the critic's body"],
+)
+def test_a_reward_model_gives_the_local_runs_numbers(
+    tmp_path, tiny_nemo, reward_nemo, ray, place, roles
+):
+    reward = ["reward=model", f"reward.model.restore_from_path={reward_nemo}"]
+    steps = "trainer.ppo.max_steps=2"
+    local = train(tmp_path / "local", tiny_nemo, *reward, steps)
+    on_ray = train(tmp_path / "ray", tiny_nemo, *reward, steps, ON_RAY, place)
+    assert local[0][1]["train_rollouts/rewards_std"] > 0.1  # there was something to compare
+    assert on_ray == local
+    logs = [path.name for path in (tmp_path / "ray" / "workers").iterdir()]
+    assert len(logs) == len(roles)
+    assert all(any(role in name for name in logs) for role in roles)

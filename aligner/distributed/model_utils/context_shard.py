@@ -113,8 +113,7 @@ def packed_targets(
 ) -> Tensor:
     """Return the token that each local position predicts, int64 [T_cp], from int64 [T].
 
-    ``cu_seqlens_padded``: integers [n + 1], sequence starts and the last end. The last position of
-    a sequence predicts its first token, which `unpack` drops.
+    The last position of a sequence predicts the sequence's first token, which `unpack` drops.
     """
     rank, ranks = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
     boundaries = cu_seqlens_padded.to(target.device, torch.int64)
@@ -138,8 +137,8 @@ def unpack(
 ) -> Tensor:
     """Gather each rank's packed float [T_cp] into padded rows [n, unpacked_seqlen - 1].
 
-    The last position of each sequence is dropped, positions after a sequence are 0, and a sequence
-    longer than ``unpacked_seqlen`` is cut. Gradients are summed over context-parallel ranks.
+    The last position of each sequence is dropped. Rows are padded with 0, or cut. Gradients are
+    summed over context-parallel ranks.
     """
     boundaries = cu_seqlens_padded.to(values.device, torch.int64)
     starts, lengths = boundaries[:-1].unsqueeze(1), boundaries.diff().unsqueeze(1)

@@ -70,10 +70,7 @@ def get_distillation_topk_logprobs_from_logits(
 
 
 def logprobs_of(logits: Tensor, indices: Tensor, shard: VocabShard) -> Tensor:
-    """Compute log-probs [B, S, K] of global ``indices`` int64 [B, S, K] over the whole vocabulary.
-
-    ``logits``: float [B, S, V_local]. The first ``shard.columns`` columns are real tokens.
-    """
+    """Compute log-probs [B, S, K] of global ``indices`` from ``logits`` float [B, S, V_local]."""
     end = shard.start + shard.columns
     return ChunkedDistributedGatherLogprob.apply(
         logits, indices, shard.start, end, _CHUNK_SIZE, shard.group, not torch.is_grad_enabled()

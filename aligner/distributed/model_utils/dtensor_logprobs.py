@@ -59,11 +59,11 @@ def local_shard(
 ) -> tuple[Tensor, VocabShard]:
     """Return this rank's columns [B, S / CP, V_local] and their position in the vocabulary.
 
-    ``logits``: a DTensor, of which the last ranks may store fewer or no columns, or the part
-    ``rank`` of the padded vocabulary in ``group``. Raises LayoutError if the rank is missing.
+    ``logits``: a DTensor, or the part ``rank`` of the padded vocabulary in ``group``.
     """
     width = logits.shape[-1]
     if isinstance(logits, DTensor) and group is None:
+        # The last ranks may store fewer columns, or none.
         group = logits.device_mesh.get_group("tp")
         vocab, width = width, -(-width // dist.get_world_size(group))
         start = min(width * dist.get_rank(group), vocab)

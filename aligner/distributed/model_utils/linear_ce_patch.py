@@ -17,8 +17,7 @@ if TYPE_CHECKING:  # log-probs of plain tensors need no megatron-core
 def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
     """Add the argument ``return_logprobs_for_linear_ce_fusion`` to ``GPTModel.forward``.
 
-    ``chunk_size``: maximum number of tokens with logits in memory. A second call changes only
-    ``chunk_size``.
+    ``chunk_size``: maximum number of tokens with logits in memory. Another call changes only it.
     """
     from megatron.core.models.gpt import GPTModel
 

@@ -17,10 +17,7 @@ _LOG_LINES = 20
 
 
 class WorkerHandle:
-    """Handle of one worker: ``handle.method.remote(...)`` starts a call and returns a reference.
-
-    ``ray.get`` of the reference returns the method's result, or raises a `WorkerFailure`.
-    """
+    """Handle of one worker. ``ray.get(handle.method.remote(...))`` may raise `WorkerFailure`."""
 
     def __init__(self, actor: Any, seat: Seat) -> None:
         self._actor, self._seat = actor, seat

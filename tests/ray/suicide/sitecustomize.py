@@ -1,4 +1,4 @@
-"""Imported by every Python that starts with this folder on its path; see `test_driver`.
+"""Imported by every Python that starts with this folder on its path; see `test_kills`.
 
 ``ALIGNER_TEST_DIE_IN="2 train"``: the process that calls a policy worker so in step 2 ends there.
 """

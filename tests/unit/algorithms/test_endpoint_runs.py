@@ -6,7 +6,7 @@ import sys
 import pytest
 import toy_kind
 import user_agents
-from test_conf import composed
+from recipes import composed
 
 from aligner.algorithms.ask.evaluate import evaluate
 from aligner.algorithms.ppo.trainer import train_ppo
@@ -42,7 +42,7 @@ def metrics_of_a_step(script, tiny_nemo, folder, environment, *overrides):
         "exp_manager.create_tensorboard_logger=false",
         *overrides,
     ]
-    train_ppo(load_config(composed(script, given)))
+    train_ppo(load_config(composed(script, *given)))
     metrics = {}
     for line in read_metrics(folder / "run" / "metrics.jsonl"):
         metrics |= line
@@ -97,13 +97,13 @@ def test_an_evaluation(tiny_nemo, tmp_path):
 )
 def test_what_cannot_work_is_refused(overrides, said):
     with pytest.raises(ConfigError, match=said):
-        load_config(composed("gpt_ppo", [*BASE, "environment.kind=endpoint", *overrides]))
+        load_config(composed("gpt_ppo", *BASE, "environment.kind=endpoint", *overrides))
 
 
 def test_a_command_is_a_text_or_words():
     text, words = "'python my.py -a \"b c\"'", "[python,my.py,-a,b c]"
     for given in (f"environment.command={text}", f"environment.command={words}"):
-        config = load_config(composed("gpt_ppo", [*BASE, "environment.kind=endpoint", given]))
+        config = load_config(composed("gpt_ppo", *BASE, "environment.kind=endpoint", given))
         assert config.environment.words == ["python", "my.py", "-a", "b c"]
         assert config.environment.setting == "environment.command=\"python my.py -a 'b c'\""
 
@@ -130,4 +130,4 @@ def test_a_step_over_another_kind(tiny_nemo, tmp_path):
 )
 def test_what_a_kind_refuses(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        load_config(composed("gpt_ppo", [*BASE, f"environment.factory={GAME}", *overrides]))
+        load_config(composed("gpt_ppo", *BASE, f"environment.factory={GAME}", *overrides))

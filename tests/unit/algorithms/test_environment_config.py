@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from test_conf import composed
+from recipes import composed
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.config import PromptSourceConfig, RSRunConfig, TrainerPPOConfig, load_config
@@ -24,7 +24,7 @@ GAME = [*BASE, "reward=environment", "environment.factory=a.b:Game"]
 
 
 def loaded(*overrides, script="gpt_ppo"):
-    return load_config(composed(script, [*GAME, *overrides]))
+    return load_config(composed(script, *GAME, *overrides))
 
 
 @pytest.mark.integration
@@ -61,11 +61,11 @@ def test_conversations_one_step_ahead_need_a_correction():
 def test_turns_need_an_environment():
     for key in ("timestep", "advantage.credit"):
         with pytest.raises(ConfigError, match=rf"trainer.ppo.{key}=turn needs conversations"):
-            load_config(composed("gpt_ppo", [*SINGLE, f"trainer.ppo.{key}=turn"]))
+            load_config(composed("gpt_ppo", *SINGLE, f"trainer.ppo.{key}=turn"))
     with pytest.raises(ConfigError, match=r"timestep=turn works only with gae"):
         loaded("trainer.ppo.timestep=turn", script="gpt_reinforce")
     with pytest.raises(ConfigError, match=r"reward=environment and environment.factory"):
-        load_config(composed("gpt_rs", [*SINGLE, "environment.factory=a.b:Game"]), RSRunConfig)
+        load_config(composed("gpt_rs", *SINGLE, "environment.factory=a.b:Game"), RSRunConfig)
 
 
 def test_lengths_and_ground_truths_of_conversations(tmp_path):
