@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.hf.any_model import architecture_of, require_megatron
 from aligner.checkpoint.hf.families import architecture_from_hf
-from aligner.checkpoint.model_source import open_model
+from aligner.checkpoint.model_source import lacks_table, open_model
 from aligner.config import BaseRunConfig
 from aligner.errors import (
     CheckpointError,
@@ -93,39 +95,50 @@ def architectures_of(config: BaseRunConfig, plan: PlanConfig) -> dict[str, GPTAr
     reward = getattr(getattr(config, "reward", None), "model", None)
     if reward is not None:
         paths["reward.model.restore_from_path"] = reward.restore_from_path
-    backend = config.policy.backend
+    backend, trusted = config.policy.backend, config.model.trust_remote_code
     architectures: dict[str, GPTArchitecture] = {}
     for key, path in paths.items():
         if path in architectures:
             continue
-        if plan.architecture is not None and path == plan.architecture:
-            architectures[path] = read_architecture(path)
-            continue
         adapted = config.model.peft.lora is not None and key.startswith(("model", "critic"))
+        read = partial(read_architecture, backend=backend, adapted=adapted, trusted=trusted)
+        if plan.architecture is not None and path == plan.architecture:
+            architectures[path] = read(path)
+            continue
         try:
-            trusted = config.model.trust_remote_code
             with open_model(path, backend, adapted, trusted=trusted) as source:
                 architectures[path] = source.architecture
         except CheckpointNotFoundError as error:
             if key != "model.restore_from_path" and plan.architecture is not None:
                 # Other roles are assumed to have the policy's shape.
-                architectures[path] = read_architecture(plan.architecture)
+                architectures[path] = read(plan.architecture)
                 continue
             raise ConfigError(
                 f"{key}={path}: this file does not exist. Give the model, or its shape as "
                 "plan.architecture=path/to/config.json"
             ) from error
+    if backend == "megatron":
+        for architecture in architectures.values():
+            require_megatron(architecture)
     return architectures
 
 
-def read_architecture(path: str) -> GPTArchitecture:
-    """Read the architecture from a Hugging Face ``config.json`` or its directory."""
+def read_architecture(
+    path: str, backend: str | None = None, *, adapted: bool = False, trusted: bool = False
+) -> GPTArchitecture:
+    """Read the architecture from a Hugging Face ``config.json`` or its directory.
+
+    The other arguments are those of `open_model`.
+    """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     text = f"plan.architecture={path}"
     with raised_as(ConfigError, text, OSError, remedy="give a Hugging Face config.json"):
         content = file.read_bytes()
-    return architecture_from_hf(json_object(content, CheckpointError, text))
+    values = json_object(content, CheckpointError, text)
+    if lacks_table(values, backend, adapted, trusted=trusted):
+        return architecture_of(values, str(file.parent), trusted=trusted)
+    return architecture_from_hf(values)
 
 
 def show(estimate: Estimate, console: Console) -> None:

@@ -69,7 +69,9 @@ def stage_layers(role: PlannedRole) -> int:
 def depths_of(role: PlannedRole) -> list[int]:
     """Return the numbers of layers per pipeline stage that are measured."""
     layers = stage_layers(role)
-    if not role.architecture.has_table:
+    architecture = role.architecture
+    special = architecture.layers_without_rope + architecture.layers_without_window
+    if special or not architecture.has_table:
         return [layers]  # its layers can differ from each other
     depths = _DEPTHS["dtensor" if role.is_dtensor else "megatron"]
     return [layers] if layers <= depths[-1] else list(depths)

@@ -2,8 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from aligner.checkpoint.hf.any_model import TransformersSource, read_any
 from aligner.checkpoint.hf.families import FAMILIES
@@ -59,9 +60,15 @@ def is_built_by_transformers(
 ) -> bool:
     """Return whether transformers builds the model of a directory. Arguments: see `open_model`."""
     described = Path(path) / "config.json"
-    if not described.is_file():
-        return False
-    settings = read_json(described)
+    return described.is_file() and lacks_table(
+        read_json(described), backend, adapted, trusted=trusted
+    )
+
+
+def lacks_table(
+    settings: Mapping[str, Any], backend: str | None, adapted: bool, *, trusted: bool
+) -> bool:
+    """Return `is_built_by_transformers` for a directory with this ``config.json``."""
     families: Collection[str] = FAMILIES
     if backend == "dtensor":
         families = () if adapted else _DTENSOR_FAMILIES

@@ -1,19 +1,22 @@
 """Cases of `aligner_plan`, which runs roles of a configuration on the dry device."""
 
 import gc
+import json
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from aligner.catalog import BY_SCRIPT
-from aligner.checkpoint.hf.any_model import architecture_of
 from aligner.config.load import parse_config
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner_plan import measure
 from aligner_plan.amounts import total
+from aligner_plan.command import read_architecture
 from aligner_plan.devices import DEVICES
 from aligner_plan.dry.device import DryDevice
 from aligner_plan.estimate import Estimator
@@ -105,7 +108,11 @@ def beside_collectives(kind, world=2, numbers=1024):
 
 def estimated(script, length=64, settings=None, **changes):
     plan = PlanConfig(length=None if "data__max_prompt_length" in changes else length)
-    shape = architecture_of(settings, "m") if settings else replace(SIX, num_layers=2)
+    shape = replace(SIX, num_layers=2)
+    if settings:
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(settings))
+            shape = read_architecture(folder, changes.get("policy__backend", "megatron"))
     shapes = {"m.nemo": shape, "t.nemo": shape}
     config = configuration(script, **changes)
     return Estimator(plan, DEVICES["h100-80g"], shapes).estimate(config).as_dict()

@@ -6,9 +6,11 @@
 4. A search ends in a layout that fits, and its overrides are a configuration.
 """
 
+import json
 from pathlib import Path
 
 import pytest
+from hf_models import CASES, random_model
 from variants import extended_except
 
 GIB = 1 << 30
@@ -115,6 +117,31 @@ def test_a_model_that_only_transformers_builds_is_planned(dry, script):
     # An embedding, which is also the output layer, two layers, and norms without biases.
     parameters = 259 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 96 + 64) + 64
     assert found["roles"]["policy"]["parameters"] == parameters
+
+
+# A case of each family that has a table of tensors, and is not one of the first seven.
+FAMILIES = """
+    smollm3 nemotron starcoder2 phi3 phi4_mini stablelm seed_oss arcee glm ernie4_5 helium glm4
+    olmo2 granite gemma olmo3 gemma3 qwen2_moe
+"""
+
+
+@pytest.mark.parametrize("backend", extended_except(["megatron"], ["megatron", "dtensor"]))
+@pytest.mark.parametrize("case", extended_except(["smollm3"], FAMILIES.split()))
+def test_a_directory_of_a_family_is_planned(dry, case, backend):
+    """With more layers than are measured of equal layers."""
+    model_type, changes = CASES[case]
+    changes = {**changes, "num_hidden_layers": 5}
+    changes.pop("layer_types", None)
+    model = random_model(model_type, changes)
+    found = dry(
+        "dry_plan:estimated",
+        script="train_gpt_reinforce",
+        length=32,
+        settings=json.loads(model.config.to_json_string()),
+        policy__backend=backend,
+    )
+    assert found["roles"]["policy"]["parameters"] == model.num_parameters()
 
 
 def test_float32_experts_with_a_buffer_are_planned(dry):

@@ -8,8 +8,10 @@
 import psutil
 import pytest
 import torch
+from tiny_transformers import tiny_model
 from vllm_roles import prompts, roles, run_config, scored
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.losses.policy import PPOPolicyLoss
 
@@ -98,6 +100,33 @@ def test_logprobs_move_as_the_trainers(ray, wide_nemo, way, backend, layout, eng
         generation.generate_in_background(prompts(), seed=3).abandon()
         pending = generation.generate_in_background(prompts(), seed=2)
         assert torch.equal(pending.result()["output_ids"], output["output_ids"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [("gemma2", {"head_dim": 32}), ("mixtral", {"head_dim": 32}), ("olmo2", {"hidden_size": 128})],
+)
+def test_models_that_only_transformers_builds(ray, model_type, sizes, tmp_path):
+    """With soft caps, experts, and norms over all heads."""
+    tokenizer = byte_level_tokenizer()
+    model = tiny_model(model_type, vocab_size=tokenizer.vocab_size, **sizes)
+    model.save_pretrained(tmp_path)
+    for name, content in tokenizer.files().items():
+        (tmp_path / name).write_bytes(content)
+    config = run_config(tmp_path, policy={"backend": "dtensor"})
+    with roles(config, backend="dtensor") as (policy, generation):
+        generation.prepare_for_generation()
+        before = engines(generation)
+        assert (trainers(policy) - before).abs().max() < 1e-4
+        train(policy)
+        generation.weights_changed()
+        generation.prepare_for_generation()
+        after = engines(generation)
+        assert (trainers(policy) - after).abs().max() < 1e-4
+        assert (after - before).abs().max() > 0.1
+        output = generation.generate(prompts(), seed=2)
+        expected = policy.get_logprobs(scored(output))["logprobs"]
+        assert (expected - output["logprobs"]).abs().max() < 1e-4
 
 
 def long_prompts():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.model_source import open_model
 from aligner.config import parse_config
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
@@ -55,7 +55,7 @@ def roles(config, *, backend="megatron", workers=1):
     from aligner.generation.vllm.generation import VllmGeneration
     from aligner.models.policy.lm_policy import Policy
 
-    with open_nemo(config.model.restore_from_path) as checkpoint:
+    with open_model(config.model.restore_from_path, backend) as checkpoint:
         tokenizer, architecture = checkpoint.tokenizer, checkpoint.architecture
     cluster = RayVirtualCluster(
         [max(workers, config.generation.vllm.workers)],

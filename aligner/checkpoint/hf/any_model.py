@@ -4,6 +4,7 @@ Weights are named as in the module. transformers converts names and layouts of t
 """
 
 import difflib
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from aligner.checkpoint.hf.model_folder import new_folder, read_json, read_token
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, Tokenizer
-from aligner.errors import CheckpointError, raised_as
+from aligner.errors import CheckpointError, ConfigError, raised_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -360,6 +361,62 @@ def save_any(
         if _HEAD[0] in weights:
             head = {key: weights[name] for key, name in zip(REWARD_HEAD, _HEAD, strict=True)}
             save_file(head, partial / HEAD_FILE, metadata={"keys": json.dumps(dict(keys))})
+
+
+@functools.lru_cache(maxsize=1)
+def names_in_files(architecture: GPTArchitecture) -> tuple["PreTrainedModel", dict[str, str]]:
+    """Return the model without memory, and the name in it of each tensor by the name in files.
+
+    Raises:
+        ConfigError: engines cannot load the model, because one tensor in its files consists of
+            several in the module, or because its code is in its directory.
+    """
+    model = empty_model(architecture)
+    saved = model.state_dict().keys()
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = {name: tensor for name, tensor in named if name in saved}
+    shapes, names = {}, {}
+    for name, tensor in tensors.items():
+        for written, part in _as_in_files(model, {name: tensor}).items():
+            shapes[written], names[written] = part.shape, name
+    whole = _as_in_files(model, tensors)
+    problem = "its code is in its directory" if getattr(architecture, "code", "") else ""
+    if whole.keys() != names.keys() or any(whole[n].shape != shapes[n] for n in whole):
+        problem = "its files join tensors that are separate in the model"
+    if problem:
+        raise ConfigError(
+            f"generation.backend=vllm: engines cannot load the {architecture.family} model, "
+            f"because {problem}. Set generation.backend=megatron: the policy samples"
+        )
+    return model, names
+
+
+def _as_in_files(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(tensors))
+
+
+class FileWeights(Mapping[str, Tensor]):
+    """Weights [...] by their names in files, each converted when its name is indexed."""
+
+    def __init__(self, weights: Mapping[str, Tensor], architecture: GPTArchitecture) -> None:
+        """Prepare to convert ``weights``, which have the module's names."""
+        self._weights = weights
+        self._model, self._names = names_in_files(architecture)
+        self._converted: dict[str, Tensor] = {}  # of one tensor of the module
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._converted:
+            source = self._names[name]
+            self._converted = _as_in_files(self._model, {source: self._weights[source]})
+        return self._converted[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def require_megatron(architecture: GPTArchitecture) -> None:

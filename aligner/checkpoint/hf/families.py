@@ -328,11 +328,6 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
     Without a recorded family, the architecture's features determine it. Raises `CheckpointError` if
     the family cannot express the architecture.
     """
-    if not architecture.has_table:
-        raise CheckpointError(
-            f"{architecture.family} models are built by transformers, and generation.backend=vllm "
-            "does not serve such models here. Set generation.backend=megatron: the policy samples"
-        )
     family = family_of(architecture.family or _guess(architecture))
     config = family.write(architecture)
     lost = _differences(architecture, family.read(config))

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.architecture import GPTArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
@@ -318,7 +318,10 @@ def set_environment(settings: VllmConfig) -> None:
 
 def _start(architecture: GPTArchitecture, eos_ids: Sequence[int], arguments: dict[str, Any]) -> Any:
     """Start a ``vllm.LLM`` from a generated ``config.json``."""
-    _, config = config_to_hf(architecture)
+    if isinstance(architecture, TransformersArchitecture):
+        config = json.loads(architecture.settings)
+    else:
+        _, config = config_to_hf(architecture)
     # Otherwise vLLM also ends responses at the family's default, and bans it before min_tokens.
     config["eos_token_id"] = list(eos_ids)
     remedy = "use an environment with vLLM, such as the one that `make vllm-env` creates"

@@ -20,8 +20,14 @@ class RefitExtension:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        model = self.model_runner.get_model()
+        for module in model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            # vLLM packs experts on a CPU only when it makes their kernel.
+            if next(model.parameters()).is_cpu and hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
+            initialize_layerwise_reload(model)
 
     def load_refit_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some weights, see `VllmEngine.load_weights`. Complete layers are activated."""

@@ -47,7 +47,8 @@ class VllmGeneration(BackgroundGeneration):
         of an engine's start, such as those of `aligner.refit.ends`, are raised by the first call.
         """
         # Settings that depend on the device. Errors are raised before an engine starts.
-        config_to_hf(architecture)
+        if architecture.has_table:
+            config_to_hf(architecture)
         self.tokenizer = tokenizer
         settings = config.generation.engine
         assert isinstance(settings, VllmConfig)

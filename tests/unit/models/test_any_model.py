@@ -6,6 +6,7 @@ that packed types also run on a prefix tree.
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from tiny_transformers import model_types, tiny_config
 from transformers import AutoModelForCausalLM
 from variants import extended_except
 
+from aligner.algorithms.run.startup import describe_model_of
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.checkpoint.hf.any_model import read_any, require_megatron, save_any
-from aligner.checkpoint.hf.families import config_to_hf
+from aligner.checkpoint.hf.any_model import FileWeights, read_any, require_megatron, save_any
 from aligner.checkpoint.model_source import open_model
-from aligner.config import LoraConfig, OptimConfig, ParallelConfig
+from aligner.config import LoraConfig, OptimConfig, ParallelConfig, parse_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.losses.policy import PPOPolicyLoss
@@ -55,8 +56,8 @@ WITHOUT_PADDING = ("youtu",)
 NO_POLICY = ("modernbert-decoder",)
 
 
-def rest(types):
-    every_type = [kind for kind in model_types() if kind not in NO_POLICY]
+def rest(types, without=NO_POLICY):
+    every_type = [kind for kind in model_types() if kind not in without]
     return extended_except(types, sorted({*types, *every_type}))
 
 
@@ -320,12 +321,45 @@ def test_tensor_parallelism_that_is_not_exact_is_refused_without_weights(
 
 def test_what_needs_a_table_of_tensors_is_refused(folder_of, tmp_path):
     architecture = read_any(folder_of("olmo2")).architecture
-    with pytest.raises(CheckpointError, match=r"olmo2.*no table of tensors"):
+    with pytest.raises(CheckpointError, match=r"olmo2.*not supported for adapters"):
         expected_shapes(architecture)
     with pytest.raises(CheckpointError, match=r"olmo2.*policy\.backend=dtensor"):
         require_megatron(architecture)
-    with pytest.raises(CheckpointError, match=r"olmo2.*generation\.backend=megatron"):
-        config_to_hf(architecture)
+
+
+# Sampling engines --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model_type", rest(("gemma2", "mixtral", "gpt_neox", "deepseek_v3"), ("hrm_text",))
+)
+def test_engines_get_the_tensors_of_files(model_type, folder_of):
+    """One name, a separate name, and experts, which are one tensor in the module."""
+    folder = folder_of(model_type)
+    source = read_any(folder)
+    saved = load_file(folder / "model.safetensors")
+    sent = FileWeights(source.weights, source.architecture)
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in saved.items())
+
+
+def test_models_that_engines_cannot_load_are_refused_without_weights(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    tiny_config("hrm_text", vocab_size=tokenizer.vocab_size).save_pretrained(tmp_path)
+    for name, content in tokenizer.files().items():
+        (tmp_path / name).write_bytes(content)
+    values = {
+        "model": {"restore_from_path": str(tmp_path)},
+        "reward": {"function": "a:b"},
+        "data": {"train": {"source": "x.jsonl"}},
+        "policy": {"backend": "dtensor"},
+        "cluster": {"engine": "ray"},
+    }
+    describe_model_of(parse_config(values))
+    engine = {"backend": "vllm", "vllm": {"python": sys.executable}}
+    message = r"backend=vllm: .* hrm_text model, because its files join .*backend=megatron"
+    with pytest.raises(ConfigError, match=message):
+        describe_model_of(parse_config({**values, "generation": engine}))
 
 
 def test_dropout_of_the_configuration_is_not_applied(folder_of):

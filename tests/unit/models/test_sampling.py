@@ -99,7 +99,7 @@ def test_inverse_cdf_never_returns_a_token_of_probability_zero():
 )
 def test_distributions_by_hand(weights, sampling, expected):
     """Frequencies are exact, because the uniform numbers are midpoints of equal parts."""
-    count, expected = 4000, torch.tensor(expected)
+    count, expected = 4000, torch.tensor(expected, dtype=torch.float32)
     rows = torch.tensor(weights).log().expand(count, -1)
     drawn = sample_tokens(rows, even_uniforms(count), sampling, greedy=False)
     share = torch.bincount(drawn.tokens, minlength=len(weights)) / count

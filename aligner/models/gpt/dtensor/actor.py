@@ -1,5 +1,6 @@
 """Policy on a transformers model: generates responses, scores tokens, and trains."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -7,6 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.checkpoint.gpt_weights import load_weights
+from aligner.checkpoint.hf.any_model import FileWeights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointError
@@ -14,7 +16,6 @@ from aligner.models.gpt.decode.model import SampledModel
 from aligner.models.gpt.dtensor.build import build_whole
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
-from aligner.models.gpt.dtensor.shards import GatheredParameters
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.policy import SamplingPolicy
 from aligner.models.gpt.role.settings import RoleSettings
@@ -92,6 +93,8 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         )
         return gpt.eval().requires_grad_(False)
 
-    def hugging_face_weights(self) -> GatheredParameters:
+    def hugging_face_weights(self) -> Mapping[str, Tensor]:
         """See `SamplingPolicy.hugging_face_weights`."""
-        return self.gathered_weights()
+        weights = self.gathered_weights()
+        has_table = self.architecture.has_table
+        return weights if has_table else FileWeights(weights, self.architecture)
