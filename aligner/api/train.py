@@ -212,11 +212,11 @@ def train_sft(
 
     Args:
         model: a ``.nemo`` file, a Hugging Face directory, or a `Result`.
-        data: rows with ``prompt`` and ``response``, or with ``messages`` (a whole chat), or files,
-            or a generator function.
+        data: rows, files, or a generator function. A row contains ``prompt`` and ``response``, or
+            ``messages`` (a whole chat).
         validation_data: held-out rows.
-        max_steps: most optimizer steps.
-        max_epochs: most passes over the data.
+        max_steps: maximum number of optimizer steps.
+        max_epochs: maximum number of passes over the data.
         validate_every: number of steps between validations.
         lr: learning rate.
         batch_size: examples per optimizer step.

@@ -50,7 +50,7 @@ def default_tree(section: Any) -> dict[str, Any]:
 
 
 class ModelSource(ConfigSource):
-    """Source of the configurations in ``BASES``."""
+    """Hydra source of the built-in configurations in ``BASES``."""
 
     @staticmethod
     def scheme() -> str:

@@ -44,7 +44,7 @@ class Shares:
                 )
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> np.ndarray:
-        """Return the indices of ``epoch``, int64 [size], into the items of all sources."""
+        """Return the item order of ``epoch``: int64 [size], indices into the joined sources."""
         parts, places, first = [], [], 0
         for size, count in zip(self.sizes, self.counts, strict=True):
             start, end = epoch * count, (epoch + 1) * count

@@ -73,7 +73,7 @@ class Example(Examples):
 
     @property
     def examples(self) -> tuple["Example"]:
-        """The example itself."""
+        """A tuple with only this example."""
         return (self,)
 
     @property

@@ -221,17 +221,19 @@ def turn_advantages(
     *,
     penalty: Tensor | None = None,
 ) -> Tensor:
-    """Compute advantages of turns without a critic, float [B, S], 0 outside turns and if masked.
+    """Compute critic-free advantages per turn, float [B, S], 0 outside turns and if masked.
 
-    The baseline of a turn is the mean return of the group's other samples from that turn on, or
-    from the last turn before it that other samples have, so it is unbiased. ``dr_grpo`` and
-    ``grpo`` multiply by (n - 1)/n with n samples in the group, ``grpo`` also divides by the largest
-    deviation of compared returns, so that no advantage is above sqrt(n).
+    The baseline of turn t is the mean return of the group's other samples from turn t on. If no
+    other sample has turn t, the latest earlier turn of another sample is used. The baseline does
+    not depend on the sample itself, so it is unbiased. ``dr_grpo`` and ``grpo`` multiply by
+    (n - 1)/n with n samples in the group. ``grpo`` also divides by the largest standard deviation
+    of the returns of a turn in the group, so that no advantage is above sqrt(n).
 
     ``turn_rewards``: float [B, S], the rewards of a turn at tokens of the turn. ``turn_ids``: int64
     [B, S], index of the turn that generated a token, from 1, or 0 without a turn. ``penalty``:
     float [B, S], subtracted from the reward at each token. Positions outside turns may be any
-    value. Turns of equal worth in a group, and a group of one, get exactly 0 from a group baseline.
+    value. With ``rloo``, ``dr_grpo`` and ``grpo`` the advantage is exactly 0 if the compared
+    returns are equal or the group has one sample.
     """
     assert turn_rewards.shape == turn_ids.shape, (turn_rewards.shape, turn_ids.shape)
     counts = sample_mask.bool()
@@ -244,6 +246,7 @@ def turn_advantages(
     def by_turn(values: Tensor) -> Tensor:
         """Return sums over the tokens of a turn, float64 [B, turns]."""
         shape = len(turn_index), n_turns + 1
+        # Slot 0 collects tokens without a turn.
         sums = torch.zeros(shape, dtype=torch.float64, device=turn_index.device)
         return sums.scatter_add_(1, turn_index, torch.where(generated, values, 0).double())[:, 1:]
 

@@ -209,10 +209,10 @@ def check_whole_groups(
     ranks = group.sharding_annotations.get_axis_size("data_parallel")
     if batch_size % (ranks * rows_per_group) or micro_batch_size % rows_per_group:
         raise ConfigError(
-            f"global_batch_size={batch_size} on {ranks} data-parallel ranks in micro-batches of "
-            f"micro_batch_size={micro_batch_size} rows would separate groups of {rows_per_group} "
-            f"adjacent rows. Make global_batch_size a multiple of {ranks * rows_per_group} and "
-            f"micro_batch_size a multiple of {rows_per_group}"
+            f"{rows_per_group} adjacent rows must stay together. They would be split by "
+            f"global_batch_size={batch_size}, {ranks} data-parallel ranks and "
+            f"micro_batch_size={micro_batch_size}. Make global_batch_size a multiple of "
+            f"{ranks * rows_per_group} and micro_batch_size a multiple of {rows_per_group}"
         )
 
 

@@ -252,7 +252,7 @@ class RoleWorker(Generic[RoleT]):
         """Gather the weights, if updates defer it. By default they do not."""
 
     def _restore_weights(self) -> None:
-        """Gather the weights and move them to the device, in any phase."""
+        """Move the weights to the device and gather them, in training and in inference."""
         self._gather_weights()
         self.move_to_device()
 

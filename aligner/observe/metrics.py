@@ -63,7 +63,7 @@ def describe(name: str) -> MetricInfo | None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise `ConfigError` if a metric has no explanation."""
+    """Raise `ConfigError` if a metric is missing in the table of descriptions."""
     for name in names:
         if describe(name) is None:
             near = difflib.get_close_matches(name, METRICS, n=1)

@@ -61,7 +61,7 @@ class Served:
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise `DataError` for ids outside the vocabulary."""
         if max(ids, default=0) >= self.vocab_size:
-            raise DataError(f"a token of {max(ids)} is outside the vocabulary of {self.vocab_size}")
+            raise DataError(f"token id {max(ids)} is outside the vocabulary of {self.vocab_size}")
 
     def prompt(self, text: str) -> str:
         """Treat special tokens in the text of a prompt. Raises `DataError` for a refused token."""

@@ -77,7 +77,7 @@ def temporary_config(config: Config) -> Iterator[Config]:
 
 
 def dry_config(config: Config, folder: Path) -> Config:
-    """Return ``config`` with `STEPS` steps, which train every role on the longest responses."""
+    """Return a copy of ``config`` for `STEPS` steps of every role on the longest responses."""
     # Steps and their length.
     loop_name = config.section.partition(".")[2]
     loop = replace(getattr(config.trainer, loop_name), max_epochs=STEPS, max_steps=STEPS)

@@ -150,7 +150,8 @@ class TorchDistSource:
         tensor = load_tensors(content, f"{name} ({key})")
         if not isinstance(tensor, StoredTensor) or tensor.view.shape != box.sizes:
             raise CheckpointError(
-                f"box {identity[1]} of {key} in {name} is not a tensor of shape {tuple(box.sizes)}"
+                f"the shard at offset {identity[1]} of {key} in {name} is not a tensor of shape "
+                f"{tuple(box.sizes)}"
             )
         self._boxes[identity] = tensor
         return tensor
@@ -161,10 +162,10 @@ def write_torch_dist(
     folder: str,
     boxes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]],
 ) -> None:
-    """Write a torch_dist checkpoint into an archive. Only the current box is in memory.
+    """Write a torch_dist checkpoint into an archive.
 
-    ``boxes`` yields ``(key, global shape, offset of the box, tensor of the box)``, of any shape and
-    dtype. The boxes of a key must tile its tensor.
+    ``boxes`` yields the chunks of tensors, ``(key, global shape, offset, chunk)``, of any shape and
+    dtype. The chunks of a key must tile the tensor. Only one chunk is in memory at a time.
     """
     archive.add_directory(folder)
     tensors: dict[str, dcp.TensorStorageMetadata] = {}
@@ -183,6 +184,7 @@ def write_torch_dist(
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offset), tensor.shape))
     # Write the files that describe the boxes.
     metadata = dcp.Metadata(state_dict_metadata=dict(tensors), storage_data=storage)
+    # megatron-core reads this attribute. Empty entries mean that no tensor was reshaped.
     metadata.mcore_data = {key: {} for key in tensors}
     archive.add(f"{folder}/.metadata", pickle.dumps(metadata, protocol=4))
     archive.add(f"{folder}/common.pt", saved_bytes({}))

@@ -330,7 +330,7 @@ class CriticConfig:
         return {key: size for key, size in sizes.items() if size is not None}
 
     def with_layout(self, model: Model) -> Model:
-        """Return the policy's section with the critic's layout."""
+        """Return a copy of the policy's section with the critic's parallel layout."""
         layout: dict[str, Any] = self.layout_overrides
         if "pipeline_model_parallel_size" in layout:
             layout |= dict.fromkeys(STAGE_KEYS)

@@ -37,7 +37,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class TorchWorld:
-    """torch.distributed world of a training group: layout and address of rank 0."""
+    """Process group of a training group: the parallel layout, and the address of rank 0."""
 
     parallel: "ParallelConfig"
     seed: int

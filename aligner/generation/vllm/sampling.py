@@ -76,7 +76,8 @@ def engine_arguments(size: int) -> dict[str, bool]:
 
     if "return_sampling_mask" not in {field.name for field in dataclasses.fields(EngineArgs)}:
         raise ConfigError(
-            f"{_KEY}={size}: vLLM {vllm.__version__} does not return the tokens it kept. Install "
+            f"{_KEY}={size}: vLLM {vllm.__version__} does not return the tokens "
+            "that top-k and top-p kept. Install "
             f"vLLM {SINCE} or newer, or set it to 0"
         )
     return {"return_sampling_mask": True}

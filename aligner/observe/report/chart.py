@@ -195,7 +195,7 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
 
 @dataclass(frozen=True)
 class ChartCard:
-    """A chart with its text."""
+    """A chart with title and description, as one card of the report."""
 
     heading: str
     lead: str

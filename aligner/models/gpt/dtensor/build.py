@@ -36,12 +36,13 @@ def build_sharded(
     head_outputs: int,
     way: Way,
 ) -> tuple[TransformersModel, list[ParameterShard]]:
-    """Build this process's share of a model. Stored weights and gradients are float32.
+    """Build this process's share of a model. Parameters and gradients are kept in float32.
 
     ``weights``: full float tensors [...] by Hugging Face's names, or None to leave weights
-    uninitialised. ``settings``: dtype of the passes, recomputation, new adapters (next to which all
-    weights except a head are frozen) and their seed. ``head_outputs``: outputs of a head in place
-    of the output layer. 0: an output layer. ``way``: how sequences are passed to the body.
+    uninitialised. ``settings``: dtype of the passes, recomputation, LoRA adapters and their seed.
+    With adapters, all other weights except a head are frozen. ``head_outputs``: number of outputs
+    of a head that replaces the output layer, 0 for no head. ``way``: how a micro-batch enters the
+    transformer: packed by aligner's or transformers' attention, or one sequence per row.
     """
     dtype = settings.dtype
     model = _empty_model(architecture, settings, head_outputs, way)

@@ -46,7 +46,7 @@ class TransformersModel(nn.Module):
                 embedding's weight.
             score: scalar head.
             layer_classes: class names of the decoder's layers (``_no_split_modules``).
-            way: how sequences are passed to the body.
+            way: how a micro-batch enters the transformer (`build_sharded`).
         """
         super().__init__()
         for name, part in parts.items():

@@ -81,8 +81,9 @@ def keyed_form(config: Any) -> LogitsForm:
 
 @torch.no_grad()
 def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
-    """Test a float32 causal language model on the host, in evaluation mode.
+    """Choose how sequences enter a model, packed or in rows, by comparing log-probs on the CPU.
 
+    ``model``: a causal language model in float32 and evaluation mode.
     ``samples``: whether the role samples.
 
     Raises:
@@ -101,7 +102,7 @@ def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
             f"last token changes log-probs before it by {difference:.2g}), so that it is not a "
             "causal language model. Set is_decoder in config.json, or give another model"
         )
-    # Ways from the best to the one that is always right.
+    # Try the fastest way first. One sequence per row is always right.
     faults: dict[Way, str] = {}
     way: Way
     ways: tuple[Way, ...] = ("aligner", "transformers")

@@ -43,21 +43,21 @@ def attend(
 ) -> Tensor:
     """Compute attention, float ``[B, heads, S, D]``, the shape of ``query``.
 
-    ``key``, ``value``: float ``[B, groups, S, D]``, or rows ``[R, groups, D]`` if ``key_rows`` is
-    given. ``mask``: bool, true if the query attends to the key. None means causal attention.
-    ``scale``: factor of the scores. ``key_rows``: int64 ``[B * S]``, the row of each key.
+    ``key``, ``value``: float ``[B, kv_heads, S, D]``, or with ``key_rows`` distinct tokens
+    ``[R, kv_heads, D]``. ``mask``: bool, true if the query attends to the key. None means causal
+    attention. ``scale``: factor of the scores. ``key_rows``: int64 ``[B * S]``, row of each key.
     """
     if query.device.type == "cpu" and dropout == 0.0 and torch.is_grad_enabled():
         return _CPUFlashAttention.apply(query, key, value, key_rows, mask, scale)
     if key_rows is not None:
         key = by_sequence(take_rows(key, key_rows), query.shape[0])
         value = by_sequence(take_rows(value, key_rows), query.shape[0])
-    groups = query.shape[1] // key.shape[1]
+    queries_per_key = query.shape[1] // key.shape[1]
     flash = mask is None and query.dtype in (torch.bfloat16, torch.float16)
-    if groups > 1 and query.is_cuda and not flash:
-        # Of the memory-efficient kernels only flash attention supports grouped queries. Without it
-        # PyTorch would choose a kernel that materialises all scores, [heads, S, S].
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if queries_per_key > 1 and query.is_cuda and not flash:
+        # Only flash attention supports grouped queries without storing all scores, [heads, S, S].
+        key = key.repeat_interleave(queries_per_key, 1)
+        value = value.repeat_interleave(queries_per_key, 1)
     return F.scaled_dot_product_attention(
         query,
         key,

@@ -145,7 +145,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Runs:
-    """Pairs of a query run and a key run with the same end.
+    """Pairs of contiguous query tokens and contiguous key tokens that end at the same token.
 
     Query i of q attends to the first ``k - q + i + 1`` of its k keys. A sequence is one pair. Under
     context parallelism each of its two local chunks is a pair.

@@ -376,10 +376,11 @@ class ValueModel(RoleModel):
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Compute the value of the state before each token, float32 ``[B, S]``.
+        """Compute values, float32 ``[B, S]``. Column t is the value of the tokens before token t.
 
-        Values are 0 beyond a sequence's length. ``batch``: ``input_ids`` int64 ``[B, S]`` and
-        ``input_lengths`` int64 ``[B]``. ``micro_batches``: see `RoleModel.infer_tokens`.
+        Values are 0 for the first token and beyond a sequence's length. ``batch``: ``input_ids``
+        int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``. ``micro_batches``: see
+        `RoleModel.infer_tokens`.
         """
         return self.infer_tokens(batch, micro_batches)
 
