@@ -70,6 +70,9 @@ class EngineConfig:
         del has_gpu, ahead
         return None
 
+    def check_model(self, architecture: GPTArchitecture) -> None:
+        """Raise `ConfigError` if the engine cannot load the model. Called before it is built."""
+
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
         """Yield a message for each broken rule. ``key``: dotted key of the engine's settings."""
         yield from ()

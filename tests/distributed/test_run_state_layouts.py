@@ -240,7 +240,7 @@ class Idle:
 
 
 class FullDisk:
-    """Metrics and samples that only rank 0 writes, and cannot."""
+    """A writer of metrics on a disk without space. Only rank 0 writes."""
 
     def write(self, *args):
         assert not torch.distributed.get_rank()
@@ -255,7 +255,6 @@ def a_full_disk_stops_every_rank(folder):
         Schedule(1, 0, 0),
         store=RunStateStore(folder),
         metrics=full,
-        samples=full,
         console=Console(quiet=True),
         config={},
         monitor="none",

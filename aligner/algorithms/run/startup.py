@@ -7,8 +7,7 @@ from aligner.algorithms.run.engine import Workers
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapter_shapes, check_same, read_adapters
 from aligner.checkpoint.canonical import Shape, expected_shapes
-from aligner.checkpoint.hf.any_model import names_in_files, parameter_shapes, require_megatron
-from aligner.checkpoint.hf.families import config_to_hf
+from aligner.checkpoint.hf.any_model import parameter_shapes, require_megatron
 from aligner.checkpoint.model_source import open_model
 from aligner.config import BaseRunConfig, SamplingRunConfig, SupervisedRunConfig, TrainedModelConfig
 from aligner.data.tokenizers.loading import (
@@ -30,8 +29,8 @@ def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture
     tokenizer, architecture = describe_model(config.model, config.policy.backend)
     if config.policy.backend == "megatron":
         require_megatron(architecture)
-    elif isinstance(config, SamplingRunConfig) and config.generation.backend == "vllm":
-        (config_to_hf if architecture.has_table else names_in_files)(architecture)  # may raise
+    if isinstance(config, SamplingRunConfig) and (engine := config.generation.engine) is not None:
+        engine.check_model(architecture)
     if isinstance(config, SamplingRunConfig) and config.environment.chat_template is not None:
         template, key = config.environment.chat_template, "environment.chat_template"
         tokenizer = with_chat_template(tokenizer, template, key=key)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import StrictBool
 
+from aligner.architecture import GPTArchitecture
 from aligner.catalog import imported
 from aligner.config.engine import EngineConfig, EngineResources, EngineStart
 from aligner.config.fields import Count, FilePath, Fraction, Positive, Seconds
@@ -129,6 +130,11 @@ class VllmConfig(EngineConfig):
     def start(self, arguments: EngineStart) -> Any:
         """Start the engines. The first rollout sends them the policy's weights."""
         return imported("aligner.generation.vllm.generation:VllmGeneration")(*arguments)
+
+    def check_model(self, architecture: GPTArchitecture) -> None:
+        """Raise `ConfigError` if the weights have no names in Hugging Face's files."""
+        check = "families:config_to_hf" if architecture.has_table else "any_model:names_in_files"
+        imported(f"aligner.checkpoint.hf.{check}")(architecture)
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
         """Yield a message for each setting with which engines cannot be started."""
