@@ -60,6 +60,13 @@ def two_turns(policy, task):
     policy.reward({"reward": 1.0, "accuracy": 1})
 
 
+def each_turn(policy, task):
+    messages = [said(task["name"])]
+    for reward in (0.25, None, {"reward": 2.0, "found": 1.0}):
+        messages += [policy.ask(messages), said("and?")]
+        policy.reward(reward)
+
+
 def own_sampling(policy, task):
     policy.ask([said(task["name"])], max_tokens=2, model="gpt-x")
     policy.ask([said("?")], max_completion_tokens=99, temperature=0, top_p=0.1, seed=1)
