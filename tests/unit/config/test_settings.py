@@ -127,7 +127,7 @@ def test_micro_batches_do_not_cut_pairs(rows, micro_batch):
     """Two data-parallel ranks would get 3 rows each, or begin a micro-batch within a pair."""
     group = SimpleNamespace(sharding_annotations=NamedSharding(range(2), ["data_parallel"]))
     check_whole_groups(group, rows, micro_batch, 1)
-    with pytest.raises(ConfigError, match=r"2 adjacent rows\..*global_batch_size"):
+    with pytest.raises(ConfigError, match=r"2 adjacent rows .*global_batch_size"):
         check_whole_groups(group, rows, micro_batch, 2)
 
 
