@@ -102,11 +102,16 @@ def check_forks(lines):
             assert line["sampler/logprob_gap_max"] < 1e-4
 
 
-def test_conversations_that_fork_are_learned(tmp_path, tiny_nemo, forking):
-    lines = run(tmp_path / "run", tiny_nemo, *short("ppo"), *CRITIC, *forking)
+@pytest.mark.parametrize(
+    "adapters", [[], pytest.param(["model.peft.peft_scheme=lora"], marks=pytest.mark.extended)]
+)
+def test_conversations_that_fork_are_learned(adapters, tmp_path, tiny_nemo, forking):
+    lines = run(tmp_path / "run", tiny_nemo, *short("ppo"), *CRITIC, *forking, *adapters)
     check_forks(lines)
     for line in lines[1:]:
         assert line["train_rollouts/forks"] == 8 * (line["train_rollouts/turns"] - 1) > 0
+    assert lines[-1]["train_optim/grad_norm"] > 0  # the first step may earn nothing
+    assert (tmp_path / "run" / "policy.nemo").exists()
 
 
 def test_without_a_critic_turns_are_compared(tmp_path, tiny_nemo, forking):

@@ -217,6 +217,7 @@ def test_a_hugging_face_configuration_that_no_model_has(
         ({"weight_map": [1]}, "weight_map"),
         ({"weight_map": {"model.embed_tokens.weight": 5}}, "names the file 5"),
         ({"weight_map": {"model.embed_tokens.weight": "../../etc/passwd"}}, "names the file"),
+        ({"weight_map": {"model.embed_tokens.weight": "/etc/passwd"}}, "names the file"),
     ],
 )
 def test_an_index_of_a_wrong_kind(hugging_face, tmp_path, index, message):

@@ -53,6 +53,7 @@ def add_member(path, name, kind=tarfile.REGTYPE, link=""):
     ("name", "kind", "message"),
     [
         ("../evil", tarfile.REGTYPE, "'../evil', an unsafe path"),
+        ("./a/../../evil", tarfile.REGTYPE, "unsafe path"),
         ("/etc/evil", tarfile.REGTYPE, "'/etc/evil', an unsafe path"),
         ("a\\..\\evil", tarfile.REGTYPE, "unsafe path"),
         ("./link", tarfile.SYMTYPE, "'link', a link"),

@@ -15,7 +15,7 @@ from aligner.architecture import RopeScaling
 from aligner.checkpoint.nemo.config import architecture_from_config, config_from_architecture
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.errors import StorageError
+from aligner.errors import CheckpointError, StorageError
 from aligner.examples.tasks.tiny_model import write_tiny_nemo
 from aligner.models.gpt.megatron.build import transformer_config
 from aligner.parallel.groups import initialize_parallel
@@ -46,6 +46,14 @@ def test_the_same_model_gives_the_same_bytes(tmp_path):
     write_tiny_nemo(tmp_path / "c.nemo", seed=1)
     contents = [(tmp_path / f"{name}.nemo").read_bytes() for name in "abc"]
     assert contents[0] == contents[1] != contents[2]
+
+
+def test_incomplete_weights_are_refused_before_anything_is_written(tmp_path):
+    weights = distinct_weights(LLAMA)
+    del weights["decoder.layers.3.mlp.linear_fc1.weight"]
+    with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.linear_fc1"):
+        save_nemo(tmp_path / "m.nemo", weights, LLAMA, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_members_are_named_as_nemo_names_them(tmp_path):

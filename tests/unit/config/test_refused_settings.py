@@ -62,6 +62,14 @@ REFUSED = {
             *("tensor_model_parallel_size", "activations_checkpoint_granularity=full"),
             "or policy.backend=megatron",
         ),
+        (
+            "policy.backend=dtensor model.num_layers_in_last_pipeline_stage=2",
+            *("model.num_layers_in_last_pipeline_stage=2", "policy.backend=megatron"),
+        ),
+        (
+            "policy.backend=dtensor model.freeze_moe_router=true",
+            *("model.freeze_moe_router=true", "policy.backend=megatron"),
+        ),
         ("generation.backend=vllm", "generation.backend=vllm", "megatron"),
         # The critic's layout.
         (f"trainer.devices=2 {OWN}", f"{OWN}: with cluster.engine=local", "engine=ray"),
@@ -177,6 +185,10 @@ REFUSED = {
     DPORunConfig: [
         ("trainer.dpo.distance=square", "distance=square is an option of rpo"),
         ("trainer.dpo.loss=kto trainer.dpo.sft_weight=1", "is an option of dpo, ipo, rpo, simpo"),
+        ("trainer.dpo.loss=kto trainer.dpo.label_smoothing=0.1", "is an option of dpo, but"),
+        ("trainer.dpo.loss=ipo trainer.dpo.target_margin=2", "is an option of simpo"),
+        ("trainer.dpo.loss=simpo trainer.dpo.average_logprobs=true", "of dpo, ipo, rpo, but"),
+        ("trainer.dpo.desirable_weight=2", "desirable_weight=2.0 is an option of kto"),
         ("trainer.dpo.label_smoothing=0.5", "between 0 and 0.5 (exclusive), got 0.5"),
         (
             "model.micro_batch_size=3 model.global_batch_size=6",

@@ -197,6 +197,14 @@ def test_tools_calls_and_reasoning_reach_the_template(tools, tmp_path):
     assert prompt.columns["tools"] == tools  # the reward function's, too
 
 
+def test_no_calls_are_the_same_as_none(tokenizer, tmp_path):
+    """Of templates that show no calls."""
+    rows = [{"messages": [*CHAT[:1], CHAT[1] | more]} for more in ({}, {"tool_calls": []})]
+    path = written(tmp_path, *rows)
+    plain, empty = load_set(ExampleDataset, path, tokenizer, messages_column="messages")
+    assert plain.ids == empty.ids
+
+
 CALLING_5 = {"role": "assistant", "tool_calls": [5]}
 
 

@@ -32,6 +32,15 @@ def test_hand_worked():
     assert (loss, metrics["entropy"]) == (0.0, 1.5)  # a metric without a bonus
 
 
+def test_dual_clip_by_hand():
+    """With A = -1 and ratio 10 the loss stops at 3 and has no gradient. A > 0 is untouched."""
+    batch = hand_batch([10.0, 2.0, 0.5], [-1.0, -1.0, 1.0])
+    loss, gradient, metrics = evaluate(PPOPolicyLoss(dual_clip=3.0, needs_entropy=False), *batch)
+    assert loss == pytest.approx((3 + 2 - 0.5) / 3)
+    torch.testing.assert_close(gradient, row(0.0, 2.0, -0.5) / 3)
+    assert metrics["dual_clip_fraction"] == pytest.approx(1 / 3)
+
+
 @pytest.mark.parametrize(
     ("level", "cap", "weights"),
     [

@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -97,6 +98,18 @@ def test_an_unexpected_error_is_answered_with_json():
         answer = httpx.get(f"http://127.0.0.1:{port}/health")
     assert answer.status_code == 500
     assert answer.json() == {"error": "TypeError: 'NoneType' object is not iterable"}
+
+
+def test_a_server_that_ends_answers_what_it_has_not_scored():
+    service = RewardService((), lambda sample: [1], JobQueue(10), 30.0)  # and no model
+    with ThreadPoolExecutor(1) as pool:
+        with service.serving("127.0.0.1", 0) as (_, port):
+            asked = pool.submit(post, port, body_of(1))
+            time.sleep(0.5)
+            started = time.monotonic()
+        assert time.monotonic() - started < 5
+        status, answer = asked.result(10)
+    assert (status, answer["error"]) == (503, "the server is ending, try again later")
 
 
 def test_what_nobody_waits_for_is_not_scored(serving):
