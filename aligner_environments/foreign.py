@@ -12,7 +12,6 @@ from typing import Any
 from aligner.data.chat import Message
 from aligner.environments.functions import loaded
 from aligner.errors import ConfigError, raised_as
-from aligner.plain import plain
 
 _MAX_CLOSE_S = 10.0
 
@@ -46,7 +45,7 @@ def as_text(observation: Any) -> str:
     """Return text unchanged. Return any other observation as JSON, with arrays as lists."""
     if isinstance(observation, str):
         return observation
-    return json.dumps(plain(observation))
+    return json.dumps(_plain(observation), default=str)
 
 
 class LoopThread:
@@ -106,3 +105,11 @@ class LoopThread:
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]
             value.set_exception(error)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,10 +1,12 @@
 """Environments of other libraries, as far as none of their packages is needed."""
 
 import asyncio
+import math
 import sys
 import threading
 import time
 from contextlib import asynccontextmanager
+from datetime import date
 from types import SimpleNamespace
 
 import pytest
@@ -262,6 +264,9 @@ def test_spaces_without_a_parser_and_observations():
 
     assert as_text("as it is") == "as it is"
     assert as_text({"board": Array(), 3: (True, None)}) == '{"board": [1, 2], "3": [true, null]}'
+    # The policy's prompt: numbers stay numbers, other objects are their text.
+    other = {"limit": math.inf, "day": date(2020, 1, 2), "seed": 2**70}
+    assert as_text(other) == f'{{"limit": Infinity, "day": "2020-01-02", "seed": {2**70}}}'
     assert without_colours("\n\x1b[43m\x1b[34;1mR\x1b[0m\x1b[0mF\x1b[41mG\x1b[0m\n") == "[R]F[G]"
 
 
