@@ -62,7 +62,7 @@ class Agent:
         self._words = list(source)
         self._function = None if is_command else load_function(str(source), key=KEY)
         function = self._function or (lambda **arguments: None)
-        check_arguments(function, _RUN_ARGUMENTS, kwargs, columns, f"{key} is called")
+        check_arguments(function, _RUN_ARGUMENTS, kwargs, columns, key, "is called")
         if is_command and shutil.which(self._words[0]) is None:
             raise ConfigError(
                 f"{key}: the program {self._words[0]!r} was not found. Set its path, or a program "

@@ -81,7 +81,7 @@ def load_factory(
     reads_calls = needs_form and getattr(factory_class, "reads_calls", False)
     has_form = reads_calls and "form" in inspect.signature(factory_class).parameters
     names = ["seed", "form"] if has_form else ["seed"]
-    check_arguments(factory_class, names, kwargs, columns, f"{key} is made", "self")
+    check_arguments(factory_class, names, kwargs, columns, key, "is made", "self")
     return partial(factory_class, form=form) if has_form else factory_class
 
 
@@ -90,22 +90,25 @@ def check_arguments(
     names: Sequence[str],
     kwargs: Mapping[str, Any],
     columns: Collection[str],
-    message: str,
+    key: str,
+    call: str,
     *reserved: str,
 ) -> None:
     """Raise `ConfigError` if a call with ``names``, a row's columns and ``kwargs`` cannot work.
 
-    ``columns``: names, or the result of `aligner.data.prompts.columns_of_rows`. ``message``: the
-    setting of the function, and how it is called. ``reserved``: names that columns cannot have.
+    ``columns``: names, or the result of `aligner.data.prompts.columns_of_rows`. ``key``: setting of
+    the function. ``call``: verb of the call. ``reserved``: names that columns cannot have.
     """
-    own, (key, _, _) = {*names, *reserved}, message.rpartition(" is ")
+    own = {*names, *reserved}
     repeated = sorted({*own, *columns} & kwargs.keys()) + sorted(own & {*columns})
     if repeated:
         raise ConfigError(
             f"{key}: {', '.join(repeated)} would be given twice, by the call, by a column of the "
             "data or by environment.kwargs. Rename one of them"
         )
-    message += f" with {', '.join(names)}, the columns of the data and environment.kwargs"
+    message = (
+        f"{key} {call} with {', '.join(names)}, the columns of the data and environment.kwargs"
+    )
     first = [*names, *kwargs]
     check_call(function, [*first, *columns], message, "Take what it does not need as **columns.")
     for name, row in columns.items() if isinstance(columns, Mapping) else ():

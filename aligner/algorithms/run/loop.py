@@ -107,6 +107,11 @@ class Schedule:
         """Return whether ``step`` is followed by a validation."""
         return self._is_due(step, self.val_check_interval)
 
+    @property
+    def saves_in_background(self) -> bool:
+        """True if run states are written during later steps."""
+        return self.async_save and 0 < self.save_interval < self.total_steps
+
     def saves(self, step: int) -> bool:
         """Return whether ``step`` is followed by saving."""
         return self._is_due(step, self.save_interval)
@@ -234,10 +239,9 @@ class RunLoop:
             with timers("save"):
                 self.store.check()
             self._announce()
-        elif step == (self.resumed_step or 0) + 1 and self.schedule.async_save:
+        elif step == (self.resumed_step or 0) + 1 and self.schedule.saves_in_background:
             # The first step has created the optimizer's state, which a later save copies.
-            is_needed = 0 < self.schedule.save_interval < self.schedule.total_steps
-            for role in self.learner.roles.values() if is_needed else ():
+            for role in self.learner.roles.values():
                 role.prepare_saving()
 
     def _validate(self, step: int, timers: PhaseTimers) -> StepResult:

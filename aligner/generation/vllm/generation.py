@@ -126,8 +126,9 @@ class VllmGeneration(BackgroundGeneration):
         configured lengths and sampling.
         """
         seed = self._seeds.next() if seed is None else seed
-        options = {"greedy": greedy, "sampling_options": sampling_options}
-        return self.generate_in_background(data, seed=seed, **options).result()
+        return self.generate_in_background(
+            data, seed=seed, greedy=greedy, sampling_options=sampling_options
+        ).result()
 
     def recover(self) -> bool:
         """See `GenerationInterface.recover`. Return False if engines have several processes."""
