@@ -87,7 +87,7 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
     family, has_table = model_config(architecture).model_type, architecture.has_table
     has_key = has_table and "hidden_dropout" in FAMILIES[family].keys
     if hidden and not has_key and (trained or dropout is not None):
-        shown = f"null ({hidden:g} in the checkpoint)" if dropout is None else f"{dropout:g}"
+        shown = f"null, {hidden:g} in the checkpoint" if dropout is None else f"{dropout:g}"
         raise ConfigError(
             f"model.dropout={shown}: policy.backend=dtensor does not support dropout of hidden "
             f"states for {family} models. Set model.dropout=0"

@@ -80,7 +80,7 @@ class Standardization:
             ):
                 return cls(float(mean), float(std))
         raise CheckpointError(
-            f"{_STANDARDIZATION} in model_config.yaml has mean={section.get('mean')!r} and "
+            f"{_STANDARDIZATION} of model_config.yaml has mean={section.get('mean')!r} and "
             f"std={section.get('std')!r}. Set both to finite numbers, and std above 0"
         )
 
