@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device.counter_hash import CallSeeds
@@ -50,11 +49,10 @@ class VllmGeneration(BackgroundGeneration):
         engine fails to start, for example in `aligner.refit.ends`, the first call raises its error.
         """
         # Settings that depend on the device. Errors are raised before an engine starts.
-        if architecture.has_table:
-            config_to_hf(architecture)
-        self.tokenizer = tokenizer
         settings = config.generation.engine
         assert isinstance(settings, VllmConfig)
+        settings.check_model(architecture)
+        self.tokenizer = tokenizer
         self._settings = settings.on_device(
             has_gpu=cluster.use_gpus, ahead=config.generation.async_rollouts
         )
