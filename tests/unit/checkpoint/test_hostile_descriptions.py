@@ -268,7 +268,7 @@ def test_spellings_that_transformers_takes_for_the_same():
 @pytest.mark.integration
 def test_a_config_file_in_place_of_its_directory_and_with_a_byte_order_mark(tmp_path):
     path = directory(tmp_path) / "config.json"
-    message = re.escape(f"Give its directory, {str(tmp_path)!r}")
+    message = re.escape(f"Give the model's directory, {str(tmp_path)!r}")
     with pytest.raises(CheckpointError, match=message), open_model(path):
         pass
     plain = read_hf(tmp_path).architecture
