@@ -175,8 +175,8 @@ def _family(
     biases = [name for name in tensors if name.endswith(".bias")]
     if len(biases) not in (0, 7 * config["num_hidden_layers"]):  # q, k, v, output, gate, up, down
         raise CheckpointError(
-            f"the model has the bias {biases[0]}, but not a bias in every projection, which is not "
-            "supported for llama. Give a model with all biases or with none"
+            f"{biases[0]}: a bias in some projections only is not supported for llama models. Give "
+            "a model with biases in all projections or in none"
         )
     return {"model_type": kind, "attention_bias": bool(biases), "mlp_bias": bool(biases)}
 

@@ -312,5 +312,5 @@ def test_integers_are_refused(tmp_path):
     whole = torch.ones(32, 48, dtype=torch.int8)
     save_file({**load_file(file), name: whole}, file, {"format": "pt"})
     weights = read_hf(tmp_path).weights
-    with pytest.raises(CheckpointError, match=rf"{name} of .* has torch\.int8"):
+    with pytest.raises(CheckpointError, match=rf"{name} of .* has dtype torch\.int8"):
         dict(weights)
