@@ -24,26 +24,33 @@ class SigmoidRouter(TopKRouter):
         self.expert_bias = nn.Parameter(bias, requires_grad=False)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Select experts from float32 ``logits`` [S, B, E].
-
-        Returns the weight of each expert, float32 [S * B, E], 0 for experts that are not selected,
-        and whether the expert is selected, bool [S * B, E].
-        """
+        """Compute `sigmoid_routing` of float32 ``logits`` [S, B, E], of [S * B, E]."""
         assert padding_mask is None
-        scores = logits.flatten(0, -2).sigmoid()
-        choice = scores.detach() + self.expert_bias
-        # Only experts of the groups with the largest sums of two scores can be selected.
-        if (groups := self.config.moe_router_num_groups) > 1:
-            by_group = choice.unflatten(1, (groups, -1))
-            sums = by_group.topk(2, dim=-1).values.sum(-1)
-            best = sums.topk(self.config.moe_router_group_topk, dim=-1).indices
-            is_best = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, True)
-            choice = by_group.masked_fill(~is_best[..., None], -math.inf).flatten(1)
-        # The bias has no part in the weights of the selected experts.
-        selected = choice.topk(self.topk, dim=-1).indices
-        weights = scores.gather(1, selected)
-        if self.config.moe_router_normalizes:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = weights * self.config.moe_router_topk_scaling_factor
-        routed = torch.zeros_like(scores).scatter(1, selected, weights)
-        return routed, torch.zeros_like(routed, dtype=torch.bool).scatter_(1, selected, True)
+        return sigmoid_routing(logits.flatten(0, -2), self.topk, self.expert_bias, self.config)
+
+
+def sigmoid_routing(
+    logits: Tensor, topk: int, bias: Tensor, config: GPTConfig
+) -> tuple[Tensor, Tensor]:
+    """Select ``topk`` experts for each token from float32 ``logits`` [n, E] and ``bias`` [E].
+
+    Returns the weights of the experts, float32 [n, E], 0 for experts that are not selected, and
+    whether an expert is selected, bool [n, E].
+    """
+    scores = logits.sigmoid()
+    choice = scores.detach() + bias
+    # Only experts of the groups with the largest sums of two scores can be selected.
+    if config.moe_router_num_groups > 1:
+        by_group = choice.unflatten(1, (config.moe_router_num_groups, -1))
+        sums = by_group.topk(2, dim=-1).values.sum(-1)
+        best = sums.topk(config.moe_router_group_topk, dim=-1).indices
+        is_best = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, True)
+        choice = by_group.masked_fill(~is_best[..., None], -math.inf).flatten(1)
+    # The bias has no part in the weights of the selected experts.
+    selected = choice.topk(topk, dim=-1).indices
+    weights = scores.gather(1, selected)
+    if config.moe_router_normalizes:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    weights = weights * config.moe_router_topk_scaling_factor
+    routed = torch.zeros_like(scores).scatter(1, selected, weights)
+    return routed, torch.zeros_like(routed, dtype=torch.bool).scatter_(1, selected, True)
