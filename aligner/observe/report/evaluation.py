@@ -36,7 +36,7 @@ def shown_name(name: str) -> str:
 def render_evaluation(
     model: str, sets: Mapping[str, EvaluatedSet], *, config: str, environment: Mapping[str, str]
 ) -> str:
-    """Return the HTML report of ``model``'s results on ``sets`` (results by name of the set).
+    """Return the HTML report of ``model``'s results on ``sets``.
 
     ``config``: the configuration as YAML. ``environment``: versions, machine and command.
     """

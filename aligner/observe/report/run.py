@@ -32,7 +32,7 @@ class RunRecord:
     environment: Mapping[str, str]  # versions, machine, command
     metrics: Sequence[Mapping[str, float]] = ()  # lines of metrics.jsonl, which contain ``step``
     samples: Sequence[Sample] = ()
-    artifacts: Mapping[str, str] = field(default_factory=dict)  # paths of the run's files, by name
+    artifacts: Mapping[str, str] = field(default_factory=dict)  # file name → path
     status: str = ""  # one sentence about how the run ended
     precision: str = ""  # value of ``trainer.precision``, empty if unknown
 
