@@ -56,7 +56,7 @@ _PLAIN_EXPERTS: Config = {
 # Fields that NeMo has no key for. They are written if they differ from the default.
 _OWN_KEYS = (
     *("qk_norm_over_heads", "branch_norms", "embedding_multiplier", "residual_multiplier"),
-    *("logits_divisor", "window_rotary_base"),
+    *("logits_divisor", "logits_cap", "attention_cap", "window_rotary_base"),
 )
 _INTERPOLATION = re.compile(r"^\$\{\.*(?:model\.)?(\w+)\}$")
 _SIZES = (
@@ -148,6 +148,8 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             embedding_multiplier=float(get("embedding_multiplier", scaled)),
             residual_multiplier=float(get("residual_multiplier", 1.0)),
             logits_divisor=float(get("logits_divisor", 1.0)),
+            logits_cap=config.get("logits_cap"),
+            attention_cap=config.get("attention_cap"),
             # NeMo's ``[left, 0]`` excludes the current token, this library includes it.
             window_size=int(config["window_size"][0]) + 1 if config.get("window_size") else None,
             attention_dropout=float(get("attention_dropout", 0.1)),
