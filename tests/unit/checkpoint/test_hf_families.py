@@ -1,5 +1,6 @@
 """Every Hugging Face family: in, the same numbers as transformers; out, the same file."""
 
+import copy
 import dataclasses
 import json
 import runpy
@@ -11,11 +12,13 @@ import torch
 from hf_models import CASES, LLAMA_SIZES, save_random_model
 from safetensors.torch import load_file, save_file
 
+from aligner.checkpoint.canonical import merge
 from aligner.checkpoint.convert import convert
-from aligner.checkpoint.gpt_weights import load_weights
+from aligner.checkpoint.gpt_weights import canonical_parameters, load_weights
 from aligner.checkpoint.hf import model_folder as hf
 from aligner.checkpoint.hf.families import architecture_from_hf, config_to_hf
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
+from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import LengthParams, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -23,6 +26,7 @@ from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.forward.schedule import _forward
 from aligner.models.gpt.megatron.build import build_gpt, scaled_inverse_frequencies
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
@@ -75,25 +79,40 @@ def role(model_folder):
 
 def reference_logprobs(model, ids):
     """Log-probs of transformers, one padded row per sequence."""
-    with torch.no_grad():
-        logits = model(ids).logits.log_softmax(-1)
+    logits = model(ids).logits.log_softmax(-1)
     return torch.nn.functional.pad(logits[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2), (1, 0))
 
 
 @pytest.mark.integration
-def test_packed_and_shared_prefixes_equal_transformers(model_folder, role):
-    ids = torch.randint(259, (6, 46), generator=torch.Generator().manual_seed(2))
+def test_packed_and_shared_prefixes_equal_transformers(model_folder, role, tmp_path):
+    """Log-probs, and the gradients of a sum of them."""
+    model, generator = copy.deepcopy(model_folder[0]), torch.Generator().manual_seed(2)
+    ids = torch.randint(259, (6, 46), generator=generator)
     ids[1:3, :40] = ids[0, :40]
     lengths = torch.tensor([46, 44, 42, 46, 9, 30])
     inside = torch.arange(46) < lengths[:, None]
-    seen = []
-    hook = role.gpt.decoder.register_forward_hook(lambda _, args, out: seen.append(len(out)))
     batch = {"input_ids": ids, "input_lengths": lengths, "token_mask": inside.float()}
-    actual = role.infer_tokens({**batch, "sample_mask": torch.ones(6)}, 6)
-    hook.remove()
-    assert seen == [lengths.sum() - 2 * 40]
-    expected = reference_logprobs(model_folder[0], ids)
+    [microbatch] = role.split(batch, 6)
+    assert microbatch.layout.input_ids.numel() == lengths.sum() - 2 * 40
+    hidden = _forward(microbatch, role.gpt)
+    actual = role.token_outputs(role.gpt, hidden, microbatch, False)[0]
+    expected = reference_logprobs(model, ids)
     assert (actual - expected)[inside].abs().max() < 1e-4
+
+    factors = torch.randn(6, 46, generator=generator) * inside
+    role.gpt.zero_grad()
+    for logprobs in (actual, expected):
+        (logprobs * factors).sum().backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(tmp_path)
+    parts = {name: [part.grad] for name, part in canonical_parameters(role.gpt)}
+    merged = {name: merge(name, part, role.architecture) for name, part in parts.items()}
+    table = config_to_hf(role.architecture)[0].table
+    gradients = HuggingFaceView(merged, table, role.architecture)
+    for name, gradient in load_file(tmp_path / "model.safetensors").items():
+        largest = gradient.abs().max().clamp(min=1e-3)
+        assert (gradients[name] - gradient).abs().max() < 1e-3 * largest, name
 
 
 @pytest.mark.integration
@@ -105,7 +124,8 @@ def test_generated_tokens_are_those_of_transformers(model_folder, role):
     options = {"eos_ids": (), "pad_id": 0, "max_batch_size": 3}
     generator = Generator(role.gpt, role.architecture, length=length, sampling=sampling, **options)
     output = generator.sample(prompts, lengths, torch.arange(5), seed=1)
-    expected = reference_logprobs(model, output.tokens)
+    with torch.no_grad():
+        expected = reference_logprobs(model, output.tokens)
     sampled = torch.arange(output.tokens.shape[1])
     sampled = (sampled >= lengths[:, None]) & (sampled < output.lengths[:, None])
     assert sampled.sum() == 5 * 14
@@ -160,7 +180,14 @@ def read_keys(config):
         *("no_rope_layers", "attention_out_bias", "original_max_position_embeddings"),
         *("activation_function", "tie_word_embeddings", "attention_bias", "mlp_bias"),
         *("initializer_range", "n_layer", "n_head", "n_positions"),
-        *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
+        *(
+            "layer_types",
+            "num_local_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+        ),
     ]
     return [name for name in names if hasattr(config, name)]
 
