@@ -118,6 +118,14 @@ class GPTArchitecture:
     # Width of an expert that all tokens use, and whether a gate scales its output (Qwen2-MoE).
     moe_shared_expert_size: int | None = None
     moe_shared_expert_gate: bool = False
+    layers_without_experts: tuple[int, ...] = ()  # from 0, with a dense MLP (GLM-4.5)
+    # Sigmoid router (GLM-4.5, DeepSeek-V3): groups of experts and how many of them a token uses,
+    # whether the selected scores are divided by their sum, and a factor of them.
+    moe_router_sigmoid: bool = False
+    moe_router_groups: int = 1
+    moe_router_group_topk: int = 1
+    moe_router_normalizes: bool = True
+    moe_router_scale: float = 1.0
     # Hugging Face `model_type` of the source and of exports. None if unknown.
     family: str | None = None
     # Suffix of the file to which a run writes such a model.
@@ -152,9 +160,14 @@ class GPTArchitecture:
         divides = self.num_attention_heads % self.num_query_groups == 0
         divisor = f"a divisor of num_attention_heads={self.num_attention_heads}"
         _check("num_query_groups", self.num_query_groups, divides, divisor)
+        if self.moe_router_groups > 1:
+            fits = (self.num_moe_experts or 0) % self.moe_router_groups == 0
+            fits = fits and self.moe_router_groups * 2 <= (self.num_moe_experts or 0)
+            expected = "a divisor of num_moe_experts, with at least 2 experts in a group"
+            _check("moe_router_groups", self.moe_router_groups, fits, expected)
 
         # Layers and frequencies of the rotation.
-        for name in ("layers_without_rope", "layers_without_window"):
+        for name in ("layers_without_rope", "layers_without_window", "layers_without_experts"):
             layers = getattr(self, name)
             valid = all(_is_number(n) and 0 <= n < self.num_layers for n in layers)
             _check(name, layers, valid, "numbers of layers")

@@ -88,8 +88,10 @@ def expected_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
     if architecture.position_embedding == "learned_absolute":
         positions = architecture.max_position_embeddings
         shapes["embedding.position_embeddings.weight"] = (positions, hidden)
-    layer = dict(_layer_shapes(architecture))
+    dense = architecture.layers_without_experts
+    layers = [dict(_layer_shapes(architecture, is_dense)) for is_dense in (False, True)]
     for index in range(architecture.num_layers):
+        layer = layers[index in dense]
         shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes |= dict(_norm("decoder.final_layernorm", hidden, architecture))
     if not architecture.tie_embeddings:
@@ -97,7 +99,7 @@ def expected_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
     return shapes
 
 
-def _layer_shapes(architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
+def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tuple[str, Shape]]:
     hidden, head = architecture.hidden_size, architecture.kv_channels
     heads, groups = architecture.num_attention_heads, architecture.num_query_groups
     norms = architecture.branch_norms
@@ -121,7 +123,7 @@ def _layer_shapes(architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
         yield from _norm("mlp_bda.norm", hidden, architecture)
     if norms != "after":
         yield from _norm("pre_mlp_layernorm", hidden, architecture)
-    if architecture.num_moe_experts is None:
+    if architecture.num_moe_experts is None or is_dense:
         yield from _mlp("mlp", architecture.ffn_hidden_size, architecture)
         return
     shared = architecture.moe_shared_expert_size
@@ -131,6 +133,8 @@ def _layer_shapes(architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
             yield "mlp.shared_experts.gate_weight", (1, hidden)
     # Experts replace the MLP.
     yield from _linear("mlp.router", architecture.num_moe_experts, hidden, bias=bias)
+    if architecture.moe_router_sigmoid:
+        yield "mlp.router.expert_bias", (architecture.num_moe_experts,)
     for expert in range(architecture.num_moe_experts):
         prefix = f"mlp.experts.local_experts.{expert}"
         yield from _mlp(prefix, architecture.expert_ffn_hidden_size, architecture)

@@ -83,6 +83,10 @@ class Family:
             # ``num_experts`` became ``num_local_experts`` in transformers 5.
             experts = fields["num_moe_experts"] or config.get("num_local_experts") or 128
             fields["num_moe_experts"] = experts
+        if "layers_without_experts" in fields:  # counts in the file
+            fields["layers_without_experts"] = tuple(range(fields["layers_without_experts"]))
+            width = fields["moe_shared_expert_size"] * fields["moe_ffn_hidden_size"]
+            fields["moe_shared_expert_size"] = width or None
         if "layers_without_rope" in fields:  # as given, or every fourth layer
             count, interval = config[_LAYERS], config.get("no_rope_layer_interval") or 4
             rotated = config["no_rope_layers"] or [(n + 1) % interval for n in range(count)]
@@ -110,6 +114,11 @@ class Family:
         if "moe_router_pre_softmax" in self.keys:
             config["moe_intermediate_size"] = architecture.expert_ffn_hidden_size
             config["norm_topk_prob"] = not architecture.moe_router_pre_softmax
+        if "layers_without_experts" in self.keys:
+            width = architecture.expert_ffn_hidden_size
+            config["first_k_dense_replace"] = len(architecture.layers_without_experts)
+            config["n_shared_experts"] = (architecture.moe_shared_expert_size or 0) // width
+            config |= {"moe_intermediate_size": width, "num_nextn_predict_layers": 0}
         if "layers_without_rope" in self.keys:
             skipped = architecture.layers_without_rope
             config["no_rope_layers"] = [int(n not in skipped) for n in range(config[_LAYERS])]

@@ -146,6 +146,8 @@ ALL_HEADS_NORM: Table = {
     for kind in ("q", "k")
 }
 _DENSE_MLP = (f"{_L}.mlp.linear_fc1", f"{_L}.mlp.linear_fc2")
+# Kinds of parameters with other names in Hugging Face's files.
+_KINDS = {"expert_bias": "e_score_correction_bias"}
 _EXPERT = f"{_L}.mlp.experts.local_experts.{{e}}"
 
 
@@ -172,15 +174,24 @@ def _experts_table(block: str, gate: str, up: str, down: str) -> Table:
 
 MIXTRAL_TABLE = _experts_table("block_sparse_moe", "w1", "w3", "w2")
 QWEN3_MOE_TABLE = _experts_table("mlp", "gate_proj", "up_proj", "down_proj")
-_SHARED_EXPERT = f"{_MLP}.shared_expert"
-QWEN2_MOE_TABLE: Table = {
+
+
+def _shared_expert(source: str) -> Table:
+    return {
+        f"{_L}.mlp.shared_experts.linear_fc1": (
+            _GATE_UP,
+            (f"{source}.gate_proj", f"{source}.up_proj"),
+        ),
+        f"{_L}.mlp.shared_experts.linear_fc2": (_COPY, (f"{source}.down_proj",)),
+        f"{_L}.mlp.shared_experts.gate_weight": (_COPY, (f"{source}_gate",)),
+    }
+
+
+QWEN2_MOE_TABLE: Table = {**QWEN3_MOE_TABLE, **_shared_expert(f"{_MLP}.shared_expert")}
+GLM4_MOE_TABLE: Table = {
+    **LLAMA_TABLE,
     **QWEN3_MOE_TABLE,
-    f"{_L}.mlp.shared_experts.linear_fc1": (
-        _GATE_UP,
-        (f"{_SHARED_EXPERT}.gate_proj", f"{_SHARED_EXPERT}.up_proj"),
-    ),
-    f"{_L}.mlp.shared_experts.linear_fc2": (_COPY, (f"{_SHARED_EXPERT}.down_proj",)),
-    f"{_L}.mlp.shared_experts.gate_weight": (_COPY, (f"{_SHARED_EXPERT}_gate",)),
+    **_shared_expert(f"{_MLP}.shared_experts"),
 }
 _G = "transformer.h.{n}"
 GPT2_TABLE: Table = {
@@ -213,6 +224,7 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
     if module not in table:
         raise CheckpointError(f"{name} does not exist in this Hugging Face family")
     layout, sources = table[module]
+    kind = _KINDS.get(kind, kind)
     indices = {"n": layer and layer[1], "e": expert and expert[1]}
     return layout, [f"{source.format(**indices)}.{kind}" for source in sources]
 
@@ -253,6 +265,9 @@ class HuggingFaceWeights(LazyTensors):
         surplus = set(self._state) - set(actual.values())
         _, tied_copy = _row(OUTPUT_LAYER, table)
         surplus = {n for n in surplus if not _BUFFERS.search(n) and n not in tied_copy}
+        # Additional layers that predict further tokens have such a projection. No model uses them.
+        predictors = {n.removesuffix("eh_proj.weight") for n in surplus if "eh_proj.weight" in n}
+        surplus = {n for n in surplus if not n.startswith(tuple(predictors))}
         absent = [name for name in actual if actual[name] not in self._state]
         if absent or surplus:
             raise CheckpointError(

@@ -56,7 +56,9 @@ _PLAIN_EXPERTS: Config = {
 # Fields that NeMo has no key for. They are written if they differ from the default.
 _OWN_KEYS = (
     *("qk_norm_over_heads", "branch_norms", "embedding_multiplier", "residual_multiplier"),
-    *("logits_divisor", "logits_cap", "attention_cap", "window_rotary_base"),
+    *("logits_divisor", "logits_cap", "attention_cap"),
+    *("logits_divisor", "window_rotary_base", "layers_without_experts", "moe_router_sigmoid"),
+    *("moe_router_groups", "moe_router_group_topk", "moe_router_normalizes", "moe_router_scale"),
 )
 _INTERPOLATION = re.compile(r"^\$\{\.*(?:model\.)?(\w+)\}$")
 _SIZES = (
@@ -119,6 +121,8 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
     with raised_as(CheckpointError, text, TypeError, ValueError, ArithmeticError):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         scaled = hidden**0.5 if config.get("apply_embedding_scaling") else 1.0  # NeMo's Gemma
+        own = {name: config[name] for name in _OWN_KEYS if config.get(name) is not None}
+        own = {name: tuple(v) if isinstance(v, list) else v for name, v in own.items()}
         return GPTArchitecture(
             num_layers=int(config["num_layers"]),
             hidden_size=hidden,
@@ -142,14 +146,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             bias_linear=bool(get("bias", True)),
             bias_qkv=bool(get("qkv_bias", False)) and not get("bias", True),
             qk_layernorm=bool(get("qk_layernorm", False)),
-            qk_norm_over_heads=bool(get("qk_norm_over_heads", False)),
-            branch_norms=get("branch_norms", "before"),
             attention_scale=config.get("softmax_scale"),
-            embedding_multiplier=float(get("embedding_multiplier", scaled)),
-            residual_multiplier=float(get("residual_multiplier", 1.0)),
-            logits_divisor=float(get("logits_divisor", 1.0)),
-            logits_cap=config.get("logits_cap"),
-            attention_cap=config.get("attention_cap"),
             # NeMo's ``[left, 0]`` excludes the current token, this library includes it.
             window_size=int(config["window_size"][0]) + 1 if config.get("window_size") else None,
             attention_dropout=float(get("attention_dropout", 0.1)),
@@ -163,8 +160,8 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             moe_shared_expert_size=config.get("moe_shared_expert_intermediate_size"),
             moe_shared_expert_gate=bool(get("moe_shared_expert_gate", False)),
             layers_without_window=_skipped(config, "window_attn_skip_freq", invert=True),
-            window_rotary_base=config.get("window_rotary_base"),
             family=config.get("hf_model_type"),
+            **{"embedding_multiplier": scaled, **own},
         )
 
 
@@ -286,7 +283,8 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
     }
     default = {field.name: field.default for field in dataclasses.fields(GPTArchitecture)}
     others = {name: getattr(architecture, name) for name in _OWN_KEYS}
-    optional |= {name: value for name, value in others.items() if value != default[name]}
+    others = {name: value for name, value in others.items() if value != default[name]}
+    optional |= {n: list(v) if isinstance(v, tuple) else v for n, v in others.items()}
     config |= {key: value for key, value in optional.items() if value is not None}
     return config | _written_rope_scaling(architecture.rope_scaling)
 

@@ -143,10 +143,13 @@ def _stack_position(
     match = LAYER.match(name)
     if match is None:
         return name, (), ()
-    suffix = match[2]
+    layer, suffix = "", match[2]
     index: Shape = (int(match[1]),)
     stack: Shape = (architecture.num_layers,)
-    if architecture.num_moe_experts is None:
+    is_dense = int(match[1]) in architecture.layers_without_experts
+    if architecture.layers_without_experts:  # layers of two kinds are not stacked
+        layer, index, stack = f"{match[1]}.", (), ()
+    if architecture.num_moe_experts is None or is_dense:
         # megatron-core stores the norms before dense blocks under Transformer Engine's names.
         suffix = suffix.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     suffix = suffix.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
@@ -155,4 +158,4 @@ def _stack_position(
         index += (int(expert[1]),)
         stack += (architecture.num_moe_experts,)
         suffix = suffix.replace(f".local_experts.{expert[1]}.", ".experts.")
-    return f"decoder.layers.{suffix}", index, stack
+    return f"decoder.layers.{layer}{suffix}", index, stack

@@ -199,17 +199,17 @@ def _stacked_parts(
         name = canonical_name(key)
         if name is None:
             continue
-        # Leading axes are layers and, for experts, experts.
+        # Leading axes are layers, unless the name has the layer's number, and experts.
         stacked = _STACKED.match(name)
-        has_experts = stacked is not None and _STACKED_EXPERTS in f".{stacked[1]}"
-        axes = 0 if stacked is None else 1 + has_experts
-        if len(shape) < axes:
+        has_experts = _STACKED_EXPERTS in name
+        limits = most[stacked is None : 1 + has_experts]
+        if len(shape) < len(limits):
             raise CheckpointError(f"{key} has shape {list(shape)}, expected a stack of layers")
-        sizes = zip(shape[:axes], most, strict=False)
+        sizes = zip(shape, limits, strict=False)
         for index in itertools.product(*(range(min(size, limit)) for size, limit in sizes)):
             unique = name if stacked is None else f"decoder.layers.{index[0]}.{stacked[1]}"
             if has_experts:
-                local = f".experts.local_experts.{index[1]}."
+                local = f".experts.local_experts.{index[-1]}."
                 unique = unique.replace(_STACKED_EXPERTS, local)
             parts[unique] = [StackedPart(source, key, index)]
     return parts

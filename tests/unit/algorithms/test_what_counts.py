@@ -236,7 +236,7 @@ def test_accuracy_is_the_last_that_was_reported():
 
 @pytest.mark.parametrize("value", [1.5, -0.1, 2])
 def test_accuracy_is_a_share(value):
-    with pytest.raises(DataError, match=f"accuracy is {value}. It must be a share, from 0 to 1"):
+    with pytest.raises(DataError, match=f"accuracy is {value}. It must be from 0 to 1"):
         check_turn(Turn(reward={"reward": 1.0, "accuracy": value}, done=True))
     with pytest.raises(DataError, match="accuracy"):
         Session(1).set_reward({"reward": 1.0, "accuracy": value})

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from aligner.checkpoint.canonical import merge
 from aligner.checkpoint.convert import convert
-from aligner.checkpoint.gpt_weights import canonical_parameters, load_weights
+from aligner.checkpoint.gpt_weights import load_weights, model_parameters
 from aligner.checkpoint.hf import model_folder as hf
 from aligner.checkpoint.hf.families import architecture_from_hf, config_to_hf
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 # Cases that differ from the others in biases or in one setting.
 FURTHER = (
     *("nemotron_biases", "starcoder2_plain", "stablelm_biases", "arcee_biases"),
-    *("smollm3_biases", "ernie4_5_biases", "olmo3", "gemma3_scaled"),
+    *("smollm3_biases", "ernie4_5_biases", "olmo3", "gemma3_scaled", "glm4_moe_plain"),
 )
 
 
@@ -106,11 +106,17 @@ def test_packed_and_shared_prefixes_equal_transformers(model_folder, role, tmp_p
     for parameter in model.parameters():
         parameter.data = parameter.grad
     model.save_pretrained(tmp_path)
-    parts = {name: [part.grad] for name, part in canonical_parameters(role.gpt)}
-    merged = {name: merge(name, part, role.architecture) for name, part in parts.items()}
+    merged = {
+        name: merge(name, [parameter.grad], role.architecture)
+        for name, parameter in model_parameters(role.gpt).items()
+        if parameter.grad is not None
+    }
     table = config_to_hf(role.architecture)[0].table
     gradients = HuggingFaceView(merged, table, role.architecture)
-    for name, gradient in load_file(tmp_path / "model.safetensors").items():
+    expected = load_file(tmp_path / "model.safetensors")
+    assert all(name.endswith("e_score_correction_bias") for name in expected.keys() - {*gradients})
+    for name in gradients:
+        gradient = expected[name]
         largest = gradient.abs().max().clamp(min=1e-3)
         assert (gradients[name] - gradient).abs().max() < 1e-3 * largest, name
 
@@ -154,8 +160,9 @@ def test_round_trip_through_nemo_is_exact(model_folder, tmp_path):
 
     before, after = (load_file(folder / "model.safetensors") for folder in (source, back))
     assert before.keys() == after.keys()
+    assert torch.bfloat16 in {tensor.dtype for tensor in before.values()}
     for name, tensor in before.items():
-        assert after[name].dtype == torch.bfloat16
+        assert after[name].dtype == tensor.dtype
         assert torch.equal(after[name], tensor), name
     tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (source, back)]
     assert tokenizers[0] == tokenizers[1]
@@ -181,13 +188,10 @@ def read_keys(config):
         *("activation_function", "tie_word_embeddings", "attention_bias", "mlp_bias"),
         *("initializer_range", "n_layer", "n_head", "n_positions"),
         *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
-        *(
-            "layer_types",
-            "num_local_experts",
-            "num_experts_per_tok",
-            "moe_intermediate_size",
-            "norm_topk_prob",
-        ),
+        "layer_types",
+        *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        *("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
+        *("routed_scaling_factor", "use_qk_norm"),
     ]
     return [name for name in names if hasattr(config, name)]
 
@@ -241,6 +245,11 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, r"softcapping=5\.0"),
         ({"model_type": "olmo3", **WINDOWS}, "rope type 'yarn' of sliding_attention layers"),
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias=False"),
+        ({"model_type": "glm4_moe", "n_group": 3}, "moe_router_groups=3"),
+        (
+            {"model_type": "glm4_moe", "quantization_config": {"quant_method": "fp8"}},
+            r"quantised \(fp8\)",
+        ),
     ],
 )
 def test_unsupported_configurations_are_named(changes, message):
@@ -296,6 +305,7 @@ def test_what_no_family_can_express_is_refused():
         ({"num_moe_experts": 4}, "mixtral"),
         ({"normalization": "layernorm1p", "activation": "squared_relu"}, "nemotron"),
         ({"num_moe_experts": 4, "qk_layernorm": True}, "qwen3_moe"),
+        ({"num_moe_experts": 4, "moe_router_sigmoid": True}, "glm4_moe"),
     ],
 )
 def test_a_family_is_found_for_foreign_nemo_files(changes, family):
@@ -319,6 +329,21 @@ def test_damaged_directories(tmp_path):
     write_model(tmp_path / "m", config, {"model.odd": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"missing \['model\.embed_tokens.*'model\.odd'"):
         read_hf(tmp_path / "m")
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
+    save_random_model(*CASES["glm4_moe"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    further = ("eh_proj.weight", "enorm.weight", "mlp.gate.e_score_correction_bias")
+    more = {f"model.layers.4.{name}": torch.zeros(1) for name in further}
+    save_file({**tensors, **more}, tmp_path / "model.safetensors")
+    assert not any("layers.4." in name for name in read_hf(tmp_path).weights)
+    more["model.layers.5.mlp.gate.weight"] = torch.zeros(1)
+    save_file({**tensors, **more}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"unexpected \['model\.layers\.5\.mlp\.gate\.weight'\]"
+    ):
+        read_hf(tmp_path)
 
 
 def test_large_models_are_written_in_shards(tmp_path, monkeypatch):

@@ -57,6 +57,7 @@ class GPTConfig(TransformerConfig):
     attention_cap: float | None = None
     is_scored: bool = False
     window_rotary_base: float | None = None
+    moe_router_normalizes: bool = True
     rotary_scale: float = 1.0  # by which all rotary angles are divided
 
     @property

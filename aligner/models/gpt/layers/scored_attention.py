@@ -1,4 +1,4 @@
-"""Attention from scores in memory, for soft caps and sinks, which fused kernels do not have."""
+"""Attention by PyTorch operations, for soft caps and sinks, which fused kernels lack."""
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,8 @@ def attend_scores(
         query: float ``[n, heads, S, D]``.
         key: float ``[n, groups, K, D]``, or with ``key_rows`` distinct tokens ``[R, groups, D]``.
         value: float ``[n, groups, K, E]``, or with ``key_rows`` ``[R, groups, E]``.
-        seen: bool ``[n or 1, 1, S, K]``, true if the query attends to the key. A query that sees no
-            key (padding) gets the mean of the values.
+        seen: bool ``[n or 1, 1, S, K]``, true if the query attends to the key. The result of a
+            query without keys (padding) is the mean of the values.
         scale: factor of the scores.
         dropout: share of the probabilities that are set to 0.
         cap: bound ``c`` of scores ``s``, which become ``c * tanh(s / c)``. None or 0: no bound.
