@@ -84,13 +84,13 @@ def test_an_evaluation(tiny_nemo, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([], "neither environment.command nor environment.factory"),
+        ([], "kind=endpoint needs an agent"),
         (["environment.command=a", "environment.factory=b.py:c"], "environment.factory=b.py:c"),
         (["environment.command=''"], "is empty. Set a program"),
         (['environment.command="a \'b"'], "No closing quotation. Write it as a list of words"),
         (["environment.kind=messages", "environment.command=a"], "Set environment.kind=endpoint"),
-        (["environment.command=a", "environment.rewritten_history=keep"], "Set it to fork"),
-        ([*AHEAD, "environment.command=a"], "agents are answered only while no training runs"),
+        (["environment.command=a", "environment.rewritten_history=keep"], "rewritten_history=fork"),
+        ([*AHEAD, "environment.command=a"], "agents get answers only while no training runs"),
         (["environment.command=a", "reward=function", "reward.function=a.b:f"], "or neither"),
         (["environment.command=[1]"], "expected a string, got 1"),
     ],

@@ -78,7 +78,7 @@ def here(tmp_path, monkeypatch):
         ("my_estimators.py:gone", ["has no function 'gone'", "good"]),
         ("my_estimators.py:wants_more", ["difficulty", "trainer.ppo.advantage.kwargs", "rewards"]),
         ("my_estimators.py:wants_values", ["values", "only in a run with a critic"]),
-        ("my_estimators.py:wrong_shape", ["a tensor [4, 5] for 4 responses", "float [4, 6]"]),
+        ("my_estimators.py:wrong_shape", ["shape [4, 5] for 4 responses", "float [4, 6]"]),
         ("my_estimators.py:not_finite", ["response 0 of 4 is NaN or infinite"]),
         ("my_estimators.py:raises", ["KeyError", "my_estimators.py, line", "arguments rewards"]),
         ("my_estimators.py:pair", ["returned tuple. Return a tensor"]),
