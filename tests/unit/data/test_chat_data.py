@@ -267,7 +267,7 @@ def test_preferences_in_every_public_form(tmp_path):
         ({"prompt": "three"}, "without a user message of column 'prompt'"),
         ({"prompt": CHAT[2:3]}, "does not begin with the messages of column 'prompt'"),
         ({"chosen": CHAT[1:2]}, "so column 'prompt' must contain the prompt"),
-        ({"chosen": CHAT[:1]}, "must be the assistant's"),
+        ({"chosen": CHAT[:1]}, "End with the assistant's answer"),
         ({"chosen": []}, "the list of chat messages is empty"),
         ({"chosen": 5}, "'chosen' must be text or a list of chat messages, got int"),
         ({"rejected": None}, "'rejected' is null. Name another column with data.rejected_column"),
