@@ -98,7 +98,7 @@ def named_tokenizer(name: str, *, key: str) -> Tokenizer:
         rebuilt = tokenizer_from_files(tokenizer.files(), origin=f"{key}={name}")
     if rebuilt.encode(_PROBE) != tokenizer.encode(_PROBE) or rebuilt.end_ids != tokenizer.end_ids:
         raise ConfigError(
-            f"{key}={name}: a tokenizer that is built from its files() encodes text or ends responses "
+            f"{key}={name}: the tokenizer of its files() encodes text or ends responses "
             "differently, but a trained model contains only these files. Return a tokenizer of "
             "transformers"
         )
