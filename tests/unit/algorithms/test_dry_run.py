@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import recipes
 import torch
+from newest_state import snapshot
 
 from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, longest_set, report
 from aligner.algorithms.run.engine import Workers
@@ -61,7 +62,7 @@ def dry_run(tmp_path, tiny_nemo):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What the roles are given: (role, method) to lengths, rows and columns of every call."""
+    """(Role, method): tokens and lengths of the rows of every call; method: what calls return."""
     calls = {}
 
     def watch(cls, name):
@@ -71,17 +72,19 @@ def seen(monkeypatch):
             batch = {key: data[key].clone() for key in ("input_ids", "input_lengths")}
             calls.setdefault((cls.__name__, name), []).append(batch)
             found = original(self, data, *args, **kwargs)
-            if name == "generate":
-                calls.setdefault("drawn", []).append(found["generation_lengths"].clone())
+            calls.setdefault(name, []).append(found)
             return found
 
         monkeypatch.setattr(cls, name, method)
 
-    for cls in (Policy, Value, RewardModel):
-        for name in ("train", "generate", "get_values", "get_rewards", "get_topk_logits"):
-            if hasattr(cls, name):
-                watch(cls, name)
+    for cls, name in ((Policy, "train"), (Policy, "generate"), (Value, "train")):
+        watch(cls, name)
+    watch(RewardModel, "train")
     return calls
+
+
+def drawn_lengths(seen):
+    return {n for found in seen["generate"] for n in found["generation_lengths"].tolist()}
 
 
 @pytest.mark.parametrize("recipe", RUNS)
@@ -98,21 +101,19 @@ def test_the_longest_batch_and_nothing_else(
     config = dry_run(recipe, *settings)
     assert list(tmp_path.glob("work/*")) == []
     assert list(tmp_path.glob("aligner-dry-run-*")) == []
-    trained = {role: batches for role, batches in seen.items() if role[1] == "train"}
+    trained = {key: batches for key, batches in seen.items() if key[1:] == ("train",)}
     roles = {"reward_tiny_cpu": {"RewardModel"}, "ppo_tiny_cpu": {"Policy", "Value"}}
     assert {role for role, _ in trained} == roles.get(recipe, {"Policy"})
     for calls in trained.values():
         assert len(calls) == 2
         for batch in calls:
             assert batch["input_lengths"].unique().tolist() == [longest]
-    if "drawn" in seen:
-        response = config.model.rollout.length_params.max_length
-        assert torch.cat(seen["drawn"]).unique().tolist() == [response]
+    if "generate" in seen:
+        assert drawn_lengths(seen) == {config.model.rollout.length_params.max_length}
         prompts = seen["Policy", "generate"][0]["input_ids"]
-        if recipe.startswith("distill"):
-            assert len(prompts) == config.model.global_batch_size
-        else:
-            assert len(prompts) == config.model.rollout.num_rollout_samples
+        is_distillation = recipe.startswith("distill")
+        samples = config.model.rollout.num_rollout_samples
+        assert len(prompts) == (config.model.global_batch_size if is_distillation else samples)
         distinct = len(prompts) // config.model.rollout.num_rollouts_per_prompt
         assert len(prompts.unique(dim=0)) == distinct
     else:
@@ -129,18 +130,14 @@ def test_the_longest_batch_and_nothing_else(
         ]
 
 
-def snapshot(folder):
-    """Every file with its bytes, and when it and the directories were changed."""
-    return {
-        str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
-        for path in [folder, *sorted(folder.rglob("*"))]
-    }
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
 
 def test_a_run_in_the_directory_is_left_as_it_is(tmp_path, tiny_nemo, capsys):
     folder = tmp_path / "run"
     recipes.run(folder, tiny_nemo, "sft_tiny_cpu", "trainer.sft.max_steps=1")
-    before = snapshot(folder)
+    before, changed = snapshot(folder), times(folder)
     assert any("run_state" in name for name in before)
     for recipe, settings in (
         ("sft_tiny_cpu", ["exp_manager.start_anew=true"]),
@@ -148,7 +145,7 @@ def test_a_run_in_the_directory_is_left_as_it_is(tmp_path, tiny_nemo, capsys):
         ("grpo_tiny_cpu", []),  # which the run there would refuse
     ):
         recipes.run(folder, tiny_nemo, recipe, "dry_run=true", *settings)
-        assert snapshot(folder) == before
+        assert (snapshot(folder), times(folder)) == (before, changed)
     assert "resumed" not in capsys.readouterr().out
 
 
@@ -165,7 +162,7 @@ LONG_PROMPTS = "{split:train,size:64,shots:60,high:30,seed:0}"
     ],
 )
 def test_what_a_run_refuses_is_refused(dry_run, recipe, settings, error, words):
-    """Also where the longest batch alone would do: data too long for the model are not cut."""
+    """Also if the longest batch fits: data too long for the model are not cut."""
     with pytest.raises(error, match=words):
         dry_run(recipe, *settings)
 
@@ -183,19 +180,10 @@ def test_what_a_run_refuses_is_refused(dry_run, recipe, settings, error, words):
     ],
     ids=lambda settings: settings[0],
 )
-def test_every_role_learns_under(dry_run, seen, settings, monkeypatch, capsys):
-    made = []
-    original = Policy.train
-
-    def kept(self, data, *args, **kwargs):
-        made.append(original(self, data, *args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(Policy, "train", kept)
+def test_every_role_learns_under(dry_run, seen, settings, capsys):
     dry_run("grpo_tiny_cpu", *settings, "data.max_prompt_length=30")
-    assert {length for each in seen["drawn"] for length in each.tolist()} == {4}
-    assert made
-    for result in made:
+    assert drawn_lengths(seen) == {4}
+    for result in seen["train"]:
         assert result["grad_norm"] > 0
         assert not result["skipped"]
         assert not any(result["all_mb_metrics"].get("empty", []))

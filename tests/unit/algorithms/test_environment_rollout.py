@@ -100,7 +100,7 @@ class Babble:
         return ids + new, [0.0] * len(ids) + [-rng.random() for _ in new], ended
 
 
-def rollouts_with(config, pool, tokenizer=TOKENIZER, longest=MOST, **data):
+def rollouts_with(config, pool, tokenizer, longest):
     """Rollouts over a pool that is there; ``longest``: tokens of a response."""
 
     class Rollouts(EnvironmentRollouts):
@@ -108,26 +108,24 @@ def rollouts_with(config, pool, tokenizer=TOKENIZER, longest=MOST, **data):
             return pool
 
     rollout = SimpleNamespace(length_params=LengthParams(longest), sampling_params=SamplingParams())
-    data = {"add_bos": False, "special_tokens_in_text": "keep", **data}
-    run = SimpleNamespace(
-        environment=config, model=SimpleNamespace(rollout=rollout), data=SimpleNamespace(**data)
-    )
+    data = SimpleNamespace(add_bos=False, special_tokens_in_text="keep")
+    run = SimpleNamespace(environment=config, model=SimpleNamespace(rollout=rollout), data=data)
     return Rollouts(run, tokenizer, None, {}, ExitStack())
 
 
-def collected(make, rows, per_prompt=1, first=0, engine=None, pool=None, **settings):
+def collected(
+    make, rows, per_prompt=1, *, first=0, engine=None, pool=None, tokenizer=TOKENIZER, **settings
+):
+    """A rollout over ``rows``, columns of the environment. ``settings``: of the environment."""
+    longest = settings.pop("longest", MOST)
     config = EnvironmentConfig(factory="here", **{"max_tokens": 400, **settings})
-    rollouts = rollouts_with(config, pool or HerePool(make), TOKENIZER)
+    rollouts = rollouts_with(config, pool or HerePool(make), tokenizer, longest)
     items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
     data = prompts_batch(collate_prompts(items, 0), first, per_prompt)
     return rollouts.collect(engine or Babble(), data, seed=3, per_prompt=per_prompt)
 
 
 ROWS = [{"name": str(number), "turns": 1 + number % 4} for number in range(6)]
-
-
-def of_row(seed, turns, **columns):
-    return envs.Echo(seed, turns, **columns)
 
 
 def same(one, other):
@@ -138,13 +136,13 @@ def same(one, other):
 
 
 def test_tokens_do_not_depend_on_who_else_is_under_way():
-    pools = [HerePool(of_row) for _ in range(3)]
+    pools = [HerePool(envs.Echo) for _ in range(3)]
     batches = [
-        collected(of_row, ROWS, 2, concurrency=slots, pool=pool)
+        collected(None, ROWS, 2, concurrency=slots, pool=pool)
         for slots, pool in zip((1, 5, 100), pools, strict=True)
     ]
     same(batches[0], batches[1])
     same(batches[0], batches[2])
     assert [pool.most for pool in pools] == [1, 5, 12]
-    alone = collected(of_row, ROWS[3:4], first=3)
-    assert torch.equal(alone["input_ids"][0], collected(of_row, ROWS)["input_ids"][3])
+    alone = collected(envs.Echo, ROWS[3:4], first=3)
+    assert torch.equal(alone["input_ids"][0], collected(envs.Echo, ROWS)["input_ids"][3])

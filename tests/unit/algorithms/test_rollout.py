@@ -6,14 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from settings import parsed
 from user_code import configured
 
 from aligner.algorithms.ppo.build import make_policy_loss, run_notes
 from aligner.algorithms.rollout.inputs import shared_note
 from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.rs.trainer import RSTrainer, best_of_each
+from aligner.config import PromptSourceConfig
+from aligner.config.commands.lengths import longest_lengths
 from aligner.data.batches import Prompt
-from aligner.data.prompts import PromptDataset
+from aligner.data.prompts import EpisodeDataset, PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.gpt.megatron.actor import training_columns
 from aligner.observe.diagnostics import count_updates, update_metrics
@@ -158,3 +161,18 @@ def test_kept_rewards_are_of_what_is_learned():
     )
     metrics = RSTrainer.step(trainer, 1, lambda name: nullcontext()).metrics
     assert metrics["train_rollouts/kept_rewards"] == 2.0
+
+
+def test_lengths_and_ground_truths_of_conversations(tmp_path):
+    game = "reward.kind=environment reward.function= environment.factory=a.b:Game"
+    lengths = "environment.max_tokens=200 model.ppo.length_params.max_length=10"
+    config = parsed(f"{game} {lengths}")
+    assert longest_lengths(config) == (190, 10)
+    rows = tmp_path / "t.jsonl"
+    rows.write_text('{"secret": 3}\n{"prompt": "p", "x": null}\n')
+    for column, truths in (("secret", [3, None]), (None, [None, None])):
+        episodes = EpisodeDataset.read(PromptSourceConfig(str(rows)), 190, column)
+        assert episodes.max_length == 190
+        assert [episodes[n].ground_truth for n in range(2)] == truths
+        columns = [episodes[n].columns for n in range(2)]
+        assert columns == [{"secret": 3}, {"prompt": "p", "x": None}]

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from newest_state import snapshot
+from recipes import numbers as lines
 from rich.console import Console
 
 from aligner.algorithms.run import stopping
@@ -17,7 +19,7 @@ from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import read_tree
 from aligner.checkpoint.run_state.worker_state import ShareWriter
 from aligner.errors import CheckpointError, NonFiniteError, StorageError
-from aligner.observe.metrics import MetricsWriter, Sample, read_metrics, read_samples
+from aligner.observe.metrics import MetricsWriter, Sample, read_samples
 
 
 class Counter:
@@ -25,11 +27,17 @@ class Counter:
 
     is_out_of_data = False
 
-    def __init__(self, at_step=None):
+    num_shares = 1  # a role of one worker
+
+    def __init__(self, at_step=None, stuck=(), warns=()):
+        """``stuck``: steps that skip all updates; ``warns``: steps with a warning."""
         self.total = 0.0
         self.weight = torch.zeros(1000, dtype=torch.float64)
         self.calls = []
-        self.at_step = at_step or {}
+        self.at_step, self.stuck, self.warns = at_step or {}, stuck, warns
+        parallel = SimpleNamespace(rank=0, world_size=1, layout_in_words="1 process")
+        state = SimpleNamespace(parallel=parallel, state_dict=lambda: {"total": self.weight})
+        self.writer = ShareWriter(state)
 
     def step(self, step, timers):
         with timers("work"):
@@ -37,7 +45,9 @@ class Counter:
         self.calls.append(("step", step))
         self.at_step.get(step, lambda: None)()
         sample = Sample(step, "train", "p", "r", 1.0, 1, 1, True)
-        return StepResult({"train_rollouts/rewards": self.total}, [sample])
+        idle = ("policy",) if step in self.stuck else ()
+        warnings = (f"number {step} is odd",) if step in self.warns else ()
+        return StepResult({"train_rollouts/rewards": self.total}, [sample], idle, warnings)
 
     def validate(self, step, timers):
         self.calls.append(("validate", step))
@@ -49,20 +59,6 @@ class Counter:
     @property
     def roles(self):
         return {"role": self}
-
-    # A role of one worker
-
-    num_shares = 1
-
-    @property
-    def writer(self):
-        if "_writer" not in vars(self):
-            worker = SimpleNamespace(
-                parallel=SimpleNamespace(rank=0, world_size=1, layout_in_words="1 process"),
-                state_dict=lambda: {"total": self.weight},
-            )
-            self._writer = ShareWriter(worker)
-        return self._writer
 
     def prepare_saving(self):
         self.calls.append(("prepare", self.total))
@@ -83,19 +79,6 @@ class Counter:
         assert share["state"]["total"].tolist() == [self.total] * 1000
 
 
-class Stuck(Counter):
-    """Skips all updates of some steps."""
-
-    def __init__(self, steps):
-        super().__init__()
-        self.stuck = steps
-
-    def step(self, step, timers):
-        outcome = super().step(step, timers)
-        idle = ("policy",) if step in self.stuck else ()
-        return StepResult(outcome.metrics, outcome.samples, idle)
-
-
 def run(folder, learner, *, total=6, save=2, val=3, seconds=None, said=None, **options):
     """Whether a run was not interrupted, and what it restored."""
     config, in_background = options.pop("config", {"a": 1}), options.pop("async_save", True)
@@ -113,13 +96,6 @@ def run(folder, learner, *, total=6, save=2, val=3, seconds=None, said=None, **o
     loop.run()
     loop.metrics.close()
     return not loop.interrupted, restored
-
-
-def lines(folder):
-    return [
-        {name: value for name, value in line.items() if not name.startswith("timers/")}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 @pytest.fixture
@@ -203,15 +179,8 @@ def test_max_time_validates_saves_and_ends(tmp_path):
 
 
 def test_a_longer_run_continues_and_says_what_changed(tmp_path):
-    run(tmp_path, Counter(), total=2, config={"trainer": {"max_steps": 2}})
-    ended, restored = run(tmp_path, Counter(), total=4, config={"trainer": {"max_steps": 4}})
-    assert ended
-    assert restored.changes == ["trainer.max_steps: 2 -> 4"]
-    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
-
-
-def test_a_key_of_a_later_version_is_a_change_only_where_it_is_not_its_default(tmp_path):
-    older = {"trainer": {"max_steps": 4}, "critic": None}
+    """A key of a later version is a change only where it is not its default."""
+    older = {"trainer": {"max_steps": 2}, "critic": None}
     newer = {
         "trainer": {"max_steps": 4, "kept": [1], "other": 2},
         "critic": {"lr": 0.1},
@@ -220,9 +189,12 @@ def test_a_key_of_a_later_version_is_a_change_only_where_it_is_not_its_default(t
     }
     defaults = {**newer, "trainer": {"max_steps": 9, "kept": [1], "other": 3}}
     run(tmp_path, Counter(), total=2, config=older)
-    _, restored = run(tmp_path, Counter(), total=4, config=newer, defaults=defaults)
+    ended, restored = run(tmp_path, Counter(), total=4, config=newer, defaults=defaults)
+    assert ended
     # The older run had switched the critic off; the newer one has it on.
-    assert restored.changes == ["critic.lr: None -> 0.1", "trainer.other: None -> 2"]
+    changes = ["critic.lr: None -> 0.1", "trainer.max_steps: 2 -> 4", "trainer.other: None -> 2"]
+    assert restored.changes == changes
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
 
 
 def test_another_layout_continues_with_fresh_random_states_and_says_so(tmp_path):
@@ -267,11 +239,10 @@ def test_where_every_state_is_damaged_nothing_is_touched(tmp_path):
     run(tmp_path, Counter(), total=4)
     for path in tmp_path.glob("run_state/*/state.json"):
         alter(path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = snapshot(tmp_path)
     with pytest.raises(CheckpointError, match=r"no run state in .* can be read.*start_anew=true"):
         run(tmp_path, Counter(), total=4)
-    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert after == before
+    assert snapshot(tmp_path) == before
 
 
 def test_a_state_of_something_else_is_no_bare_key_error(tmp_path):
@@ -283,30 +254,21 @@ def test_a_state_of_something_else_is_no_bare_key_error(tmp_path):
 def test_steps_without_an_update_are_told_of_and_end_the_run(tmp_path):
     said = io.StringIO()
     with pytest.raises(NonFiniteError, match=r"steps 4 to 6: no update of the policy.*nonfinite"):
-        run(tmp_path, Stuck({1, 2, 4, 5, 6}), total=9, said=said)
+        run(tmp_path, Counter(stuck={1, 2, 4, 5, 6}), total=9, said=said)
     text = said.getvalue()
     assert "step 1: no update of the policy" in text
     assert "steps 1 to 2: no update" in text
     assert [line["step"] for line in lines(tmp_path)] == list(range(7))
+    with pytest.raises(NonFiniteError):  # a short run that learned nothing
+        run(tmp_path / "short", Counter(stuck={1, 2}), total=2)
+    assert run(tmp_path / "better", Counter(stuck={2, 3}), total=3)[0]
 
 
 def test_a_warning_of_a_step_is_said_where_a_validation_follows_too(tmp_path):
-    class Warning(Counter):
-        def step(self, step, timers):
-            found = super().step(step, timers)
-            warnings = (f"number {step} is odd",) if step % 2 else ()
-            return StepResult(found.metrics, found.samples, warnings=warnings)
-
     said = io.StringIO()
-    run(tmp_path, Warning(), total=4, val=3, said=said)
-    lines = [line for line in said.getvalue().splitlines() if "odd" in line]
-    assert lines == ["step 1: number 1 is odd", "step 3: number 3 is odd"]
-
-
-def test_a_short_run_that_learned_nothing_is_an_error_and_one_that_did_is_none(tmp_path):
-    with pytest.raises(NonFiniteError):
-        run(tmp_path / "short", Stuck({1, 2}), total=2)
-    assert run(tmp_path / "better", Stuck({2, 3}), total=3)[0]
+    run(tmp_path, Counter(warns=(1, 3)), total=4, val=3, said=said)
+    warnings = [line for line in said.getvalue().splitlines() if "odd" in line]
+    assert warnings == ["step 1: number 1 is odd", "step 3: number 3 is odd"]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,14 @@ def test_values_are_converted_without_loss():
     assert (config.prompt, config.data.system_prompt) == (("",), "")
 
 
+def test_a_command_is_a_text_or_words():
+    agent = {"reward.kind": "environment", "reward.function": None, "environment.kind": "endpoint"}
+    for command in ("python my.py -a 'b c'", ["python", "my.py", "-a", "b c"]):
+        environment = parsed({**agent, "environment.command": command}).environment
+        assert environment.words == ["python", "my.py", "-a", "b c"]
+        assert environment.setting == "environment.command=\"python my.py -a 'b c'\""
+
+
 # Batches -----------------------------------------------------------------------------------------
 
 

@@ -171,7 +171,7 @@ def test_a_request_of_many_answers_takes_turns():
 @pytest.mark.parametrize("listens", [True, False])
 def test_stop_strings_are_held_back_until_they_are_sure(listens):
     with serving(lambda text: "one EN two END three", listens=listens) as server:
-        asked = {"prompt": "x", "stop": "END", "stream": True}
+        asked = {"prompt": "x", "stop": ["###", "END"], "stream": True}
         with server.client.stream("POST", TEXT, json=asked) as answer:
             lines = [
                 json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")
