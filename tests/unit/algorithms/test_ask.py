@@ -189,9 +189,6 @@ def test_runs_and_evaluations_side_by_side(tmp_path, prompts, models, capsys):
         compare_runs([tmp_path], tmp_path / "out", "x")
 
 
-# A conversation -------------------------------------------------------------------------------
-
-
 def conversation(model, said):
     """What was written, and the prompts in tokens, of a chat in which the user says these lines."""
     written, lines = [], iter(said)
@@ -238,8 +235,6 @@ def test_a_model_without_a_template_completes_text(tiny_nemo, tmp_path):
     with pytest.raises(TokenizerError, match="use --prompt TEXT"):
         conversation(str(tmp_path / "base.nemo"), ["hello"])
 
-
-# The command line -----------------------------------------------------------------------------
 
 NASTY = [
     *["it's", 'say "hi"', "a,b:[c]{d}=e", "${x} ${oc.env:HOME}"],

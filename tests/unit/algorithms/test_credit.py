@@ -229,8 +229,6 @@ def test_the_order_of_rewards_makes_no_signal():
     assert not teaches(batch, 2).any()
 
 
-# Turns ------------------------------------------------------------------------------------------
-
 # Two conversations of two turns (tokens 1 and 3) and one that was cut after its first.
 TURNS = torch.tensor([[0, 1, 0, 2], [0, 1, 0, 2], [0, 1, 0, 0]])
 REWARDS = torch.tensor([[0.0, 1, 0, 5], [0, 2, 0, 0], [0, 3, 0, 0]])

@@ -1,14 +1,14 @@
 """``dry_run=true``: the longest batch goes through the real step, and nothing is left behind."""
 
 import tempfile
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import recipes
 import torch
 from newest_state import snapshot
 
-from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, longest_set, report
+from aligner.algorithms.run.dry_run import dry_config, fullest, longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.config import load_config
 from aligner.data.batches import Shares
@@ -17,7 +17,6 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
 from aligner.device.accelerator import MemoryUse, is_out_of_memory
 from aligner.device.host_memory import private_memory, reset_peak_resident
-from aligner.distributed.batched_data_dict import BatchedDataDict as Batch
 from aligner.errors import ConfigError, DataError, DeviceMemoryError, WorkerError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.policy.lm_policy import Policy
@@ -80,6 +79,7 @@ def seen(monkeypatch):
     for cls, name in ((Policy, "train"), (Policy, "generate"), (Value, "train")):
         watch(cls, name)
     watch(RewardModel, "train")
+    watch(RewardModel, "get_rewards")
     return calls
 
 
@@ -177,11 +177,16 @@ def test_what_a_run_refuses_is_refused(dry_run, recipe, settings, error, words):
         ["model.sequence_packing.enabled=true", "model.sequence_packing.train_mb_tokens=256"],
         ["policy.backend=dtensor"],
         ["model.peft.peft_scheme=lora", "model.ppo.ppo_epochs=2"],
+        ["reward=model", "reward.function=null", "reward.model.restore_from_path=NEMO"],
     ],
     ids=lambda settings: settings[0],
 )
-def test_every_role_learns_under(dry_run, seen, settings, capsys):
+def test_every_role_learns_under(dry_run, seen, settings, tiny_nemo, capsys):
+    settings = [setting.replace("NEMO", str(tiny_nemo)) for setting in settings]
     dry_run("grpo_tiny_cpu", *settings, "data.max_prompt_length=30")
+    if "reward=model" in settings:  # it scores the longest sequences
+        lengths = {n for call in seen["RewardModel", "get_rewards"] for n in call["input_lengths"]}
+        assert {int(length) for length in lengths} == {34}
     assert drawn_lengths(seen) == {4}
     for result in seen["train"]:
         assert result["grad_norm"] > 0
@@ -206,27 +211,17 @@ def test_what_changes_in_the_configuration(tmp_path, tiny_nemo):
     assert dry.exp_manager.explicit_log_dir == str(tmp_path / "other")
 
 
-# Memory ----------------------------------------------------------------------------------------
+TOO_LITTLE = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    MemoryError(),
+    WorkerError("train failed on rank 1: OutOfMemoryError: CUDA out of memory."),
+]
 
 
-def raising(error):
-    def fails(*args, **kwargs):
-        raise error
-
-    return fails
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-        MemoryError(),
-        WorkerError("train failed on rank 1: OutOfMemoryError: CUDA out of memory."),
-    ],
-)
-def test_too_little_memory_is_told_with_the_phase_and_what_helps(dry_run, monkeypatch, error):
-    monkeypatch.setattr(Value, "train", raising(error))
+def test_too_little_memory_is_told_with_the_phase_and_other_errors_are_raised(dry_run, monkeypatch):
+    assert all(map(is_out_of_memory, TOO_LITTLE))
+    monkeypatch.setattr(Value, "train", Mock(side_effect=TOO_LITTLE[0]))
     with pytest.raises(DeviceMemoryError) as caught:
         dry_run("ppo_tiny_cpu")
     said = str(caught.value)
@@ -234,16 +229,12 @@ def test_too_little_memory_is_told_with_the_phase_and_what_helps(dry_run, monkey
     assert "model.activations_checkpoint_granularity=full" in said
     assert "model.micro_batch_size=16 critic.micro_batch_size=16" in said
     assert "=64" not in said  # no change for the worse
-
-
-def test_too_little_memory_for_the_models_and_other_errors(dry_run, monkeypatch):
     other = RuntimeError("shapes do not match")
-    monkeypatch.setattr(Policy, "train", raising(other))
+    monkeypatch.setattr(Policy, "train", Mock(side_effect=other))
     with pytest.raises(RuntimeError, match="shapes"):
         dry_run("sft_tiny_cpu")
     assert not is_out_of_memory(other)
-    too_little = torch.OutOfMemoryError("CUDA out of memory.")
-    monkeypatch.setattr(Workers, "start_policy", raising(too_little))
+    monkeypatch.setattr(Workers, "start_policy", Mock(side_effect=TOO_LITTLE[0]))
     with pytest.raises(DeviceMemoryError, match="out of memory in setting up"):
         dry_run("sft_tiny_cpu")
 
@@ -278,48 +269,6 @@ def test_the_fullest_card_is_that_of_all_processes_on_it():
     beside = [(0, one), (0, gpu("host 3", "card 0", 10, 12, 2, 41))]
     peak = fullest(beside)  # 80 - 41 free, of which 37 are held by the two
     assert (peak.allocated, peak.reserved, peak.uncounted) == (40 * GIB, 52 * GIB, 2 * GIB)
-
-
-def test_the_report_of_a_gpu_names_what_torch_counts(capsys):
-    from rich.console import Console
-
-    peak = fullest([(3, gpu("host 1", "card 0", 30, 40, 35, 42))])
-    names = {"train": ("policy", "train"), "generate": ("policy", "generate")}
-    timers = {"timers/train": 1.5, "timers/total": 2.0}
-    Console(width=160).print(report(names, {"train": peak}, timers, ["policy"], "H"))
-    said = capsys.readouterr().out
-    lines = [line.split() for line in said.splitlines() if "train" in line or "role" in line]
-    header, row = lines[:2]
-    assert header == ["role", "phase", "allocated", "reserved", "beside", "of", "card", "rank", "s"]
-    assert row == ["policy", "train", "30.00", "40.00", "3.00", "54%", "3", "1.50"]
-    assert "43.00 of 80.00 GiB of H" in said
-    assert "updates of the policy were skipped" in said
-    assert "generate" not in said
-
-
-def test_a_reward_model_scores_the_longest_sequences():
-    asked = []
-
-    class Model:
-        def prepare_for_inference(self):
-            asked.append("in")
-
-        def get_rewards(self, data, micro_batch_size):
-            asked.append((data, micro_batch_size))
-
-        def finish_inference(self):
-            asked.append("out")
-
-    tokenizer = SimpleNamespace(vocab_size=7)
-    encoder = SimpleNamespace(tokenizer=tokenizer, max_length=9, collate=lambda rows: rows)
-    reward = SimpleNamespace(model=Model(), encoder=encoder, micro_batch_size=2)
-    data = Batch({"input_lengths": torch.tensor([5, 12, 5]), "input_ids": torch.zeros(3, 12)})
-    scored = MadeUpRewards(reward, seed=1).get_rewards(data)
-    assert scored.rewards.tolist() == [0, 1, 0]
-    (entered, (rows, size), left) = asked
-    assert (entered, size, left) == ("in", 2, "out")
-    assert [len(row) for row in rows] == [5, 9, 5]
-    assert all(0 <= token < 7 for row in rows for token in row)
 
 
 def test_the_batch_of_a_dry_run_has_the_shares_of_the_sources(tiny_nemo, tmp_path):

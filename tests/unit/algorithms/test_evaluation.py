@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -28,8 +29,6 @@ from aligner.observe.estimates import (
 from aligner.observe.metrics import check_names
 from aligner.rewards.answers import final_answer
 from aligner.rewards.function.runner import ScoredResponses
-
-# Estimates ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("right", [[1, 0, 0, 1, 0], [0] * 5, [1] * 5, [1, 0, 0, 0, 0]])
@@ -74,9 +73,6 @@ def test_estimates_by_hand():
     assert majority_at_k([1, 1, 0, 0, 0, 0, 1], answers, 3) == 0.5  # the seventh is in no group
 
 
-# Final answers --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -94,9 +90,6 @@ def test_estimates_by_hand():
 )
 def test_final_answer(text, answer):
     assert final_answer(text) == answer
-
-
-# Validation -----------------------------------------------------------------------------------
 
 
 class OddReward:
@@ -227,28 +220,16 @@ def test_stop_strings_and_lengths_of_one_call(tiny_nemo):
         LengthParams(max_length=12, min_length=2),
         SamplingParams(temperature=0.7, end_strings=("e", "a", "1", " ")),
     )
-    told: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    before = actor.generator.sample(prompts, lengths, rows, seed=3)
-    asked = actor.generator.sample(
-        prompts,
-        lengths,
-        rows,
-        seed=3,
-        sampling_options=sampling_options,
-        listener=lambda row, token, logprob: told[row].append(token),
-    )
-    after = actor.generator.sample(prompts, lengths, rows, seed=3)
+    sample = partial(actor.generator.sample, prompts, lengths, rows, seed=3)
+    before, asked, after = sample(), sample(sampling_options=sampling_options), sample()
     actor.configure_generation(sampling_options.length, sampling_options.sampling, 64)
-    configured = actor.generator.sample(prompts, lengths, rows, seed=3)
+    configured = sample()
     for one, two in ((before, after), (asked, configured)):
         assert one.kept_ids is None
         assert two.kept_ids is None
         pairs = [(a, b) for a, b in zip(one, two, strict=True) if a is not None]
         assert len(pairs) == len(one) - 1
         assert all(torch.equal(a, b) for a, b in pairs)
-    assert told == {
-        row: asked.tokens[row, 4 : int(asked.lengths[row])].tolist() for row in range(3)
-    }
     wrong = SamplingOptions(LengthParams(max_length=3, min_length=4), SamplingParams())
     with pytest.raises(ConfigError, match="min_length=4 is above"):
-        actor.generator.sample(prompts, lengths, rows, seed=3, sampling_options=wrong)
+        sample(sampling_options=wrong)

@@ -125,8 +125,6 @@ def test_positions_go_where_token_ids_go_and_adapters_drop_out_by_them():
     assert "position_ids" not in columns_of(batch, ("input_lengths", "advantages"))
 
 
-# Conversations ------------------------------------------------------------------------------------
-
 TOKENIZER = chatml(R1)  # drops thinking of earlier turns
 
 
@@ -167,14 +165,6 @@ def collected(engine=None, **settings):
     return conversations(Ask, [{"turns": 3}, {"turns": 1}], **options, **settings)
 
 
-def test_what_a_filter_kept_stands_where_its_token_was_sampled():
-    batch = collected(Keeps())
-    assert batch["forks"] == [2, 0]
-    sampled = batch["token_mask"] > 0  # a sequence that repeats it has none
-    expected = torch.where(sampled, batch["input_ids"], -1).int()
-    assert torch.equal(batch["kept_ids"], expected[..., None])
-
-
 def test_forks_are_refused_kept_or_counted():
     with pytest.raises(DataError, match=r"rewrites earlier turns.*rewritten_history=fork"):
         collected(rewritten_history="refuse")
@@ -187,6 +177,12 @@ def test_forks_are_refused_kept_or_counted():
     assert cut["end_reasons"] == ["max_tokens", "done"]
     assert cut["input_lengths"][0] < whole
     assert cut["forks"] == [1, 0]  # what nobody answered is no sequence
+    # What a filter kept stands where its token was sampled.
+    batch = collected(Keeps())
+    assert batch["forks"] == [2, 0]
+    sampled = batch["token_mask"] > 0  # a sequence that repeats it has none
+    expected = torch.where(sampled, batch["input_ids"], -1).int()
+    assert torch.equal(batch["kept_ids"], expected[..., None])
 
 
 @pytest.mark.parametrize("timestep", ["token", "turn"])

@@ -270,9 +270,6 @@ def test_blocks_of_a_large_file_tell_it_from_another(tmp_path):
     assert file_fingerprint(path) not in found
 
 
-# What may change at a resume, and what not -----------------------------------------------------
-
-
 CHANGED = {
     "model.ppo.ratio_eps": 0.3,
     "model.ppo.loss_aggregation": "sequence_mean",
@@ -330,7 +327,7 @@ def test_sizes_saving_layout_and_waits_may_change(configured):
     assert snapshot(folder) == before
 
 
-def test_a_changed_reward_is_seen_and_a_moved_one_is_the_same(configured, tmp_path):
+def test_a_changed_reward_is_seen_and_a_moved_one_is_the_same(configured, tmp_path, monkeypatch):
     text = "def reward(prompts, responses, ground_truths):\n    return [1.0] * len(prompts)\n"
     first, moved = tmp_path / "mine.py", tmp_path / "elsewhere.py"
     first.write_text(text)
@@ -347,16 +344,16 @@ def test_a_changed_reward_is_seen_and_a_moved_one_is_the_same(configured, tmp_pa
         prepared(scored_by(first))
     accepted = {"exp_manager__resume_changed": ["reward.function"]}
     assert prepared(scored_by(first, **accepted)) == []
-
-
-def test_a_changed_module_of_the_users_is_seen(configured, tmp_path, monkeypatch):
+    # A module of the user's.
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "my_own_rewards.py"
-    module.write_text("def reward(prompts, responses, ground_truths):\n    return [1.0]\n")
-    config = configured("ppo", reward__function="my_own_rewards:reward", reward__kwargs={})
+    module.write_text(text)
+    log_dir = {"exp_manager__explicit_log_dir": str(tmp_path / "other")}
+    named = {"reward__function": "my_own_rewards:reward", "reward__kwargs": {}, **log_dir}
+    config = configured("ppo", **named)
     begun(config)
     assert prepared(config) == []
-    module.write_text("def reward(prompts, responses, ground_truths):\n    return [0.0]\n")
+    module.write_text(text.replace("1.0", "0.0"))
     with pytest.raises(ConfigError, match=r"reward\.function was my_own_rewards:reward"):
         prepared(config)
 

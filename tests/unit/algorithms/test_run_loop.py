@@ -13,7 +13,6 @@ from recipes import numbers as lines
 from rich.console import Console
 
 from aligner.algorithms.run import stopping
-from aligner.algorithms.run.directory import config_changes
 from aligner.algorithms.run.loop import RunLoop, Schedule, StepResult
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import read_tree
@@ -121,8 +120,7 @@ def test_validates_before_when_due_and_at_the_end(tmp_path):
     assert [state.step for state in store.states()] == [3]
 
 
-def test_data_may_end_before_the_steps_do(tmp_path):
-    """As at the last step: a validation and a run state; started again, nothing is left to do."""
+def test_a_run_ends_early_by_its_data_or_its_time(tmp_path):
     learner = Counter()
     learner.at_step[2] = lambda: setattr(learner, "is_out_of_data", True)
     ended, _ = run(tmp_path, learner, total=6, val=0, save=0)
@@ -132,6 +130,11 @@ def test_data_may_end_before_the_steps_do(tmp_path):
     again.is_out_of_data = True
     ended, restored = run(tmp_path, again, total=6)
     assert (ended, restored.step, again.calls) == (True, 2, [])
+    learner = Counter()
+    ended, _ = run(tmp_path / "short", learner, seconds=0.0)
+    assert ended
+    assert learner.calls == [("validate", 0), ("step", 1), ("validate", 1)]
+    assert [s.step for s in RunStateStore(tmp_path / "short" / "run_state").states()] == [1]
 
 
 class Killed(BaseException):
@@ -170,30 +173,27 @@ def test_a_killed_run_continues_to_the_bit(tmp_path, uninterrupted, killed_in, a
     assert lines(tmp_path) == uninterrupted
 
 
-def test_max_time_validates_saves_and_ends(tmp_path):
-    learner = Counter()
-    ended, _ = run(tmp_path, learner, seconds=0.0)
-    assert ended
-    assert learner.calls == [("validate", 0), ("step", 1), ("validate", 1)]
-    assert [s.step for s in RunStateStore(tmp_path / "run_state").states()] == [1]
-
-
 def test_a_longer_run_continues_and_says_what_changed(tmp_path):
     """A key of a later version is a change only where it is not its default."""
-    older = {"trainer": {"max_steps": 2}, "critic": None}
+    older = {"trainer": {"max_steps": 2}, "critic": None, "gone": 0}
     newer = {
         "trainer": {"max_steps": 4, "kept": [1], "other": 2},
         "critic": {"lr": 0.1},
         "dry_run": False,
         "optional": {"name": "a", "path": None},
+        **{"list": [1, 2], "nothing": [], "no_keys": {}, "none": None},
     }
-    defaults = {**newer, "trainer": {"max_steps": 9, "kept": [1], "other": 3}}
+    defaults = {**newer, "trainer": {"max_steps": 9, "kept": [1], "other": 3}, "list": []}
+    for empty in ("nothing", "no_keys", "none"):
+        del defaults[empty]
     run(tmp_path, Counter(), total=2, config=older)
     ended, restored = run(tmp_path, Counter(), total=4, config=newer, defaults=defaults)
     assert ended
     # The older run had switched the critic off; the newer one has it on.
-    changes = ["critic.lr: None -> 0.1", "trainer.max_steps: 2 -> 4", "trainer.other: None -> 2"]
-    assert restored.changes == changes
+    assert restored.changes == [
+        *("critic.lr: None -> 0.1", "gone: 0 -> None", "list: None -> [1, 2]"),
+        *("trainer.max_steps: 2 -> 4", "trainer.other: None -> 2"),
+    ]
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
 
 
@@ -235,7 +235,7 @@ def test_a_damaged_state_is_passed_over_for_the_one_before(tmp_path, uninterrupt
     assert lines(tmp_path) == uninterrupted
 
 
-def test_where_every_state_is_damaged_nothing_is_touched(tmp_path):
+def test_where_no_state_can_be_used_nothing_is_touched(tmp_path):
     run(tmp_path, Counter(), total=4)
     for path in tmp_path.glob("run_state/*/state.json"):
         alter(path)
@@ -243,12 +243,9 @@ def test_where_every_state_is_damaged_nothing_is_touched(tmp_path):
     with pytest.raises(CheckpointError, match=r"no run state in .* can be read.*start_anew=true"):
         run(tmp_path, Counter(), total=4)
     assert snapshot(tmp_path) == before
-
-
-def test_a_state_of_something_else_is_no_bare_key_error(tmp_path):
-    RunStateStore(tmp_path / "run_state").save(1, {"learner": {}, "layout": "1 process"})
+    RunStateStore(tmp_path / "other" / "run_state").save(1, {"learner": {}, "layout": "1 process"})
     with pytest.raises(CheckpointError, match="no 'total'; another algorithm"):
-        run(tmp_path, Counter())
+        run(tmp_path / "other", Counter())
 
 
 def test_steps_without_an_update_are_told_of_and_end_the_run(tmp_path):
@@ -305,11 +302,3 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, learner)
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
-
-
-def test_config_changes_names_leaves():
-    before, now = {"a": {"b": 1, "c": [1]}, "d": 0}, {"a": {"b": 2, "c": [1]}, "e": None}
-    assert config_changes(before, now) == ["a.b: 1 -> 2", "d: 0 -> None"]
-    assert config_changes({"a": 1}, {"a": 1, "b": [], "c": {}, "d": None}) == []
-    assert config_changes({"a": 1, "b": [1]}, {"a": 1, "b": []}) == ["b: [1] -> []"]
-    assert config_changes({"a": 1}, {"a": 1, "b": ["x"]}) == ["b: None -> ['x']"]

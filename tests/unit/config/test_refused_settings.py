@@ -47,6 +47,9 @@ REFUSED = {
 model.ppo.ratio_epss=0.1 | model.ppo.ratio_epss | Did you mean model.ppo.ratio_eps?
 sead=1 | sead: unknown key | Did you mean seed?
 trainer.precision=fp8 | trainer.precision | 32, bf16 | fp8
+trainer.max_time=4h | trainer.max_time=4h: expected DD:HH:MM:SS
+trainer.max_time='00:00:99:99' | trainer.max_time=00:00:99:99: expected DD:HH:MM:SS
+trainer.max_time='99999999999999999999:00:00:00' | expected DD:HH:MM:SS
 trainer.ppo.gae_lambda=1.5 | trainer.ppo.gae_lambda | between 0 and 1 | 1.5
 model.optim.lr=0 | model.optim.lr | greater than 0
 model.micro_batch_size=2.5 | model.micro_batch_size | an integer
@@ -222,6 +225,8 @@ def test_settings_at_the_limits_are_accepted():
     parsed(sizes, DPORunConfig)
     parsed("exp_manager.resume_changed=[model.ppo.loss]")
     parsed(f"{GAME} {AHEAD} {WEIGHTS}=token")
+    parsed(f"{GAME} environment.max_turns=3")
+    parsed("data.validation.source=v.jsonl validation.temperature=0.5")
     parsed(f"{KEPT} {VLLM} {TOP_K}=8")
     greedy = "validation.top_k=0 validation.use_greedy=true data.validation.source=v.jsonl"
     parsed(f"{KEPT} {VLLM} {TOP_K}=8 {greedy}")
@@ -255,14 +260,11 @@ def test_all_bad_values_and_all_broken_rules_are_named_at_once():
         assert message.startswith(f"- {setting}")
 
 
-@pytest.mark.parametrize("missing", ["model", "reward", "data"])
-def test_required_groups(missing):
-    values = {key: value for key, value in tree().items() if key != missing}
-    with pytest.raises(ConfigError, match=f"{missing}: required"):
-        parse_config(values)
-
-
-# Values ------------------------------------------------------------------------------------------
+def test_required_groups():
+    for missing in ("model", "reward", "data"):
+        values = {key: value for key, value in tree().items() if key != missing}
+        with pytest.raises(ConfigError, match=f"{missing}: required"):
+            parse_config(values)
 
 
 def test_every_number_is_finite():
@@ -303,12 +305,6 @@ def test_invalid_values(key, value, message):
     assert len(str(refusal.value)) < 400
 
 
-@pytest.mark.parametrize("time", ["4h", "00:00:99:99", "9" * 20 + ":00:00:00"])
-def test_invalid_times(time):
-    with pytest.raises(ConfigError, match=f"^trainer.max_time={time}: expected DD:HH:MM:SS"):
-        parsed({"trainer.max_time": time})
-
-
 PATHS = {
     RunConfig: "model.restore_from_path model.tokenizer model.peft.restore_from_path "
     "critic.restore_from_path exp_manager.explicit_log_dir generation.vllm.python "
@@ -329,8 +325,6 @@ def test_paths_are_not_empty(root):
     with pytest.raises(ConfigError, match=r"^data.train.source\[1\]: empty"):
         parsed({"data.train.source": ["a.jsonl", ""]})
 
-
-# Options that a run does not read ----------------------------------------------------------------
 
 UNREAD = [
     (RunConfig, f"{GAME} environment.max_tokens=400", "data.chat=true"),
@@ -353,8 +347,3 @@ def test_an_option_that_nothing_reads_is_refused(root, others, setting):
     with pytest.raises(ConfigError, match="This run ignores it") as refusal:
         parsed(f"{others} {setting}", root)
     assert setting.split("=")[0].removesuffix(".a") in str(refusal.value)
-
-
-def test_options_whose_condition_holds_are_accepted():
-    parsed(f"{GAME} environment.max_turns=3")
-    parsed("data.validation.source=v.jsonl validation.temperature=0.5")

@@ -40,9 +40,6 @@ def _tile(request, monkeypatch):
     monkeypatch.setitem(output_layer._TILE_BYTES, "cpu", request.param)
 
 
-# 1. Recording ---------------------------------------------------------------------------------
-
-
 def test_what_is_recorded_is_what_is_drawn_from():
     logits = torch.tensor([[3.0, 1.0, 2.0, -1.0, 0.0], [0.0, 0.0, 9.0, 0.0, 0.0]])
     uniforms = torch.tensor([0.5, 0.5], dtype=torch.float64)
@@ -66,9 +63,6 @@ def test_a_ban_is_part_of_what_is_recorded():
     ban = {"banned": torch.tensor([True]), "end_ids": torch.tensor([0])}
     drawn = sample_tokens(logits, uniforms, sampling, greedy=False, record=4, **ban)
     assert sorted(drawn.kept_ids[0].tolist()) == [-1, -1, 1, 2]
-
-
-# 2. Using it again ----------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_tile")
@@ -109,8 +103,6 @@ def test_what_was_not_recorded_is_found_again():
         rest = [row for row in range(TOKENS) if row != 5]
         assert torch.equal(found[rest], before[rest])
 
-
-# 3. A whole policy ----------------------------------------------------------------------------
 
 VOCABULARY = 259  # of the tiny model: what it keeps is nearly all of it
 

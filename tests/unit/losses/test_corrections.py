@@ -55,8 +55,6 @@ def test_geometric_rejection_by_hand():
 
 
 def test_second_moment_by_hand():
-    """Squares 4, 1, 0 | 4, 0 (in units of ln² 2) with mean 9/5; less the first 4: 5/4; less both:
-    1/3; less the 1 as well: 0."""
     unit = math.log(2) ** 2
     for limit, gone in [(1.8, []), (1.79, [0]), (1.24, [0, 3]), (0.33, [0, 1, 3])]:
         left = second_moment_mask(LOG_RATIO, MASK, limit * unit + 1e-12)
@@ -65,10 +63,7 @@ def test_second_moment_by_hand():
         assert left.flatten().tolist() == expected.tolist(), limit
     everything = torch.ones(1, 2, dtype=torch.bool)
     assert second_moment_mask(torch.ones(1, 2), everything, 1.0).all()  # at the limit, not above
-
-
-def test_second_moment_of_each_update_alone():
-    """Two updates of one response each: one token of the first goes, none of the second."""
+    # Two updates of one response each: one token of the first goes, none of the second.
     batch = {
         "prev_logprobs": torch.tensor([[0.0, 1.0, 0.1], [0.0, 0.1, 0.1]]) - 2,
         "generation_logprobs": torch.full((2, 3), -2.0),
@@ -103,7 +98,6 @@ def test_measures_of_the_gap_by_hand():
 
 
 def test_what_a_correction_did_by_hand():
-    """Weights 4, ½, 1 | ¼, 1 in bounds [0.4, 2]: two of five outside, masked."""
     correction = CorrectionConfig(weights="token", bounds=(0.4, 2.0), outside="mask")
     weights, metrics = correct(correction, LOG_RATIO, average_of(MASK))
     assert weights[MASK].tolist() == pytest.approx([0, 0.5, 1, 0, 1])
@@ -111,6 +105,12 @@ def test_what_a_correction_did_by_hand():
     assert metrics["importance_weight"].item() == pytest.approx(2.5 / 5)
     assert metrics["importance_weight_square"].item() == pytest.approx(2.25 / 5)
     assert effective_sample_size(2.5 / 5, 2.25 / 5) == pytest.approx(2.5**2 / (5 * 2.25))
+    # Two updates: weights 1, 1 and 2, 0: sizes 1 and ½, not that of the means.
+    passes = [{"all_mb_metrics": {"importance_weight": [1, 1], "importance_weight_square": [1, 2]}}]
+    found = update_metrics(passes)
+    assert found["effective_sample_size"] == pytest.approx(0.75)
+    assert found["importance_weight"] == 1
+    assert "importance_weight_square" not in found
 
 
 def test_parts_of_a_correction_multiply():
@@ -124,12 +124,3 @@ def test_parts_of_a_correction_multiply():
     assert metrics["tokens_rejected"].item() == pytest.approx(2 / 5)
     assert metrics["tokens_over_second_moment"].item() == pytest.approx(1 / 5)
     assert correct(CorrectionConfig(), LOG_RATIO, average_of(MASK)) == (None, {})
-
-
-def test_effective_sample_size_is_of_an_update():
-    """Two updates: weights 1, 1 and 2, 0: sizes 1 and ½, not that of the means."""
-    passes = [{"all_mb_metrics": {"importance_weight": [1, 1], "importance_weight_square": [1, 2]}}]
-    found = update_metrics(passes)
-    assert found["effective_sample_size"] == pytest.approx(0.75)
-    assert found["importance_weight"] == 1
-    assert "importance_weight_square" not in found

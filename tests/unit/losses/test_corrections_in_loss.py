@@ -15,8 +15,6 @@ from aligner.losses.policy import PPOPolicyLoss
 from aligner.observe.diagnostics import update_metrics
 from aligner.observe.metrics import PhaseTimers, describe
 
-# In the loss --------------------------------------------------------------------------------------
-
 KINDS = {
     "token": {"weights": "token", "bounds": (0.5, 1.2)},
     "icepop": {"weights": "token", "bounds": (0.8, 1.2), "outside": "mask"},
@@ -80,9 +78,6 @@ def test_old_logprobs_of_the_trainer_and_of_the_sampler():
     assert metrics["logprob_gap_max"] == pytest.approx(math.log(4))
 
 
-# Configuration and step ---------------------------------------------------------------------------
-
-
 def test_the_section_reaches_the_loss():
     section = {"weights": "token", "bounds": [0.5, 5], "outside": "mask"}
     config = parsed({"model.ppo.correction": section})
@@ -123,9 +118,6 @@ def test_corrections_that_cost_a_pass_and_others():
         ("train_policy", 1, False),
         ("train_policy", 1, True),
     ]
-
-
-# Metrics ------------------------------------------------------------------------------------------
 
 
 def test_every_metric_is_explained():

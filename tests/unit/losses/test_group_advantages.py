@@ -106,14 +106,7 @@ def test_reinforce_plus_plus_by_hand():
     torch.testing.assert_close(advantages, expected)
 
 
-def test_returns_are_carried_across_holes():
-    rewards = torch.tensor([[7.0, 1, 7, 4, 7]])
-    mask = torch.tensor([[0.0, 1, 0, 1, 0]])
-    assert discounted_returns(rewards, mask, 0.5).tolist() == [[0, 3, 0, 4, 0]]
-
-
-def test_overlong_by_hand():
-    """Limit 10, cache 4: free up to 6, then a quarter per token; cut responses pay in full."""
+def test_overlong_penalty_and_discounted_returns_by_hand():
     lengths = torch.tensor([1, 6, 7, 9, 10, 10, 3])
     is_end = torch.tensor([True, True, True, True, True, False, False])
     expected = [0.0, 0.0, -0.25, -0.75, -1.0, -1.0, -1.0]
@@ -121,3 +114,6 @@ def test_overlong_by_hand():
     # Without a cache only cut responses pay.
     penalty = soft_overlong_penalty(torch.tensor([9, 10, 10]), torch.tensor([1, 1, 0]), 10, 0)
     assert penalty.tolist() == [0.0, 0.0, -1.0]
+    rewards = torch.tensor([[7.0, 1, 7, 4, 7]])
+    mask = torch.tensor([[0.0, 1, 0, 1, 0]])
+    assert discounted_returns(rewards, mask, 0.5).tolist() == [[0, 3, 0, 4, 0]]

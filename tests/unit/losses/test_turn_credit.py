@@ -45,8 +45,6 @@ def test_turns_of_one_token_are_tokens(length):
     torch.testing.assert_close(whole, undiscounted, atol=1e-12, rtol=1e-12)
 
 
-# Advantages of turns without a critic ----------------------------------------------------------
-
 # Three conversations of one prompt and one alone: rewards of turns 1, 2, 3.
 EARNED = [[1.0, 2.0, 4.0], [3.0, 1.0], [0.0], [5.0, 5.0]]
 GROUPS = torch.tensor([4, 4, 4, 7])

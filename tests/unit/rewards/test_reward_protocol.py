@@ -32,7 +32,7 @@ def test_numbers_and_dicts_become_rewards_and_metrics(load):
         assert output.parts == {"ended": [1.0, 0.0, 1.0], "n": sizes}
 
 
-def test_only_the_columns_it_names(load):
+def test_columns_and_ground_truths_that_a_function_names(load):
     columns = {"level": [1, 2], "unused": [0, 0], "scale": ["no", "no"]}
     function = load("picky", kwargs={"scale": 10})
     assert score(function, ["x"] * 2, columns=columns).rewards.tolist() == [10.0, 20.0]
@@ -41,6 +41,9 @@ def test_only_the_columns_it_names(load):
     function.signature.check_columns({"level"})
     with pytest.raises(DataError, match="level"):
         function.signature.check_columns(set())
+    for name in ("truths_in_columns", "truths_by_keyword"):
+        scored = score(load(name), ["x", "y"], [3.0, 5.0], columns={"level": [1, 2]})
+        assert scored.rewards.tolist() == [3.0, 5.0]
 
 
 def test_exceptions_name_the_sample_that_caused_them(load):
@@ -127,9 +130,3 @@ def test_bad_lists_and_long_texts():
     assert "end'" in text
     assert "'start" in text
     assert len(text) < 220
-
-
-def test_two_positional_parameters_get_ground_truths_by_keyword(load):
-    for name in ("truths_in_columns", "truths_by_keyword"):
-        scored = score(load(name), ["x", "y"], [3.0, 5.0], columns={"level": [1, 2]})
-        assert scored.rewards.tolist() == [3.0, 5.0]

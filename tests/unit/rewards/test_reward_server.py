@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import re
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -48,9 +47,6 @@ def client(url, **options):
     return RewardClient(
         RewardServerConfig(url=url, **{"timeout_s": 5.0, "retry_for_s": 0.5, **options})
     )
-
-
-# A server with a real model ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -163,15 +159,6 @@ def test_sigterm_ends_the_server(served, with_token):
     assert isinstance(error.value, ConnectionError)
 
 
-def test_runs_without_a_server_import_none_of_it():
-    code = "import sys; import aligner.algorithms.ppo.trainer; print(*sys.modules)"
-    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
-    assert not {"fastapi", "httpx", "uvicorn"} & set(printed.split())
-
-
-# Servers that fail ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("behaviour", "said"),
     [
@@ -235,9 +222,6 @@ def test_a_slow_server_is_not_waited_for_longer_than_said(behaviour):
         with pytest.raises(RewardServerError, match=r"no answer to POST /score within 0\.6 s"):
             client(url, timeout_s=0.6, retry_for_s=0.8).score(SAMPLES)
         assert time.monotonic() - started < 10
-
-
-# What the trainer sees -----------------------------------------------------------------------
 
 
 def rollout(tokenizer):

@@ -182,8 +182,6 @@ def test_stop_strings_are_held_back_until_they_are_sure(listens):
     assert lines[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-# Tools -----------------------------------------------------------------------------------------
-
 ARGUMENTS = {"expression": "2*21"}
 IN_JSON = json.dumps(ARGUMENTS)
 CALLED = json.dumps({"name": "calculator", "arguments": ARGUMENTS})
@@ -253,9 +251,6 @@ def test_calls_that_cannot_be_read_stay_text():
     with serving(lambda text: broken) as server:
         message, reason = chat(server, False, messages=[QUESTION], tools=[CALCULATOR])
     assert (message["content"], reason) == (broken, "stop")
-
-
-# Ends ------------------------------------------------------------------------------------------
 
 
 def test_more_than_may_wait_is_asked_to_come_later():

@@ -148,10 +148,10 @@ def test_a_key_that_is_not_offered_is_refused_by_name_unless_it_changes_nothing(
         read_request(ChatRequest, json.dumps({**messages, key: "another value"}).encode())
 
 
-@pytest.mark.parametrize(("key", "value"), [("best_of", True), ("echo", 0)])
-def test_a_truth_value_is_no_number_and_a_number_no_truth_value(key, value):
-    with pytest.raises(DataError, match=f"^{key}: {value} is not offered"):
-        read_request(CompletionRequest, json.dumps({"prompt": "a", key: value}).encode())
+def test_a_truth_value_is_no_number_and_a_number_no_truth_value():
+    for key, value in (("best_of", True), ("echo", 0)):
+        with pytest.raises(DataError, match=f"^{key}: {value} is not offered"):
+            read_request(CompletionRequest, json.dumps({"prompt": "a", key: value}).encode())
 
 
 def test_a_model_of_256_positions_is_served_by_default(tiny_nemo, tmp_path):
