@@ -181,8 +181,8 @@ def test_what_a_run_refuses_is_refused(dry_run, recipe, settings, error, words):
     ],
     ids=lambda settings: settings[0],
 )
-def test_every_role_learns_under(dry_run, seen, settings, tiny_nemo, capsys):
-    settings = [setting.replace("NEMO", str(tiny_nemo)) for setting in settings]
+def test_every_role_learns_under(dry_run, seen, settings, reward_nemo, capsys):
+    settings = [setting.replace("NEMO", str(reward_nemo)) for setting in settings]
     dry_run("grpo_tiny_cpu", *settings, "data.max_prompt_length=30")
     if "reward=model" in settings:  # it scores the longest sequences
         lengths = {n for call in seen["RewardModel", "get_rewards"] for n in call["input_lengths"]}

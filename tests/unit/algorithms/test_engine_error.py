@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import user_environments as envs
+from conversations import collected, same
 from loaded import load_policy
-from test_environment_rollout import collected, same
 from test_overlap import Played, ThreadedEngine, configuration
 
 from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts

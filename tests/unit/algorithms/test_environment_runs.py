@@ -9,6 +9,7 @@ import pytest
 import toy_kind
 import user_agents
 from recipes import composed
+from settings import parsed
 
 from aligner.algorithms.ask.evaluate import evaluate
 from aligner.algorithms.ppo.trainer import train_ppo
@@ -98,20 +99,16 @@ def test_an_evaluation_over_agents(tiny_nemo, tmp_path, rows):
 
 def validated(tiny_nemo, folder):
     """Metrics of the validation of a run that makes no step."""
-    rs = {"num_rollout_samples": 8, "length_params": {"max_length": 4}}
-    sizes = {"global_batch_size": 1, "micro_batch_size": 1}
     nothing_else = {"create_tensorboard_logger": False, "save_nemo": False}
     values = {
-        "model": {"restore_from_path": str(tiny_nemo), "rs": rs, **sizes},
-        "trainer": {"rs": {"max_steps": 0}},
-        "data": {"train": ROWS, "validation": ROWS},
-        "validation": {"samples_per_prompt": 2},
-        "reward": {"kind": "environment"},
-        "environment": GAME,
-        "seed": 7,
+        **{"model.restore_from_path": str(tiny_nemo), "trainer.rs.max_steps": 0, "seed": 7},
+        **{"model.global_batch_size": 1, "model.micro_batch_size": 1},
+        "model.rs": {"num_rollout_samples": 8, "length_params": {"max_length": 4}},
+        **{"data": {"train": ROWS, "validation": ROWS}, "validation.samples_per_prompt": 2},
+        **{"reward": {"kind": "environment"}, "environment": GAME},
         "exp_manager": {"explicit_log_dir": str(folder / "run"), **nothing_else},
     }
-    train_rs(parse_config(values, RSRunConfig))
+    train_rs(parsed(values, RSRunConfig))
     (line,) = read_metrics(folder / "run" / "metrics.jsonl")
     prefix = "val_rollouts/"
     return {key.removeprefix(prefix): one for key, one in line.items() if key.startswith(prefix)}

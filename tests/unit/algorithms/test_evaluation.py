@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -220,7 +219,10 @@ def test_stop_strings_and_lengths_of_one_call(tiny_nemo):
         LengthParams(max_length=12, min_length=2),
         SamplingParams(temperature=0.7, end_strings=("e", "a", "1", " ")),
     )
-    sample = partial(actor.generator.sample, prompts, lengths, rows, seed=3)
+
+    def sample(**options):
+        return actor.generator.sample(prompts, lengths, rows, seed=3, **options)
+
     before, asked, after = sample(), sample(sampling_options=sampling_options), sample()
     actor.configure_generation(sampling_options.length, sampling_options.sampling, 64)
     configured = sample()

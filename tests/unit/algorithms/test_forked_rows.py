@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from batches import ppo_batch
+from conversations import Babble
+from conversations import collected as conversations
 from test_chat_data import R1, chatml
 from test_credit import assign, credit
-from test_environment_rollout import Babble
-from test_environment_rollout import collected as conversations
 from test_token_layout import assert_same_gradient, load, loss_and_gradient
 
 from aligner.algorithms.rollout.environments import EnvironmentReward

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import user_environments as envs
+from conversations import HerePool, rollouts_with, same
 from loaded import load_policy
 from settings import parsed
-from test_environment_rollout import HerePool, rollouts_with, same
 
 from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import prompts_batch, score

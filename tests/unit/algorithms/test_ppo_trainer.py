@@ -39,10 +39,9 @@ class FakePolicy(Recorder):
         self.log.append(("generate", data["sample_ids"].tolist(), seed))
         rows, width = data["input_ids"].shape
         lengths = data["input_lengths"] + RESPONSES
-        ids = torch.full((rows, width + RESPONSES), PAD)
-        for row, length in enumerate(data["input_lengths"].tolist()):
-            ids[row, :length] = data["input_ids"][row, :length]
-            ids[row, length : length + RESPONSES] = 7
+        position = torch.arange(width + RESPONSES)
+        ids = torch.where(position < lengths[:, None], 7, PAD)
+        ids[position < data["input_lengths"][:, None]] = 1  # every token of a prompt
         return BatchedDataDict(
             {
                 "output_ids": ids,

@@ -30,7 +30,6 @@ CONF = Path(__file__).parents[3] / "conf"
         ("data.validation.sauce=1", "Did you mean data.validation.source"),
         ("model.optim.learning_rate=1e-6", r"Did you mean model\.optim\.lr\?"),
         ("model.ppo.length_params.max_new_tokens=9", "mean model.ppo.length_params.max_length"),
-        ("model.model_name_or_path=x", "Did you mean model.restore_from_path"),
         ("learning_rate=1e-6", "Did you mean model.optim.lr"),
         ("batch_size=4", "Did you mean model.global_batch_size"),
         ("max_lenght=9", "Did you mean model.ppo.length_params.max_length"),
@@ -162,6 +161,8 @@ def test_the_critic_is_removed_as_the_remedy_says(launched, spelling, capsys):
 
 
 def test_sections_that_cannot_be_null_are_refused():
+    with pytest.raises(ConfigError, match=r"mean model\.restore"):
+        check_overrides(["model.model_name_or_path=x"])
     arguments = ["data=null", "~reward", "model.peft=null", "seed=3", "critic=null"]
     assert without_sections(arguments, RunConfig) == (arguments[:-1], ["critic"])
     with pytest.raises(ConfigError, match=r"critic\.optim\.lr=1: its section is set to null"):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from settings import parsed
 
 from aligner.algorithms.run.startup import working_memory
-from aligner.config import RolloutConfig, RunConfig, SequencePackingConfig, parse_config
+from aligner.config import RolloutConfig, SequencePackingConfig
 from aligner.device.accelerator import DeviceInfo
 from aligner.errors import VersionError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
@@ -89,16 +90,7 @@ def test_batches_and_memory_by_hand():
 
 
 def test_working_memory_by_hand():
-    given = {
-        "model": {
-            "restore_from_path": "m.nemo",
-            "micro_batch_size": 2,
-            "ppo": {"rollout_micro_batch_size": 64},
-        },
-        "reward": {"function": "a.b"},
-        "data": {"train": {"source": "d.jsonl"}},
-    }
-    config = parse_config(given, RunConfig)
+    config = parsed("model.micro_batch_size=2 model.ppo.rollout_micro_batch_size=64")
     model = TINY_ARCHITECTURE  # 4 layers, 64 wide, 4 groups of 8 channels, 272 columns of logits
     memory = working_memory(config, model, length=100, on_gpus=False)
     assert memory == {

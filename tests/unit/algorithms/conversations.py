@@ -1,4 +1,4 @@
-"""Rollouts of conversations: whose tokens they are, where rewards stand, how they end."""
+"""Rollouts of conversations in this process, with an engine that babbles."""
 
 import random
 from contextlib import ExitStack
@@ -6,7 +6,6 @@ from multiprocessing.connection import wait
 from types import SimpleNamespace
 
 import torch
-import user_environments as envs
 
 from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import prompts_batch
@@ -28,7 +27,7 @@ class HerePool:
     factory, name = "here", "environment 'here'"
 
     def __init__(self, make):
-        self.make, self.hosts, self.most, self.answers = make, {}, 0, {}
+        self.make, self.hosts, self.answers = make, {}, {}
 
     def begin(self, calls):
         for call in calls:
@@ -52,7 +51,6 @@ class HerePool:
     def _answer(self, call):
         if call.name == "begin":
             self.hosts[call.slot] = Host(self.make, {})
-        self.most = max(self.most, len(self.hosts))
         try:
             value = self.hosts[call.slot].call(call.name, call.argument)
         except Exception as error:
@@ -125,24 +123,8 @@ def collected(
     return rollouts.collect(engine or Babble(), data, seed=3, per_prompt=per_prompt)
 
 
-ROWS = [{"name": str(number), "turns": 1 + number % 4} for number in range(6)]
-
-
 def same(one, other):
     assert one.keys() == other.keys()
     for key, column in one.items():
         equal = torch.equal(column, other[key]) if torch.is_tensor(column) else column == other[key]
         assert equal, key
-
-
-def test_tokens_do_not_depend_on_who_else_is_under_way():
-    pools = [HerePool(envs.Echo) for _ in range(3)]
-    batches = [
-        collected(None, ROWS, 2, concurrency=slots, pool=pool)
-        for slots, pool in zip((1, 5, 100), pools, strict=True)
-    ]
-    same(batches[0], batches[1])
-    same(batches[0], batches[2])
-    assert [pool.most for pool in pools] == [1, 5, 12]
-    alone = collected(envs.Echo, ROWS[3:4], first=3)
-    assert torch.equal(alone["input_ids"][0], collected(envs.Echo, ROWS)["input_ids"][3])
