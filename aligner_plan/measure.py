@@ -71,6 +71,7 @@ def depths_of(role: PlannedRole) -> list[int]:
     layers = stage_layers(role)
     architecture = role.architecture
     special = architecture.layers_without_rope + architecture.layers_without_window
+    special += architecture.layers_without_experts
     if special or not architecture.has_table:
         return [layers]  # its layers can differ from each other
     depths = _DEPTHS["dtensor" if role.is_dtensor else "megatron"]

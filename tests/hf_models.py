@@ -26,6 +26,9 @@ LONGROPE = {
 }
 MIXTRAL = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN3_MOE = {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+SIGMOID_MOE = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+SIGMOID_MOE |= {"num_hidden_layers": 4, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+SIGMOID_MOE |= {"n_group": 3, "topk_group": 2, "n_shared_experts": 2}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 CASES = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
@@ -89,6 +92,14 @@ CASES = {
         {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
         | {"shared_expert_intermediate_size": 20},
     ),
+    "glm4_moe": (
+        "glm4_moe",
+        {**SIGMOID_MOE, "head_dim": 12, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "glm4_moe_plain": (
+        "glm4_moe",
+        {**SIGMOID_MOE, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
     "gpt2": ("gpt2", {}),
     "gpt2_erf": ("gpt2", {"activation_function": "gelu"}),
     "gpt2_n_inner": ("gpt2", {"n_inner": 40}),
@@ -107,7 +118,8 @@ def random_model(model_type, changes):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | changes)))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in model.parameters():
+        corrections = [b for name, b in model.named_buffers() if "e_score_correction" in name]
+        for parameter in (*model.parameters(), *corrections):
             noise = torch.empty(parameter.shape).normal_(0, 0.2, generator=generator)
             parameter.copy_(noise + (1.0 if parameter.dim() == 1 else 0.0))
     return model.eval()

@@ -82,10 +82,12 @@ def _layout_problems(
         "query groups": architecture.num_query_groups,
         "hidden columns": architecture.hidden_size,
     }
-    if experts is None:
+    if experts is None or architecture.layers_without_experts:
         counts["feed-forward columns"] = architecture.ffn_hidden_size
-    elif parallel.expert == 1:  # expert parallelism does not split the layers of an expert
+    if experts is not None and parallel.expert == 1:  # otherwise no expert is split
         counts["expert columns"] = architecture.expert_ffn_hidden_size
+    if architecture.moe_shared_expert_size is not None:
+        counts["shared expert columns"] = architecture.moe_shared_expert_size
     key = f"{section}.tensor_model_parallel_size"
     yield from _not_divided(key, parallel.tensor, counts)
     yield from _stage_problems(architecture.num_layers, parallel, section)

@@ -28,14 +28,14 @@ from aligner.importing import load_function
 from aligner.process_tree import kill_children
 
 _RUN_ARGUMENTS = ("base_url", "api_key", "seed")
-_OUTPUT_BYTES = 500  # of the end of a command's output
+_OUTPUT_BYTES = 500  # number of bytes that are kept from the end of a command's output
 _CLOSING_S = 2.0  # time limit to read the output after the command has ended
 
 
 def load(
     source: str | Sequence[str], kwargs: Mapping[str, Any], columns: Collection[str], _form: None
 ) -> tuple[None, Callable[..., Answers]]:
-    """Load the agent, in its process."""
+    """Load the agent in its process, and return the function that answers messages."""
     return None, partial(answers_of, Agent(source, kwargs, columns).call)
 
 
@@ -51,9 +51,10 @@ class Agent:
     def __init__(
         self, source: str | Sequence[str], kwargs: Mapping[str, Any], columns: Collection[str]
     ) -> None:
-        """Raise `ConfigError` if the function or program ``source`` does not exist or does not fit.
+        """Load the function or find the program that ``source`` names.
 
-        The data's ``columns`` and ``kwargs`` must be arguments that the function accepts.
+        Raises `ConfigError` if it does not exist, or if the function does not accept the data's
+        ``columns`` and ``kwargs`` as arguments.
         """
         self._kwargs = dict(kwargs)
         self._loop = asyncio.new_event_loop()
@@ -65,8 +66,8 @@ class Agent:
         check_arguments(function, _RUN_ARGUMENTS, kwargs, columns, key, "is called")
         if is_command and shutil.which(self._words[0]) is None:
             raise ConfigError(
-                f"{key}: the program {self._words[0]!r} was not found. Set its path, or a program "
-                "on PATH"
+                f"{key}: the program {self._words[0]!r} was not found. Begin the command with the "
+                "path of a program, or with the name of a program on PATH"
             )
 
     def call(self, name: str, argument: Any) -> Turn:

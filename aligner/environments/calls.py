@@ -1,8 +1,8 @@
 """Tool calls in a policy's text, in the formats that docs/environments.md describes.
 
-The formats are those of the models' chat templates (transformers' documentation of tool use, and
-the descriptions of prompt formats by Meta and Mistral). Environments' processes load this module,
-so it imports neither torch nor numpy.
+The formats come from transformers' documentation of tool use, and from the prompt formats that Meta
+and Mistral describe. Environments' processes load this module, so it imports neither torch nor
+numpy.
 """
 
 import json
@@ -57,18 +57,18 @@ class CallForm(NamedTuple):
 
 
 def parse_calls(text: str, form: Form) -> list[ToolCall]:
-    """Return the calls in a message of the policy. Calls that are not valid have a ``problem``."""
+    """Return the tool calls in a message of the policy. An invalid call has a ``problem``."""
     return FORMS[form].read(text)
 
 
 def before_calls(text: str, form: Form) -> str:
-    """Return a message of the policy up to its calls."""
+    """Return the text of a policy's message before its first tool call."""
     match = FORMS[form].begins.search(text)
     return text if match is None else text[: match.start()]
 
 
 def form_of(tokenizer: Tokenizer) -> Form:
-    """Return the format in which a tokenizer's chat template shows calls, or ``plain``."""
+    """Return the format of calls in the tokenizer's chat template, ``plain`` if it has none."""
     question: list[Message] = [{"role": "user", "content": "a"}]
     call = {"type": "function", "id": "abc123DEF", "function": _WEIGHED}
     chat = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -86,7 +86,7 @@ def form_of(tokenizer: Tokenizer) -> Form:
 
 
 def numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
-    """Return the calls with unique ids of nine letters and digits. Valid ids are not changed."""
+    """Return the calls, each with a unique id of nine letters and digits. Keeps valid ids."""
     original_ids = {call.id for call in calls}
     free_ids = (f"call{number:05d}" for number in range(10**5))
     ids: dict[str, ToolCall] = {}
@@ -100,10 +100,10 @@ def numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
 
 
 def structured(messages: Sequence[Message], form: Form) -> list[Message]:
-    """Return the chat with calls as ``tool_calls`` instead of text, as some templates require.
+    """Return the chat with calls in the key ``tool_calls`` instead of text.
 
-    An assistant message gets an entry of ``tool_calls`` for each message of the role ``tool`` that
-    follows, with the ``tool_call_id`` of that message.
+    Some templates require this. For each message of the role ``tool`` that follows an assistant
+    message, ``tool_calls`` of the assistant message has an entry with the same id.
     """
     chat: list[Message] = []
     for index, message in enumerate(messages):
@@ -125,7 +125,7 @@ def structured(messages: Sequence[Message], form: Form) -> list[Message]:
 
 
 def _read_hermes(text: str) -> list[ToolCall]:
-    """Parse the JSON between tags, in linear time. The last tag may be missing its end."""
+    """Parse JSON between ``<tool_call>`` tags, in linear time. The last closing tag is optional."""
     begin, end = "<tool_call>", "</tool_call>"
     problem = "a call is a JSON object with name and arguments"
     calls = []
@@ -138,7 +138,7 @@ def _read_hermes(text: str) -> list[ToolCall]:
 
 
 def _read_llama(text: str) -> list[ToolCall]:
-    """Parse the JSON objects at the start of a message, or after the tag."""
+    """Parse JSON objects at the start of a message, or after ``<|python_tag|>``."""
     _, tag, tagged = text.partition(_PYTHON_TAG)
     text = (tagged if tag else text).strip()
     if not tag and not _OBJECT_WITH_NAME.match(text):  # it does not begin with a call
@@ -149,7 +149,7 @@ def _read_llama(text: str) -> list[ToolCall]:
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    """Yield JSON values separated by semicolons or white space, up to an error (None) or null."""
+    """Yield JSON values separated by semicolons or white space. At an error, yield None and end."""
     start = 0
     while start < len(text):
         try:
@@ -182,7 +182,6 @@ def _read_mistral(text: str) -> list[ToolCall]:
 
 
 def _json_value(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
-    """Return the JSON value of a text, None if the text cannot be parsed."""
     try:
         return parse(text)
     except (ValueError, RecursionError):
@@ -190,7 +189,7 @@ def _json_value(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
 
 
 def _from_object(value: Any, key: str, problem: str) -> ToolCall:
-    """Return a call from JSON. Models confuse the keys ``arguments`` and ``parameters``."""
+    """Return a call from JSON. Accepts ``arguments`` and ``parameters``: models confuse them."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return ToolCall("", {}, problem)
     other_key, call_id = "parameters" if key == "arguments" else "arguments", value.get("id")

@@ -1,11 +1,11 @@
 """A conversation as tokens: sampled tokens are kept unchanged over all turns.
 
-The prompt of a turn is the prompt of the turn before, its sampled tokens, and the tokens of the new
-messages. Earlier turns are never rendered again, so sampler and trainer compute log-probs of the
-same sequences (verl, SkyRL and TRL join tokens in the same way). If the chat template renders
-earlier turns differently later (it drops thinking or moves tools), the conversation *forks*: it
-continues with a new sequence, the whole history as the template now renders it. A forked
-conversation is one trajectory with the rewards of all turns.
+A turn's prompt consists of the previous turn's prompt and sampled tokens, and of the tokens of the
+new messages. Earlier turns are never rendered again, so sampler and trainer compute log-probs of
+the same sequences (verl, SkyRL and TRL join tokens in the same way). Some chat templates render
+earlier turns differently once new messages follow, for example without thinking. Then the
+conversation *forks*: it continues in a new sequence, the whole history as the template now renders
+it. A forked conversation is one trajectory with the rewards of all turns.
 """
 
 from collections.abc import Sequence
@@ -64,9 +64,9 @@ class ChatRenderer:
         self._end_ids = [tokenizer.turn_end_id, *(call_end_ids if len(call_end_ids) == 1 else [])]
 
     def opening(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[int]]:
-        """Return text and tokens of the first messages with the generation prompt.
+        """Return the text and the tokens of the first messages with the generation prompt.
 
-        Raises `DataError` if the template refuses the messages, or ignores a part of them.
+        Raises `DataError` if the template refuses the messages or ignores a part of them.
         """
         if self._has_template:
             check_all_used(self.tokenizer, messages, tools)
@@ -75,7 +75,7 @@ class ChatRenderer:
             text = "".join(f"{message['content']}\n" for message in messages)
         ids = self._encode(text)
         if not ids:
-            raise DataError("the environment's first messages are empty: they have no token")
+            raise DataError("the environment's first messages have no token. Return text in init")
         return text, ids
 
     def shows_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
@@ -93,11 +93,12 @@ class ChatRenderer:
         *,
         end_id: int | None,
     ) -> tuple[str, list[int]]:
-        """Return text and tokens between an answer and the next answer.
+        """Return the text and the tokens between an answer and the next answer.
 
         ``history`` and ``new``: the messages before and after the answer. ``answer``: its text
-        without the end token ``end_id``, which is None if the answer was cut. An end token of
-        messages replaces the template's, and an end token of texts precedes it.
+        without the end token. ``end_id``: the sampled end token, None if the answer was cut. If it
+        is the token that ends messages, the returned tokens begin after the template's end token.
+        After another end token, they also contain the template's.
         """
         if self._has_template:
             check_all_used(self.tokenizer, [_QUESTION, _answer("b"), *new])
@@ -114,10 +115,10 @@ class ChatRenderer:
     def rewritten(
         self, history: Sequence[Message], now: Sequence[Message], tools: Tools | None, text: str
     ) -> tuple[str, list[int]] | None:
-        """Return text and tokens of a new sequence if the conversation forks, else None.
+        """Return the text and the tokens of a new sequence if the conversation forks, else None.
 
         ``history``: the messages before the last answer. ``now``: all messages. ``text``: text of
-        the sequence so far. White space is not compared, because templates trim messages. Raises
+        the current sequence. White space is not compared, because templates trim messages. Raises
         `RewrittenHistoryError` instead of a fork if ``rewritten_history`` is ``refuse``.
         """
         if not self._has_template or self._rewritten_history == "keep":
@@ -139,10 +140,11 @@ class ChatRenderer:
         start = common_prefix(shown, expected)
         raise RewrittenHistoryError(
             "the tokenizer's chat template rewrites earlier turns (for instance, it drops "
-            f"thinking): it shows {shown[start : start + 40]!r} instead of the text so far, "
-            f"{expected[start : start + 40]!r}. Set environment.rewritten_history=fork to continue "
-            "with a sequence as the template shows it, or keep to continue with the tokens so far. "
-            "The server of the trained model must then do the same"
+            f"thinking): it now renders {shown[start : start + 40]!r} in place of "
+            f"{expected[start : start + 40]!r}. Set environment.rewritten_history=fork to start a "
+            "new sequence with the rewritten history, or rewritten_history=keep to append to the "
+            "old tokens. With keep, the inference server of the trained model must also append "
+            "tokens instead of applying the template again"
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -152,7 +154,10 @@ class ChatRenderer:
     def _text_after_answer(
         self, history: Sequence[Message], new: Sequence[Message], tools: Tools | None
     ) -> str:
-        """Return the template's text after an answer. Without ``new``: the end of the message."""
+        """Return the text after an answer: the end of its message, ``new``, and the next prompt.
+
+        If ``new`` is empty, return only the end of the answer's message.
+        """
         # Render a chat with a unique text as the answer, and cut after that text.
         texts = str([*history, *new])
         mark = next(text for n in count() if (text := f"⁂answer {n}⁂") not in texts)
@@ -164,12 +169,15 @@ class ChatRenderer:
             text = render(self.tokenizer, chat, tools, open_answer=bool(new))
         _, separator, text_after = text.rpartition(mark)
         if not separator:
-            raise DataError("the tokenizer's chat template does not show an assistant's message")
+            raise DataError(
+                "the tokenizer's chat template leaves out an assistant message. Set "
+                "environment.chat_template=FILE.jinja to a template that shows it"
+            )
         return text_after
 
 
 class Conversation(Trajectory):
-    """Conversation with an environment, as messages and as tokens."""
+    """A conversation between policy and environment, as messages and as tokens."""
 
     def __init__(self, renderer: ChatRenderer, start: Start) -> None:
         self._renderer = renderer
@@ -203,7 +211,7 @@ class Conversation(Trajectory):
         return _answer(content)
 
     def follow(self, turn: Turn, *, goes_on: bool) -> None:
-        """Record the environment's answer. If the conversation ``goes_on``, append its messages.
+        """Record ``turn``. If the conversation ``goes_on``, append the turn's messages as tokens.
 
         Raises `DataError` if the template refuses them, or the sum of rewards exceeds float32.
         """
@@ -233,7 +241,7 @@ class Conversation(Trajectory):
 
 
 def _has_template(tokenizer: Tokenizer) -> bool:
-    """Return whether there is a template. Raise if it changes assistant messages."""
+    """Return whether there is a template. Raises `ConfigError` if it drops assistants' text."""
     question, answer = _QUESTION, _answer(_ANSWER)
     for chat in ([question], [question, answer], [question, answer, question]):
         try:
@@ -244,9 +252,9 @@ def _has_template(tokenizer: Tokenizer) -> bool:
             continue
         if answer in chat and _ANSWER not in shown:
             raise ConfigError(
-                f"the model's chat template shows {shown!r:.200} for the assistant message "
-                f"{_ANSWER!r}: sampled text would be lost. Set "
-                "environment.chat_template=FILE.jinja to a template that keeps it"
+                f"the model's chat template drops text of assistant messages: it renders a test "
+                f"message {_ANSWER!r} as {shown!r:.200}. Set environment.chat_template=FILE.jinja "
+                "to a template that keeps the text"
             )
     return True
 

@@ -1,4 +1,4 @@
-"""Functions as tools (``environment.tools``), and bases of other environments with tools."""
+"""Functions as tools (``environment.tools``), and base classes of environments with tools."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from aligner.rewards.protocol import Samples
 
 
 def loaded(name: str, key: str) -> Any:
-    """Load the class or function that ``environment.kwargs`` names under ``key``."""
+    """Load the class or function ``name``. ``key``: key of ``environment.kwargs`` with the name."""
     return load_function(name, key=f"environment.kwargs.{key}")
 
 
@@ -29,24 +29,24 @@ def prompt_messages(prompt: str | Sequence[Message] | None) -> list[Message]:
 
 
 class PromptedTools(ToolEnv):
-    """Base of environments with tools that begin with a prompt of the data."""
+    """Base class of environments with tools in which conversations begin with a row's prompt."""
 
     explains_calls = True
 
     def __init__(
         self, messages: Sequence[Message], tools: Sequence[Callable[..., Any]], form: Form
     ) -> None:
-        """Offer ``tools`` after ``messages``, of which the last must be a user message."""
+        """Begin with ``messages``, and offer ``tools``. The last message must be a user message."""
         super().__init__(tools, form)
         if not messages or messages[-1]["role"] != "user":
             raise DataError(
-                "the conversation has no user message at the end of its prompt. Add a column "
-                "'prompt' to the data, with text or with messages of which the last is a user's"
+                "the prompt does not end with a user message. Add a column 'prompt' to the data, "
+                "with text, or with messages of which the last has the role user"
             )
         self.messages = list(messages)
 
     def question(self) -> str:
-        """Return the user's last message."""
+        """Return the text of the user's last message."""
         return str(self.messages[-1]["content"])
 
     def init(self) -> Start:
@@ -56,7 +56,7 @@ class PromptedTools(ToolEnv):
 
 
 class ScoredTools(PromptedTools):
-    """Base of environments with tools in which a function scores each message without a call."""
+    """Base class of environments with tools in which a reward function scores the answer."""
 
     def __init__(
         self,
@@ -70,7 +70,10 @@ class ScoredTools(PromptedTools):
         ground_truth: Any = None,
         **columns: Any,
     ) -> None:
-        """Offer ``tools`` after ``prompt``. ``columns``: other columns, for the reward function."""
+        """Begin with ``prompt``, and offer ``tools``.
+
+        ``columns``: other columns of the row, passed to the reward function.
+        """
         del seed
         self._scorer = _scorer_of(reward, reward_kwargs)
         self._truth, self._columns = ground_truth, columns
@@ -101,14 +104,14 @@ class ScoredTools(PromptedTools):
 
 
 def _scorer_of(reward: str | None, kwargs: Mapping[str, Any] | None) -> LoadedFunction | None:
-    """Load a reward function. Its arguments and forms are those of ``reward.function``."""
+    """Load a reward function, which may have every form that ``reward.function`` accepts."""
     if reward is None:
         return None
     return LoadedFunction(loaded(reward, "reward"), reward, kwargs or {})
 
 
 class FunctionTools(ScoredTools):
-    """Environment that asks the row's prompt and offers functions as tools."""
+    """Environment that begins with the row's prompt and offers functions as tools."""
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class FunctionTools(ScoredTools):
         form: Form = "hermes",
         **others: Any,
     ) -> None:
-        """Load the functions ``tools``. ``others``: reward and columns of `ScoredTools`."""
+        """Load the functions with the paths ``tools``. ``others``: arguments of `ScoredTools`."""
         functions = [load_function(tool, key="environment.tools") for tool in tools]
         super().__init__(prompt, functions, form, **others)
 

@@ -24,7 +24,10 @@ FailureReason = Literal["env_timeout", "env_error", "engine_error"]
 
 
 class Call(NamedTuple):
-    """A call of a slot's process. `aligner.environments.worker` and ``agent`` list the calls."""
+    """A message to the process of ``slot``.
+
+    The docstrings of `aligner.environments.worker` and ``agent`` list the messages.
+    """
 
     slot: int
     name: CallName
@@ -43,12 +46,12 @@ class Failure(NamedTuple):
 
     reason: FailureReason
     text: str
-    cause: Exception | None = None  # of the engine
+    cause: Exception | None = None  # the engine's exception, if the engine failed
     kind: FailureKind = "raised"
 
 
 def engine_failure(error: Exception) -> Failure:
-    """Return the failure of an engine call. All conversations that waited share the object."""
+    """Return the failure for all conversations that waited for a failed call of the engine."""
     return Failure("engine_error", f"the engine raised {type(error).__name__}: {error}", error)
 
 
@@ -72,10 +75,10 @@ class EnvironmentPool(ProcessPool):
         """Start the first process, so that an unusable class is refused now.
 
         Args:
-            factory: path of the class, or of an agent's function, or the words of a command.
+            factory: dotted path of a class or of an agent's function, or the words of a command.
             kwargs: ``environment.kwargs``.
-            columns: the columns of the data, which the class must accept.
-            form: format of tool calls in the chat template, for classes with this parameter.
+            columns: columns of the data, which the class or function must accept as arguments.
+            form: format of tool calls in the chat template, passed to classes with this parameter.
             memory_mb: memory limit of each process in MiB.
             runs_agents: whether ``factory`` is an agent.
         """
@@ -123,7 +126,7 @@ class EnvironmentPool(ProcessPool):
     def answered(
         self, slots: Sequence[int], timeout_s: float, wake: Connection | None = None
     ) -> set[int]:
-        """Return the slots with an answer or a dead process, after at most ``timeout_s``.
+        """Wait for at most ``timeout_s``, and return the slots with an answer or a dead process.
 
         A message on ``wake`` ends the wait.
         """

@@ -22,8 +22,8 @@ _MAX_FLOAT32 = 3.4e38
 class Start:
     """Start of a conversation.
 
-    ``messages``: list of ``{"role": text, "content": text}``, of which the last is not the
-    assistant's. ``tools``: JSON schemas of functions, for the tokenizer's chat template.
+    ``messages``: list of ``{"role": text, "content": text}``. The last message must not be the
+    assistant's. ``tools``: JSON schemas of functions, passed to the tokenizer's chat template.
     """
 
     messages: Sequence[Message]
@@ -38,12 +38,13 @@ class Turn:
     stored with the sample.
     ``reward``: reward of the policy's message. None means that the message is not scored, which
     differs from 0. A mapping contains ``reward`` and additional metrics. All values are finite.
-    Metrics are summed over the conversation, except ``accuracy``, a verdict from 0 to 1, of which
-    the last value is used.
+    Metrics are summed over the conversation. ``accuracy``, from 0 to 1, is not summed: the last
+    value is the verdict on the conversation.
     ``done``: True if the conversation is over.
     ``info``: mapping that is stored with the sample.
-    ``steps``: additional rewards of parts of the message, as pairs ``(end, reward)``. ``end`` is
-    the number of characters of the message up to the end of the part.
+    ``steps``: rewards for parts of the message, in addition to ``reward``, as pairs
+    ``(end, reward)``. ``end`` is the number of characters from the start of the message to the end
+    of the part.
     """
 
     messages: Sequence[Message] = ()
@@ -60,7 +61,7 @@ class Turn:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The metrics of a reward that is a mapping."""
+        """The additional metrics in ``reward``, empty if ``reward`` is not a mapping."""
         items = self.reward.items() if isinstance(self.reward, Mapping) else ()
         return {
             name: float(value) for name, value in items if name != "reward" and value is not None
@@ -68,11 +69,12 @@ class Turn:
 
 
 class MessageEnv(Protocol):
-    """An environment of chat messages, created for each conversation.
+    """An environment that answers the policy's chat messages. Each conversation has an instance.
 
     The run calls ``Class(seed=..., **columns of the data's row, **environment.kwargs)``. Methods
-    are coroutines or plain functions. ``close`` is optional, as is a class method
-    ``check_kwargs(kwargs)``, which refuses ``environment.kwargs`` before the run by an exception.
+    are coroutines or plain functions. ``close`` is optional. An optional class method
+    ``check_kwargs(kwargs)`` raises an exception if ``environment.kwargs`` is not usable. The run
+    calls it before it loads a model.
     """
 
     def init(self) -> Start | Awaitable[Start]:
@@ -92,32 +94,35 @@ class MessageEnv(Protocol):
 
 
 def check_start(value: Any) -> Start:
-    """Return a `Start` with values of plain classes. Raises `DataError` if ``value`` is invalid."""
+    """Return a `Start` that contains built-in types only. Raises `DataError` if it is invalid."""
     if not isinstance(value, Start):
         raise DataError(f"init returned {shown(value)}; it must return a Start")
     tools = list(value.tools or ())
     if not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"tools must be JSON schemas, got {shown(value.tools)}")
+        raise DataError(f"Start.tools must be a list of JSON schemas, got {shown(value.tools)}")
     return Start(plain(parse_messages(list(value.messages))), plain(tools) or None)
 
 
 def check_turn(value: Any, characters: int = 0) -> Turn:
-    """Return a `Turn` with values of plain classes.
+    """Return a `Turn` that contains built-in types only.
 
-    Raises `ConfigError` if ``value`` is no `Turn`, incomplete or of wrong types, and `DataError` if
-    a number is invalid.
-    ``characters``: length of the policy's message, the upper bound of the steps' ends.
+    ``characters``: length of the policy's message, the maximum ``end`` of a step. Raises
+    `ConfigError` if ``value`` is no `Turn`, or lacks a value, or has a value of a wrong type.
+    Raises `DataError` for an invalid number.
     """
     if not isinstance(value, Turn):
         raise ConfigError(f"step returned {shown(value)}; it must return a Turn")
     if not value.messages and not value.done:
         raise ConfigError(
-            "step returned neither a message nor done=True. The policy needs a message to answer"
+            "step returned neither a message nor done=True. Return a message for the policy to "
+            "answer, or done=True to end the conversation"
         )
     # The reward, and its metrics.
     items = value.reward if isinstance(value.reward, Mapping) else {"reward": value.reward}
     if "reward" not in items:
-        raise ConfigError(f"the reward {dict(items)} has no key 'reward'")
+        raise ConfigError(
+            f"the reward {dict(items)} has no key 'reward'. Add it (None: not scored)"
+        )
     numbers = {
         str(name): _number(number, str(name), is_metric=name != "reward")
         for name, number in items.items()
@@ -125,8 +130,8 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
     accuracy = numbers.get("accuracy")
     if accuracy is not None and not 0 <= accuracy <= 1:
         raise DataError(
-            f"accuracy is {accuracy:g}. It must be a share, from 0 to 1, and the last accuracy of "
-            "a conversation is its verdict. Give other metrics another name"
+            f"accuracy is {accuracy:g}. It must be from 0 to 1, because the last accuracy in a "
+            "conversation is the verdict on it. Give other metrics another name"
         )
     reward = numbers if isinstance(value.reward, Mapping) else numbers["reward"]
     # Messages, and info with the ``repr`` of all values except scalars.
@@ -138,10 +143,13 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
 
 
 def check_total(rewards: Iterable[float | None]) -> None:
-    """Raise `DataError` if sums of a conversation's rewards may not be finite in float32."""
+    """Raise `DataError` if the absolute rewards of a conversation have no finite sum in float32."""
     total = math.fsum(abs(reward or 0.0) for reward in rewards)
     if total > _MAX_FLOAT32:
-        raise DataError(f"the rewards of the conversation add up to {total:g}, beyond float32")
+        raise DataError(
+            f"the absolute rewards of the conversation add up to {total:g}, beyond float32. Return "
+            "smaller rewards"
+        )
 
 
 def _is_scalar(value: Any) -> bool:
@@ -156,7 +164,7 @@ def _step(value: Any, characters: int) -> tuple[int, float]:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise DataError(
-            f"steps has {shown(value)}. A step is (end, reward), and its end is from 1 to "
+            f"steps has {shown(value)}. A step must be (end, reward), with an end from 1 to "
             f"{characters}, the number of characters of the message"
         ) from None
     number = _number(reward, "the reward of a step")
@@ -166,7 +174,7 @@ def _step(value: Any, characters: int) -> tuple[int, float]:
 
 
 def _number(value: Any, name: str, *, is_metric: bool = False) -> float | None:
-    """Return ``value`` as a float. Returns None for a metric that is not finite in float32."""
+    """Return ``value`` as a float. Returns None for None, and for a metric that is not finite."""
     if value is None:
         return None
     is_text = isinstance(value, str | bytes)

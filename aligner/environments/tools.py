@@ -16,7 +16,7 @@ from aligner.errors import ConfigError
 from aligner.importing import text_of
 
 _PARAMETER = re.compile(r"^\s*(\w+)(?: *\([^)]*\))?: *(.*)$")
-_MAX_CHARACTERS = 4000  # of a result
+_MAX_CHARACTERS = 4000  # length at which a result is cut
 HOW_TO_CALL = 'To call a function, write a line such as: call NAME {"ARGUMENT": VALUE}'
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
@@ -56,12 +56,12 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
 class ToolEnv:
     """An environment with tools. A subclass provides the question and scores the answer.
 
-    The calls of a message are executed, several at the same time, and the message gets the reward
-    `call_reward`. Errors and unknown tools become results in text. A message without calls is the
-    answer. ``info["calls"]`` of samples contains a line per call.
+    `step` executes the calls of a message, several at the same time, and scores the message with
+    `call_reward`. After an error or a call of an unknown tool, the result is an error message.
+    A message without calls is the answer. ``info["calls"]`` of a sample contains a line per call.
 
-    A subclass with a parameter ``form`` gets the format of the tokenizer's chat template
-    (`aligner.environments.calls.form_of`), unless ``environment.kwargs`` sets it.
+    A subclass with a parameter ``form`` gets the format of calls in the tokenizer's chat template
+    (`aligner.environments.calls.form_of`), unless ``environment.kwargs`` sets ``form``.
     ``calls_at_once``: maximum number of concurrent calls. With 1, calls are executed in order.
     """
 
@@ -77,20 +77,20 @@ class ToolEnv:
         self._tools = {tool.__name__: tool for tool in tools}
 
     def question(self) -> str:
-        """Return the user's first message."""
+        """Return the text of the user's first message."""
         raise NotImplementedError
 
     def answered(self, text: str) -> Turn:
-        """Return the last turn of a conversation with this answer."""
+        """Score the answer ``text``, and return the last turn of the conversation."""
         raise NotImplementedError
 
     def call_reward(self, calls: Sequence[ToolCall], results: Sequence[str]) -> float | None:
-        """Return the reward of a message with calls. Default: None (not scored)."""
+        """Return the reward of a message with calls. None: not scored, the default."""
         del calls, results
         return None
 
     def init(self) -> Start:
-        """Ask the question and show the tools."""
+        """Return the question and the tools."""
         messages = [{"role": "user", "content": self.question()}]
         if FORMS[self._form].sign:  # the chat template shows the functions
             return Start(messages, self._schemas)
@@ -121,14 +121,17 @@ class ToolEnv:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the calculator, which was published in this module."""
+    """Return the calculator, which earlier versions defined in this module."""
     return published(__name__, name)
 
 
 def tools_in_text(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, explained: bool = True
 ) -> list[Message]:
-    """Return the messages with a description of tools, and of calls, at the start of the first."""
+    """Return the messages, with a description of ``tools`` at the start of the first message.
+
+    ``explained``: whether the description also shows how to write a call.
+    """
     lines = []
     for schema in tools:
         function = schema.get("function", schema)
@@ -144,7 +147,7 @@ def _docstring(function: Callable[..., Any], name: str) -> tuple[str, dict[str, 
     """Return the description of a function, and the description of each parameter."""
     text = inspect.getdoc(function)
     if not text:
-        raise ConfigError(f"tool {name!r} has no docstring, which describes it to the policy")
+        raise ConfigError(f"tool {name!r} has no docstring. Add one: the policy reads it")
     description, _, parameters = (
         re.split(r"\n(?:Returns|Raises):\n", part)[0] for part in text.partition("\nArgs:\n")
     )
@@ -176,6 +179,6 @@ def _schema_of_type(hint: Any, name: str) -> dict[str, Any]:
         (arm,) = (arm for arm in arms if arm is not type(None))
         return {**_schema_of_type(arm, name), "nullable": True}
     raise ConfigError(
-        f"{name}: a schema cannot have the type {hint}. Use str, int, float, bool, list, dict, a "
-        "Literal of texts, or a union of one of these with None"
+        f"{name}: a JSON schema cannot express the type {hint}. Use str, int, float, bool, list, "
+        "dict, a Literal of texts, or a union of one of these with None"
     )

@@ -18,13 +18,13 @@ EndReason = Literal["done", "max_turns", "max_tokens", "failed"]
 
 
 class Limits(NamedTuple):
-    """Largest permitted sizes of a conversation or a session."""
+    """Maximum numbers of turns and tokens of a conversation or a session."""
 
     max_turns: int = sys.maxsize
     max_tokens: int = sys.maxsize
 
     def exceeded(self, turns: int, tokens: int) -> Limit | None:
-        """Return the limit that this size exceeds, the turns first. None if it fits."""
+        """Return the name of the first limit that is exceeded, None if neither is."""
         if turns > self.max_turns:
             return "max_turns"
         return "max_tokens" if tokens > self.max_tokens else None
@@ -35,8 +35,8 @@ class TurnRecord:
     """A turn: the policy's message, its reward, and the messages that answer it."""
 
     content: str
-    tokens: int
-    ended: bool
+    tokens: int  # number of sampled tokens
+    ended: bool  # the last sampled token is an end token
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
     answer: list[Message] = field(default_factory=list)
@@ -48,7 +48,7 @@ class KeptTokens(NamedTuple):
     """Token ids that top-k and top-p kept at each sampled token of a turn."""
 
     start: int  # index of the first sampled token in the row
-    ids: Tensor  # int32 [n, K]
+    ids: Tensor  # int32 [sampled tokens, K], padded with -1
 
 
 @dataclass
@@ -57,8 +57,9 @@ class Trajectory:
 
     ``prompt``: text before the first turn. ``ids``: tokens of all sequences, one after the other.
     A forked conversation has several sequences. ``starts``: index at which each sequence begins.
-    ``logprobs``: log-probs of sampled tokens, 0 elsewhere. ``turn_ids``: index of the turn that
-    sampled the token, from 1, and 0 elsewhere. ``failures``: reasons of failed earlier attempts.
+    ``logprobs``: log-probs of sampled tokens, 0 for other tokens. ``turn_ids``: number of the turn
+    in which the token was sampled, counted from 1, and 0 for other tokens. ``failures``: error
+    messages of earlier attempts at this conversation.
     """
 
     tokenizer: Tokenizer
@@ -84,13 +85,16 @@ class Trajectory:
 
     @property
     def positions(self) -> list[int]:
-        """Position of each token up to `length` in its sequence, from 0."""
+        """Position of each of the first `length` tokens in its sequence, counted from 0."""
         bounds = zip(self.starts, [*self.starts[1:], len(self.ids)], strict=True)
         return [position for start, end in bounds for position in range(end - start)][: self.length]
 
     @property
     def rewards(self) -> list[float]:
-        """Reward of each token up to `length`. A turn or step has it at its last token."""
+        """Reward of each of the first `length` tokens.
+
+        The last token of a turn or step has its reward. Other tokens have 0.
+        """
         tokens_of_turn: dict[int, list[int]] = {}
         for index, number in enumerate(self.turn_ids):
             tokens_of_turn.setdefault(number, []).append(index)
@@ -110,7 +114,7 @@ class Trajectory:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Sums over the turns of additional metrics. Of ``accuracy``, the last value."""
+        """Additional metrics, summed over the turns, and the last value of ``accuracy``."""
         total: dict[str, float] = {}
         for turn in self.turns:
             for name, value in turn.parts.items():
@@ -134,7 +138,7 @@ class Trajectory:
         return "\n".join(lines)
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
-        """Append the tokens of a turn, or tokens that were not sampled if ``turn`` is 0."""
+        """Append tokens that were sampled in turn ``turn``, or if it is 0, not sampled."""
         self.ids += ids
         self.logprobs += logprobs
         self.turn_ids += [turn] * len(ids)
@@ -144,14 +148,17 @@ class Trajectory:
         self.append(ids, [0.0] * len(ids), turn=0)
 
     def fail(self, cause: str) -> None:
-        """Remove all rewards, so that the trajectory is a sample of reward 0."""
+        """Mark the conversation as failed and remove its rewards. The sample then has reward 0."""
         for turn in self.turns:
             turn.reward, turn.parts, turn.steps = None, {}, []
         self.turns[-1].info = {"failure": cause}
         self.end_reason = "failed"
 
     def _step_ends(self, indices: Sequence[int], steps: Sequence[tuple[int, float]]) -> list[int]:
-        """Return the index of the token that completes each step of the turn at ``indices``."""
+        """Return for each step the index of the token that completes it.
+
+        ``indices``: indices of the turn's tokens.
+        """
         if not steps:
             return []
         # Decode in the context of the turn's sequence.

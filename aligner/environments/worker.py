@@ -1,7 +1,8 @@
 """Process of an environment, which runs one conversation at a time.
 
 Messages are ``begin`` with ``(seed, columns of the row)``, ``step`` with the policy's message, and
-``close``. Answers are ``answer, value`` or, for an exception, a kind of `failure_kind` with a text.
+``close``. The process answers with ``("answer", value)``. After an exception, it answers with the
+result of `failure_kind` and the text of the exception.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ _ERRORS_OF_VALUES = (AssertionError, IndexError, KeyError, ValueError, ZeroDivis
 def load(
     factory: str, kwargs: Mapping[str, Any], columns: Collection[str], form: Form | None
 ) -> tuple[None, Callable[..., Answers]]:
-    """Load the class, in the environment's process."""
+    """Load the class in its process, and return the function that answers messages."""
     host = Host(load_factory(factory, kwargs, columns, form), kwargs)
     return None, partial(answers_of, host.call)
 
@@ -33,7 +34,7 @@ def load(
 def answers_of(
     call: Callable[[str, Any], Start | Turn | None], name: str, argument: Any
 ) -> Answers:
-    """Yield the answer to a message: the value or the exception's text."""
+    """Yield the answer to the message ``name``: a kind, and a value or the exception's text."""
     value: Any
     try:
         result = call(name, argument)
@@ -46,10 +47,10 @@ def answers_of(
 
 
 def failure_kind(name: str, error: BaseException) -> FailureKind:
-    """Return whether a repetition of the conversation can succeed after an error of the call.
+    """Classify an error of the call ``name``: can the conversation succeed if it is repeated?
 
-    ``raised``: it can. ``fault``: the code is wrong, at least for some texts of the policy.
-    ``final``: a repetition would fail in the same way.
+    ``raised``: yes. ``fault``: the code seems wrong, at least for some texts of the policy.
+    ``final``: no, the same error would be raised again.
     """
     is_fault = isinstance(error, _FAULTS)
     # `begin` has the same seed and row in a repetition, and does not depend on the policy.
@@ -63,10 +64,11 @@ def failure_kind(name: str, error: BaseException) -> FailureKind:
 def load_factory(
     factory: str, kwargs: Mapping[str, Any], columns: Collection[str], form: Form | None = None
 ) -> Callable[..., Any]:
-    """Return the class that ``environment.factory`` names, with its ``form`` bound if it needs one.
+    """Return the class with the path ``factory``, and with the argument ``form`` if it needs one.
 
     ``form``: format of tool calls in the chat template, for a class with the attribute
-    ``reads_calls`` and the parameter ``form``. A column or ``kwargs`` of that name replace it.
+    ``reads_calls`` and the parameter ``form``. A column or a key of ``kwargs`` with the name
+    ``form`` overrides it.
     Raises `ConfigError` if the class cannot be used with the data's ``columns`` and ``kwargs``.
     """
     factory_class = load_function(factory, key=KEY, kind="class")
@@ -94,34 +96,35 @@ def check_arguments(
     call: str,
     *reserved: str,
 ) -> None:
-    """Raise `ConfigError` if a call with ``names``, a row's columns and ``kwargs`` cannot work.
+    """Raise `ConfigError` if ``function`` does not accept the arguments of the run.
 
-    ``columns``: names, or the result of `aligner.data.prompts.columns_of_rows`. ``key``: setting of
-    the function. ``call``: verb of the call. ``reserved``: names that columns cannot have.
+    The arguments are ``names``, the columns of a row, and ``kwargs``. ``columns``: names, or the
+    result of `aligner.data.prompts.columns_of_rows`. ``key``: configuration key and value of the
+    function. ``call``: verb of the error message. ``reserved``: names that columns cannot have.
     """
     own = {*names, *reserved}
     repeated = sorted({*own, *columns} & kwargs.keys()) + sorted(own & {*columns})
     if repeated:
         raise ConfigError(
-            f"{key}: {', '.join(repeated)} would be given twice, by the call, by a column of the "
-            "data or by environment.kwargs. Rename one of them"
+            f"{key}: {', '.join(repeated)} would be given twice. Arguments come from the run, from "
+            "the columns of the data and from environment.kwargs. Rename the column or the key"
         )
     message = (
         f"{key} {call} with {', '.join(names)}, the columns of the data and environment.kwargs"
     )
     first = [*names, *kwargs]
-    check_call(function, [*first, *columns], message, "Take what it does not need as **columns.")
+    check_call(function, [*first, *columns], message, "Add **columns to accept all columns.")
     for name, row in columns.items() if isinstance(columns, Mapping) else ():
         if row is not None:
             arguments = [*first, *(column for column in columns if column != name)]
-            remedy = f"Give the row a value of {name!r}, or the parameter a default."
+            remedy = f"Add a value of {name!r} to the row, or a default to the parameter."
             check_call(function, arguments, f"{message}; {row} has no {name!r}", remedy)
     with raised_as(ConfigError, key, AlignerError):
         getattr(function, "check_kwargs", lambda kwargs: None)(kwargs)
 
 
 class Host:
-    """Host of one conversation at a time, with an event loop for coroutines."""
+    """Runs one conversation at a time, with an event loop for coroutines."""
 
     def __init__(self, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self._factory, self._kwargs = factory, kwargs
@@ -129,7 +132,7 @@ class Host:
         self._environment: Any = None
 
     def call(self, name: str, argument: Any) -> Start | Turn | None:
-        """Execute a call and check its result."""
+        """Answer the message ``name``, and check what the environment returns."""
         if name == "begin":
             # Close an unfinished conversation, whose errors no longer matter.
             with suppress(Exception):

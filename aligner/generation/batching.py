@@ -1,4 +1,4 @@
-"""Loop of a sampling engine: queued rows are generated in batches, in the main thread.
+"""Loop of a sampling engine, in the main thread: answers queued rows in batches.
 
     JobQueue ─ rows ─► rank 0 ─ batch to all ranks ─► engine ─ tokens ─► rank 0 ─ reports ─► jobs
 
@@ -45,8 +45,8 @@ class _AbandonedError(Exception):
 class ServingEngine:
     """Loop that answers queued rows with an engine that is ready to generate.
 
-    ``survives`` decides on all ranks whether the engine can be used after an exception. By default
-    it can, unless there are other ranks, whose state is then unknown, or a worker failed.
+    ``survives``, called on all ranks, returns whether the engine can be used after an exception.
+    The default returns False if there are other ranks (their state is unknown) or a worker failed.
     """
 
     generation: GenerationInterface
@@ -62,10 +62,10 @@ class ServingEngine:
     is_complete: Callable[[int], bool] = lambda rows: False  # start without waiting for more rows
 
     def serve(self, is_stopping: Callable[[], bool]) -> None:
-        """Answer until ``is_stopping()`` on rank 0, on all ranks.
+        """Answer rows until ``is_stopping()`` is true on rank 0. All ranks call this method.
 
-        If a batch fails, its jobs get the exception. Exceptions that the engine does not survive
-        are raised.
+        If a batch fails, its jobs get the exception. An exception after which the engine cannot be
+        used is also raised.
         """
         fit = partial(fit_together, positions=self.positions)
         while True:
@@ -121,7 +121,7 @@ class ServingEngine:
         return output.to("cpu")
 
     def _listener(self, slots: list[_RowSlot], is_stopping: Callable[[], bool]) -> _Listener:
-        ends, may_leave = self.end_ids, not self.has_peers
+        may_abandon = not self.has_peers
         # With different limits, the engine may sample for the longest after all rows have ended.
         longest = max((slot.item.longest for slot in slots), default=0)
         is_cut = any(slot.item.longest < longest for slot in slots)
@@ -131,8 +131,8 @@ class ServingEngine:
                 return
             slot = slots[index]
             end: EndKind | None = "length" if slot.reported + 1 >= slot.item.longest else None
-            _report(slot, [token], [logprob], "stop" if token in ends else end)
-            if not may_leave or (not is_cut and all(row_slot.is_ended for row_slot in slots)):
+            _report(slot, [token], [logprob], "stop" if token in self.end_ids else end)
+            if not may_abandon or (not is_cut and all(row_slot.is_ended for row_slot in slots)):
                 return  # the batch ends without intervention
             if is_stopping() or not any(row_slot.is_wanted for row_slot in slots):
                 raise _AbandonedError

@@ -25,7 +25,7 @@ class Progress(NamedTuple):
     ids: list[int]
     logprobs: list[float]  # one per token
     end: EndKind | None = None  # None while more tokens follow
-    kept_ids: Tensor | None = None  # int32 [n, K], recorded ids that the sampler kept per token
+    kept_ids: Tensor | None = None  # int32 [n, K]: ids that top-k and top-p kept, if recorded
 
 
 @dataclass
@@ -69,7 +69,7 @@ def fit_together(rows: Sequence[Row], positions: int) -> bool:
 
 
 def batch_options(rows: Sequence[Row]) -> SamplingOptions | None:
-    """Return the sampling options of a batch of ``rows``, or None for the engine's."""
+    """Return sampling options for a batch of ``rows``. None: the engine's own options."""
     first = rows[0].options if rows else None
     if first is None:
         return None

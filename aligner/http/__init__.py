@@ -1,8 +1,9 @@
-"""HTTP servers of the library: for rewards, and for a policy.
+"""HTTP servers of the library, for a reward model and for a policy.
 
 event loop (a thread): token, body ─► threads: JSON, tokens ─► JobQueue ─► the model (main thread)
 
-`listening` limits connections and time, `application` the size of bodies, `queue` the waiting jobs.
+`listening` limits connections and time, `application` the size of request bodies, and `queue` the
+number of waiting items.
 """
 
 JSON_TYPE = "application/json"

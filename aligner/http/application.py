@@ -1,4 +1,4 @@
-"""Applications of the library's servers: routes, bearer tokens, limits of bodies, refusals."""
+"""HTTP applications: routes, bearer tokens, size limits of request bodies, error responses."""
 
 import contextlib
 import hmac
@@ -19,11 +19,11 @@ from aligner.http.results import ENDING
 
 Parsed = TypeVar("Parsed")
 Routes = Mapping[str, Callable[..., Any]]  # from, for instance, ``GET /health`` to the endpoint
-MAX_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # of the bodies of all current requests
+MAX_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # total size of the bodies of all current requests
 
 
 def check_bearer(request: Request, token: str | None) -> None:
-    """Refuse a request without ``token``, with status 401. A token of None admits all requests."""
+    """Raise an `HTTPException` (401) if a request lacks ``token``. None admits all requests."""
     if token is None:
         return
     header = request.headers.get("Authorization", "").encode()
@@ -32,7 +32,7 @@ def check_bearer(request: Request, token: str | None) -> None:
 
 
 class Bodies:
-    """Bodies of the current requests, with a limit on their total size."""
+    """Reads the bodies of requests, with a limit on the total size of all current bodies."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -42,7 +42,11 @@ class Bodies:
     async def read(
         self, request: Request, parse: Callable[[bytearray], Parsed]
     ) -> AsyncIterator[Parsed]:
-        """Parse a request's body with ``parse``. Its size counts until the block ends."""
+        """Read a request's body and yield the result of ``parse``.
+
+        Until the block ends, the body counts towards `MAX_BYTES_IN_FLIGHT`. Raises an
+        `HTTPException`: 411, 413 or 503 for the size, and 400 if ``parse`` fails.
+        """
 
         def parsed() -> Parsed:
             with self._parsing:
@@ -50,9 +54,9 @@ class Bodies:
 
         length, body = request.headers.get("Content-Length"), bytearray()
         if length is None or "Transfer-Encoding" in request.headers:
-            raise HTTPException(411, "Content-Length is missing")
+            raise HTTPException(411, "Content-Length is missing. Send the length of the body")
         if int(length) > MAX_BYTES:
-            raise HTTPException(413, f"the body has {length} bytes, at most {MAX_BYTES} are taken")
+            raise HTTPException(413, f"the body has {length} bytes, but the limit is {MAX_BYTES}")
         # Count bytes as they arrive, for the limit of all requests together.
         try:
             async for piece in request.stream():
@@ -66,7 +70,7 @@ class Bodies:
 
 
 def blame_sender(function: Callable[..., Parsed], *arguments: Any) -> Parsed:
-    """Call a function of a request's contents, and turn its errors into status 400."""
+    """Call ``function``, which reads a request's contents, and raise its errors as status 400."""
     try:
         return function(*arguments)
     except HTTPException:
@@ -90,10 +94,10 @@ def http_server(
 ) -> Iterator[tuple[str, int]]:
     """Answer requests in a thread until the block ends. The context manager yields host and port.
 
-    Port 0 chooses a free port. Waiting jobs fail when the block ends. ``setting``: keys of the
-    address with their values, for the error. ``refusal``: returns the body of a refusal.
-    ``connections``: maximum number, as far as the limit of open files allows. Raises `ConfigError`
-    if the server cannot listen at ``address``.
+    Port 0 chooses a free port. When the block ends, the jobs in ``queue`` fail. ``setting``:
+    configuration keys and values of the address, for the error message. ``refusal``: returns the
+    body of an error response. ``connections``: maximum number of connections, which the limit of
+    open files may reduce. Raises `ConfigError` if the server cannot listen at ``address``.
     """
     endpoints = ", ".join(route for route in routes if "{" not in route)
 

@@ -1,4 +1,4 @@
-"""Sockets of the library's servers: uvicorn with limits of connections, arrival and delivery.
+"""Connections of HTTP servers: uvicorn, with a limit on their number and with time limits.
 
 client ── bytes ──► _Connection ── request ──► application (uvicorn's event loop, a thread)
    ▲                     │                          │
@@ -32,7 +32,7 @@ ARRIVAL_S = 60.0  # time limit of a request, headers and body, from the connecti
 _CHUNK_BYTES = 2**12  # passed to h11 at once
 _OTHER_FILES = 512  # open files of a process other than its connections
 
-Refusal = Callable[[int, str], Any]  # returns the body of a refusal from its status and its cause
+Refusal = Callable[[int, str], Any]  # returns an error response's body from status and cause
 
 
 class _Connection(H11Protocol):
@@ -76,7 +76,7 @@ class _Connection(H11Protocol):
                 super().data_received(data[start : start + _CHUNK_BYTES])
 
     def eof_received(self) -> None:
-        """Refuse a body that ends early. Then asyncio closes the connection."""
+        """Refuse a request whose body is incomplete. Then asyncio closes the connection."""
         if self.cycle is not None and self.cycle.more_body:
             self.conn.receive_data(b"")
             self.handle_events()
@@ -95,7 +95,7 @@ class _Connection(H11Protocol):
             self._refuse(408, f"the request did not arrive within {limit_s:g} s")
 
     def _refuse(self, status: int, cause: str) -> None:
-        """Send a refusal without the application."""
+        """Send an error response without calling the application, and close the connection."""
         body = json.dumps(self.refusal(status, cause)).encode()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nConnection: close\r\n"

@@ -18,7 +18,7 @@ def parse_json(body: bytes | bytearray) -> Any:
 
 
 def validated(kind: type[Message], value: Any) -> Message:
-    """Return ``value`` as a message. Raises `DataError` with the first validation error."""
+    """Return ``value`` as a ``kind``. Raises `DataError` with the first validation error."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -21,7 +21,7 @@ class Job(Generic[Item]):
 
     items: Sequence[Item]
     report: Callable[[Any], None]  # called by the model's thread with each result or an error
-    started: int = 0  # number of items that the model has begun, in order
+    started: int = 0  # number of items that the model has started, in the order of `items`
     ended: int = 0  # number of items whose result is complete
     is_abandoned: bool = False  # no client waits for the results
 
@@ -37,7 +37,7 @@ class Slot(Generic[Item]):
 
     @property
     def item(self) -> Item:
-        """The item."""
+        """The item that the model processes."""
         return self.job.items[self.index]
 
     @property
@@ -88,11 +88,12 @@ class JobQueue(Generic[Item]):
         fit_together: Callable[[list[Item]], bool] = lambda items: True,
         is_complete: Callable[[int], bool] = lambda waiting: False,
     ) -> list[Slot[Item]]:
-        """Return up to ``max_items`` items for one batch, an empty list if the wait timed out.
+        """Wait up to ``timeout_s`` for items. Return at most ``max_items`` of them for a batch.
 
         A job with more items is queued again after the other jobs. ``fit_together``: returns
-        whether the last of some items fits the others. A job whose next item does not fit keeps its
-        turn. ``is_complete``: returns whether a number of waiting items is enough.
+        whether the last item of a list can join the others in a batch. A job whose next item does
+        not fit keeps its position in the queue. ``is_complete``: returns whether this number of
+        waiting items is enough to start a batch without waiting ``gather_s``.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_woken, timeout_s)
@@ -123,7 +124,7 @@ class JobQueue(Generic[Item]):
         return sum(len(job.items) - job.started for job in self._jobs if not job.is_abandoned)
 
     def wake(self) -> None:
-        """End a wait of `take` for jobs, and have `take` call ``is_complete`` again."""
+        """End a wait of `take` for jobs, or make `take` call ``is_complete`` again."""
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()

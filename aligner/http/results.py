@@ -20,7 +20,7 @@ _DISCONNECTED = 499  # a status for a client that no longer reads
 
 
 class Results(Generic[Result]):
-    """Results of one job. Created within the event loop. Pass `put` as ``report`` of the job."""
+    """Results of one job, created within the event loop. `put` must be the job's ``report``."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[Result | Exception] = asyncio.Queue()
@@ -33,7 +33,7 @@ class Results(Generic[Result]):
 
     @contextlib.contextmanager
     def while_connected(self, request: Request) -> Iterator[None]:
-        """End the wait if the client disconnects in the block. The body must have been read."""
+        """Within the block, end `of` if the client disconnects. The body must have been read."""
 
         async def report_disconnect() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -55,8 +55,9 @@ class Results(Generic[Result]):
     ) -> AsyncIterator[Result]:
         """Yield the results of a queued job until all its items have ended. Then abandon the job.
 
-        ``deadline``: by the event loop's clock. ``is_last``: returns whether a result ends an item.
-        Raises an `HTTPException`: 500 if the model failed, 503 after the deadline or at the end.
+        ``deadline``: time of the event loop's clock. ``is_last``: returns whether a result is the
+        last of its item. Raises an `HTTPException`: 499 if the client disconnected, 500 if the
+        model failed, 503 after the deadline or when the server ends.
         """
         missing = len(job.items)
         try:

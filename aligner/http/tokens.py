@@ -11,7 +11,8 @@ from aligner.errors import ConfigError, raised_as
 def read_token(variable: str | None, file: str | None, owner: str) -> str | None:
     """Read a token from an environment variable or a file. Return None if both are None.
 
-    Raises `ConfigError`, with the server ``owner``, if the token is not a line of printable ASCII.
+    ``owner``: description of the server, for the error message. Raises `ConfigError` if the token
+    is missing or is not a line of printable ASCII.
     """
     if variable is not None:
         token, source = os.environ.get(variable), f"token_env={variable}"
@@ -26,13 +27,14 @@ def read_token(variable: str | None, file: str | None, owner: str) -> str | None
     token = (token or "").strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"{source} contains no access token of {owner}. A token is one line of printable ASCII"
+            f"{source} contains no access token of {owner}. Write a token into it: one line of "
+            "printable ASCII"
         )
     return token
 
 
 def new_token(file: str | None) -> str:
-    """Return a random token, and write it to ``file`` with access for the owner only.
+    """Return a random token, and write it to ``file``, which only its owner can read.
 
     Raises `ConfigError` if the file cannot be written.
     """

@@ -1,9 +1,9 @@
 """Answers in OpenAI's format, complete or streamed, built from the tokens of the engine.
 
-Answers and pieces are JSON objects. ``token_ids`` and ``prompt_token_ids`` are vLLM's keys. The
-log-probs are those of the sampling distribution, of every sampled token, the end token included.
-The text of a token is the text that the token completes. End tokens and skipped special tokens have
-no text.
+Answers and the pieces of a stream are JSON objects. The keys ``token_ids`` and ``prompt_token_ids``
+are vLLM's. Log-probs are those of the sampling distribution, for every sampled token, the end token
+included. A token's text consists of the characters that the token completes. End tokens and skipped
+special tokens have no text.
 """
 
 import secrets
@@ -54,7 +54,7 @@ class Choice:
         # interrupt a stop string, in that text without special tokens.
         self._decoded, self._plain = "", ""
         self._special_spans: list[tuple[int, int]] = []  # offset in `_plain`, characters
-        self._least_characters = (0, 0)  # of both texts, before which stop strings are ignored
+        self._least_characters = (0, 0)  # of both texts: stop strings that end earlier are ignored
 
     def push(self, progress: Progress) -> str:
         """Add sampled tokens and return the text that can now be shown."""
@@ -98,7 +98,7 @@ class Choice:
         return text
 
     def _shown(self) -> str:
-        """Return the text up to a stop string and, before the end, up to a possible stop string."""
+        """Return the text up to a stop string. Before the end, also hide the start of one."""
         text, plain = self._decoded, self._plain
         ends = self._stops(text, self._least_characters[0])
         ends += map(self._offset_in_text, self._stops(plain, self._least_characters[1]))
@@ -115,7 +115,7 @@ class Choice:
         return [offset for offset in offsets if offset >= 0]
 
     def _certain(self, text: str) -> int:
-        """Return the number of characters before the possible begin of a stop string at the end."""
+        """Return the length of ``text`` without a suffix that may be the start of a stop string."""
         lengths = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
         return len(text) - max(lengths, default=0)
 
@@ -130,7 +130,7 @@ class Answer(ABC):
     object: str
     piece_object: str
     prefix: str
-    nothing: ClassVar[Json]  # content of a choice's last piece
+    empty_content: ClassVar[Json]  # content of a choice's last piece
 
     def __init__(
         self,
@@ -140,14 +140,17 @@ class Answer(ABC):
         choices: Sequence[Choice],
         form: Form | None = None,
     ) -> None:
-        """Format ``choices``, which grow later. ``form``: format of tool calls, or None."""
+        """Prepare an answer. ``choices`` get their tokens later.
+
+        ``form``: format of tool calls, None if the request has no tools.
+        """
         self.choices = choices
         self._tokenizer, self._request, self._form = tokenizer, request, form
         unique = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head: Json = {"id": unique, "created": int(time.time()), "model": model}
 
     def complete(self) -> Json:
-        """Return the whole answer, after every choice has ended."""
+        """Return the complete answer. Every choice must have ended."""
         choices = []
         for index, choice in enumerate(self.choices):
             content, finish = self._content(choice)
@@ -156,11 +159,11 @@ class Answer(ABC):
         return self._completion(self.object, choices, usage=self._usage())
 
     def first(self) -> list[Json]:
-        """Return the pieces before any sampled token."""
+        """Return the pieces that are sent before any token is sampled."""
         return []
 
     def pieces(self, progress: Progress) -> list[Json]:
-        """Return the pieces for new tokens of a choice."""
+        """Add new tokens to a choice, and return the pieces that show them."""
         choice = self.choices[progress.row]
         text = choice.push(progress)
         content, finish = self._new_content(choice, text)
@@ -170,22 +173,23 @@ class Answer(ABC):
             details = self._details(choice, len(choice.ids) - len(progress.ids))
             pieces.append(self._piece(row, **content, finish_reason=None, **details))
         if finish is not None:
-            pieces.append(self._piece(row, **self.nothing, finish_reason=finish, logprobs=None))
+            end: Json = {**self.empty_content, "finish_reason": finish, "logprobs": None}
+            pieces.append(self._piece(row, **end))
         return pieces
 
     def last(self) -> list[Json]:
-        """Return the pieces after the end of all choices."""
+        """Return the pieces that are sent after all choices have ended."""
         if not self._request.stream_options.include_usage:
             return []
         return [self._completion(self.piece_object, [], usage=self._usage())]
 
     @abstractmethod
     def _content(self, choice: Choice) -> tuple[Json, str | None]:
-        """Return the content of a choice that has ended, and why it ended."""
+        """Return the content and the finish reason of a choice that has ended."""
 
     @abstractmethod
     def _new_content(self, choice: Choice, text: str) -> tuple[Json, str | None]:
-        """Return the content of a piece with new ``text``, and why the choice has ended, if so."""
+        """Return the content of a piece with new ``text``, and the finish reason at the end."""
 
     @abstractmethod
     def _logprobs(self, choice: Choice, start: int) -> Json:
@@ -221,17 +225,17 @@ class ChatAnswer(Answer):
     """Answers of ``/v1/chat/completions``."""
 
     object, piece_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-    nothing: ClassVar[Json] = {"delta": {}}
+    empty_content: ClassVar[Json] = {"delta": {}}
 
     def complete(self) -> Json:
-        """Return the whole answer, after every choice has ended."""
+        """Return the complete answer. Every choice must have ended."""
         answer = super().complete()
         if self._request.return_token_ids:
             answer["prompt_token_ids"] = self.choices[0].prompt
         return answer
 
     def first(self) -> list[Json]:
-        """Return the role of each message, and the prompt's tokens."""
+        """Return for each choice a piece with its role, and the prompt's tokens if requested."""
         delta = {"role": "assistant", "content": ""}
         pieces = [
             self._piece(index, delta=delta, finish_reason=None, logprobs=None)
@@ -256,7 +260,7 @@ class ChatAnswer(Answer):
         return {"delta": delta}, finish
 
     def _message(self, choice: Choice) -> tuple[Json, str | None]:
-        """Return the fields of a choice's message, and why the choice ended."""
+        """Return content and tool calls of a choice's message, and the finish reason."""
         if self._form is not None:
             content, calls = split_calls(choice.text, self._form)
             if calls:
@@ -278,7 +282,7 @@ class CompletionAnswer(Answer):
     """Answers of ``/v1/completions``."""
 
     object, piece_object, prefix = "text_completion", "text_completion", "cmpl"
-    nothing: ClassVar[Json] = {"text": ""}
+    empty_content: ClassVar[Json] = {"text": ""}
 
     def _content(self, choice: Choice) -> tuple[Json, str | None]:
         return {"text": choice.text}, choice.finish

@@ -1,6 +1,6 @@
 """Endpoints of a policy's server with OpenAI's interface (`aligner.http` describes the threads).
 
-Every wait ends: requests after `Service.timeout_s`, connections as `aligner.http.listening` says.
+`Service.timeout_s` limits the time of a request, `aligner.http.listening` that of a connection.
 """
 
 import contextlib
@@ -50,18 +50,18 @@ class Service:
     served: Served
     queue: JobQueue[Row]
     timeout_s: float  # time limit of a request, up to the last token of its answer
-    token: str  # that requests need, unless they have the key of a session
+    token: str  # bearer token of requests without the key of a session
     sessions: Sessions = field(default_factory=Sessions)
     _bodies: Bodies = field(default_factory=Bodies)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _started: int = field(default_factory=lambda: int(time.time()))
 
     async def health(self) -> dict[str, str]:
-        """Return the server's state. No token is needed, as it discloses nothing."""
+        """Return the server's state. The request needs no token."""
         return {"status": "ok"}
 
     async def models(self, request: Request) -> dict[str, Any]:
-        """Return a list of the model."""
+        """Return the list of models, which contains one model."""
         return {"object": "list", "data": [await self.model(request, self.served.name)]}
 
     async def model(self, request: Request, name: str) -> dict[str, Any]:
@@ -110,11 +110,11 @@ class Service:
         return {"id": session.id, "api_key": session.key}
 
     async def session(self, request: Request, name: str) -> dict[str, Any]:
-        """Return the record of a session, for the server's token or the session's key."""
+        """Return a session's record. The request needs the server's token or the session's key."""
         return self._session_with_id(request, name).as_json()
 
     async def end_session(self, request: Request, name: str) -> dict[str, Any]:
-        """End a session, whose key is then refused, and return its record."""
+        """End a session and return its record. Later requests with its key are refused."""
         check_bearer(request, self.token)
         session = self._session_with_id(request, name)
         self.sessions.end(session)
@@ -124,7 +124,7 @@ class Service:
         """Set the reward of the session whose key the request has."""
         session = self._authorised(request)
         if session is None:
-            raise HTTPException(400, "a reward belongs to a session. Use the session's key")
+            raise HTTPException(400, "a reward belongs to a session. Send the session's key")
         async with self._read(request, RewardRequest) as body:
             blame_sender(session.set_reward, body.reward)
         return {"reward": session.reward}
@@ -134,7 +134,7 @@ class Service:
         session = self.sessions.with_id(session_id)
         # A session's key only gives access to its own session.
         if session is None or key_session not in (None, session):
-            raise HTTPException(404, f"session: there is no {session_id[:80]!r}")
+            raise HTTPException(404, f"session: {session_id[:80]!r} does not exist or has ended")
         return session
 
     def _authorised(self, request: Request) -> Session | None:
@@ -149,7 +149,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _read(self, request: Request, kind: type[Kind]) -> AsyncIterator[Kind]:
-        """Parse a request's body. Its size counts towards the server's limit within the block."""
+        """Check a request's key and model, and yield its parsed body (see `Bodies.read`)."""
         self._authorised(request)
         async with self._bodies.read(request, partial(read_request, kind)) as body:
             self._check_model(getattr(body, "model", None))
@@ -158,9 +158,9 @@ class Service:
     async def _sample(
         self, request: Request, kind: type[_Sampled], writer: type[Answer]
     ) -> Response:
-        """Have the engine answer a request.
+        """Sample answers to a request. The time limit includes reading and encoding the request.
 
-        The time limit includes reading the request and encoding its prompts.
+        ``writer``: class that formats the answers.
         """
         session = self._authorised(request)
         began = time.monotonic()
@@ -202,7 +202,7 @@ class Service:
         prompts = body.prompts if isinstance(body, CompletionRequest) else [body]
         answers, limit = body.n * len(prompts), self.queue.max_items
         if answers > limit:
-            raise HTTPException(413, f"{answers} answers, at most {limit} are taken in a request")
+            raise HTTPException(413, f"{answers} answers, but the limit of a request is {limit}")
         return [self._tokens(prompt, session) for prompt in prompts]
 
     def _tokens(self, prompt: ChatRequest | str | list[int], session: Session | None) -> list[int]:
@@ -223,7 +223,7 @@ class Service:
     def _rows(
         self, body: _Sampled, prompts: Sequence[list[int]], session: Session | None
     ) -> list[Row]:
-        """Return ``n`` adjacent rows for each prompt, reserved in the session."""
+        """Return ``n`` adjacent rows for each prompt, and reserve their answers in the session."""
         seed_parts: tuple[object, ...] = ("request", next(self._numbers))
         # Reserve the answers in the session, and release them if the request is refused.
         requests: Sequence[int | None] = [None] * (len(prompts) * body.n)
@@ -236,7 +236,7 @@ class Service:
             if session is not None:
                 session.withdraw(prompts, requests)
             raise
-        # The seed of the request goes before the seed of the session.
+        # The seed of the request overrides the seed of the session.
         if session is not None:
             seed_parts = session.seed_parts(prompts) or seed_parts
         if body.seed is not None:
@@ -250,7 +250,7 @@ class Service:
     def _check_model(self, name: str | None) -> None:
         if name is not None and not self.served.accepts_name(name):
             served = self.served.name
-            raise HTTPException(404, f"model: there is no {name[:80]!r}; {served!r} is served")
+            raise HTTPException(404, f"model: {name[:80]!r} is not served, only {served!r}")
 
 
 def policy_server(

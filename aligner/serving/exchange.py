@@ -31,7 +31,7 @@ _CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
 
 
 def refusal(status: int, cause: str) -> dict[str, Any]:
-    """Return the body of a refusal in OpenAI's format. ``param`` is the invalid key, if any."""
+    """Return an error response's body in OpenAI's format. ``param``: the invalid key, if any."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     key, colon, _ = cause.partition(":")
     names_key = bool(colon) and status == 400 and key.replace(".", "").replace("_", "").isalnum()
@@ -41,10 +41,10 @@ def refusal(status: int, cause: str) -> dict[str, Any]:
 
 @dataclass
 class Exchange:
-    """Has the engine answer one request. Created within the event loop.
+    """Queues one request for the engine and returns its answer. Created within the event loop.
 
     The answer must be complete ``timeout_s`` after ``began``, by the event loop's clock. ``end`` is
-    called once: with True after a complete answer, with False if there will be none.
+    called once: with True after a complete answer, with False after a failure.
     """
 
     job: RowJob

@@ -1,7 +1,7 @@
 """Requests of OpenAI's interface (https://platform.openai.com/docs/api-reference).
 
-``return_token_ids``, ``top_k``, ``min_tokens`` and ``repetition_penalty`` are vLLM's. An
-unsupported key is accepted only with the value that does not change the answer.
+The keys ``return_token_ids``, ``top_k``, ``min_tokens`` and ``repetition_penalty`` are vLLM's. An
+unsupported key is accepted only if its value does not change the answer.
 """
 
 import dataclasses
@@ -55,11 +55,11 @@ def _stops(value: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         problem = "must be a text or a list of texts"
     elif len(stops) > _MAX_STOPS:
-        problem = f"{len(stops)} texts, at most {_MAX_STOPS} are possible"
+        problem = f"has {len(stops)} texts, but the limit is {_MAX_STOPS}"
     elif not all(stops):
-        problem = "an empty text, leave it out"
+        problem = "has an empty text. Leave it out"
     elif max(map(len, stops), default=0) > _MAX_STOP_CHARACTERS:
-        problem = f"a text of more than {_MAX_STOP_CHARACTERS} characters"
+        problem = f"has a text of more than {_MAX_STOP_CHARACTERS} characters"
     else:
         return tuple(stops)
     raise ValueError(problem)
@@ -105,13 +105,13 @@ class _Sampled(_Request):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the answer contains log-probs. ``logprobs=0`` asks for sampled tokens only."""
+        """True if the answer contains log-probs. ``logprobs=0`` means: without alternatives."""
         return self.logprobs is not None and self.logprobs is not False
 
     def sampling_options(self, defaults: SamplingOptions, longest: int) -> SamplingOptions:
-        """Return ``defaults``, overridden by the request and its ``longest`` number of new tokens.
+        """Return ``defaults`` with the request's values.
 
-        A temperature of 0 means greedy sampling.
+        ``longest``: maximum number of new tokens. A temperature of 0 means greedy sampling.
         """
         greedy = None if self.temperature is None else self.temperature == 0
         changes: dict[str, Any] = {
@@ -170,13 +170,13 @@ class CompletionRequest(_Sampled):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or as tokens. Raises `DataError` without prompts, or for others."""
+        """Each prompt, as text or token ids. Raises `DataError` without a prompt, or for others."""
         if isinstance(self.prompt, str) or (self.prompt and _is_ids(self.prompt)):
             return [self.prompt]
         if not self.prompt:
             raise DataError("prompt: an empty list. Set at least one prompt")
         if not all(isinstance(prompt, str) or _is_ids(prompt) for prompt in self.prompt):
-            raise DataError("prompt: must be text, tokens, or a list of texts or of tokens' lists")
+            raise DataError("prompt: must be a text, a list of token ids, or a list of these")
         return self.prompt
 
 
@@ -190,13 +190,13 @@ class TokenizeRequest(_Request):
 
     @property
     def text_prompt(self) -> str | None:
-        """The prompt, None if the request has ``messages``. Raises `DataError` for both or none."""
+        """The prompt, None if ``messages`` is set. Raises `DataError` for both or neither."""
         if (self.prompt is None) == (self.messages is None):
-            state = "missing, and messages too" if self.prompt is None else "set, and messages too"
-            raise DataError(f"prompt: {state}. Set one of them")
+            state = "neither it nor" if self.prompt is None else "both it and"
+            raise DataError(f"prompt: {state} messages are set. Set one of the two")
         for key in ("tools", "chat_template_kwargs"):
             if self.prompt is not None and getattr(self, key):
-                raise DataError(f"{key}: only for messages, and prompt is set. Leave it out")
+                raise DataError(f"{key}: only used with messages, but prompt is set. Leave it out")
         return self.prompt
 
 
@@ -238,14 +238,14 @@ def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
             # True equals 1, but not as a value of a number's key.
             neutral = [(type(value) is bool, value) for value in _NEUTRAL[key]]
             if (type(content) is bool, content) not in neutral:
-                raise DataError(f"{key}: {content!r:.80} is not offered here. Leave it out")
+                raise DataError(f"{key}: {content!r:.80} is not supported. Leave it out")
             continue
         fields[key] = content
     return validated(kind, fields)
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
-    """Return messages in the form of chat templates: contents as text, empty parts left out.
+    """Return messages as chat templates read them: contents as text, without empty keys.
 
     Raises `DataError` for a part that is not text.
     """
@@ -260,7 +260,7 @@ def _plain(message: dict[str, Any], key: str) -> Message:
         texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
         if not all(isinstance(text, str) for text in texts):
             raise DataError(
-                f"{key}.content: every part must be of type 'text', as this model reads text"
+                f"{key}.content: every part must have the type 'text': the model only reads text"
             )
         content = "".join(map(str, texts))
     # Clients send null for an answer, or for a result, without text.

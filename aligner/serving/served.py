@@ -26,10 +26,10 @@ class Served:
     tokenizer: Tokenizer
     positions: int  # maximum number of tokens of prompt and answer together
     vocab_size: int
-    defaults: SamplingOptions  # whose length is reduced to fit after the prompt
+    defaults: SamplingOptions  # used where a request sets no value
     system_prompt: str | None = None
     add_bos: bool = False
-    special_tokens_in_text: SpecialTokensInText = "keep"  # treatment of those spelt in requests
+    special_tokens_in_text: SpecialTokensInText = "keep"  # for special tokens in requests' texts
 
     @cached_property
     def form(self) -> Form:
@@ -41,7 +41,7 @@ class Served:
         return name == self.name
 
     def adapted(self, request: Request) -> Request:
-        """Return the request as it is answered."""
+        """Return the request with the values that the server uses."""
         return request
 
     def encoded(self, text: str) -> list[int]:
@@ -64,7 +64,7 @@ class Served:
             raise DataError(f"token id {max(ids)} is outside the vocabulary of {self.vocab_size}")
 
     def prompt(self, text: str) -> str:
-        """Treat special tokens in the text of a prompt. Raises `DataError` for a refused token."""
+        """Apply ``special_tokens_in_text`` to a prompt. Raises `DataError` for a refused token."""
         return text if self._keeps(text) else self._treated(text, "prompt")
 
     def chat(
@@ -74,10 +74,11 @@ class Served:
         template_kwargs: Mapping[str, Any] | None = None,
         keeps_answers: bool = False,
     ) -> str:
-        """Render a chat with the generation prompt. ``template_kwargs`` go to the template.
+        """Render a chat with the generation prompt. The template gets ``template_kwargs``.
 
-        ``keeps_answers``: do not treat special tokens in assistant messages, which the model wrote.
-        Raises `DataError` for an invalid or ignored part, `TokenizerError` without a template.
+        ``keeps_answers``: do not change special tokens in assistant messages, which the model
+        wrote. Raises `DataError` for a part that is invalid or that the template ignores, and
+        `TokenizerError` if there is no template.
         """
         messages = parse_messages(chat_messages(chat))
         # Treat special tokens, unless the chat is too long and therefore refused later.
@@ -101,11 +102,11 @@ class Served:
             return render(tokenizer, messages, template_tools)
         except TokenizerError as error:
             raise TokenizerError(
-                f"{error}. A model without a chat template completes text: use /v1/completions"
+                f"{error}. Without a chat template, send text to /v1/completions"
             ) from error
 
     def _keeps(self, text: str) -> bool:
-        """Return whether the text is not treated. A text that is too long is refused later."""
+        """Return whether special tokens in ``text`` are kept. A long text is refused later."""
         return self.special_tokens_in_text == "keep" or self.shortened(text) != text
 
     def _treated(self, value: Any, key: str) -> Any:
@@ -114,19 +115,19 @@ class Served:
     def options(
         self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]
     ) -> SamplingOptions:
-        """Return the sampling options of an answer to a prompt of tokens.
+        """Return the sampling options for an answer to the token ids ``prompt``.
 
         Raises `DataError` if the prompt is empty, too long, or has ids outside the vocabulary.
         """
         if not prompt:
-            raise DataError("the prompt is empty: it has no token")
+            raise DataError("the prompt has no token. Send some text")
         self.check_ids(prompt)
         room = self.positions - len(prompt)
         longest = request.longest or min(room, self.defaults.length.max_length)
         if room < 1 or longest > room:
-            answer = f"and {request.longest}" if request.longest else "and an answer's"
+            answer = f"{request.longest} new tokens" if request.longest else "an answer"
             raise DataError(
-                f"the prompt's {len(prompt)} tokens {answer} do not fit the model's "
+                f"the prompt's {len(prompt)} tokens and {answer} do not fit the model's "
                 f"{self.positions} positions. Shorten the prompt or reduce max_tokens"
             )
         return request.sampling_options(self.defaults, longest)

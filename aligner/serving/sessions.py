@@ -28,7 +28,7 @@ from aligner.environments.trajectory import Limit, Limits
 from aligner.errors import DataError
 from aligner.generation.rows import EndKind, RowJob
 
-_MAX_TOKENS = 2**21  # of a session without limits
+_MAX_TOKENS = 2**21  # limit of a session for which none was set
 _MAX_SESSIONS = 4096
 
 
@@ -36,8 +36,8 @@ _MAX_SESSIONS = 4096
 class RecordedSequence:
     """Token sequence of consecutive turns. ``ids``, ``logprobs``, ``turn_ids``: a value per token.
 
-    ``forked_from``: index of the earlier sequence whose first ``shared`` tokens, of which at least
-    one was sampled, this sequence repeats.
+    A sequence may repeat the first ``shared`` tokens of an earlier sequence, of which at least one
+    was sampled. ``forked_from`` is the index of this earlier sequence.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -46,10 +46,10 @@ class RecordedSequence:
     ends: list[EndKind] = field(default_factory=list)  # reason why each turn ended
     forked_from: int | None = None
     shared: int = 0
-    text: str | None = None  # of all tokens, None if it is not known
+    text: str | None = None  # text of all tokens, None if it is not known
 
     def is_prefix_of(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt starts with all tokens of the sequence."""
+        """Return whether ``prompt`` starts with all tokens of the sequence."""
         return list(prompt[: len(self.ids)]) == self.ids
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
@@ -68,9 +68,9 @@ class RecordedAnswer(NamedTuple):
 
     request: int  # index of the answer among all requested answers, from `Session.admit`
     sequence: int
-    start: int  # of new prompt tokens
-    begin: int  # of the answer's tokens
-    end: int
+    start: int  # index of the first new prompt token
+    begin: int  # index of the answer's first token
+    end: int  # index after the answer's last token
 
 
 class Session:
@@ -82,19 +82,19 @@ class Session:
     def __init__(self, seed: int | None = None, limits: Limits | None = None) -> None:
         # The id is public. Only the key authorises requests.
         self.id, self.key = secrets.token_hex(8), f"session-{secrets.token_urlsafe(24)}"
-        self.seed = seed  # of requests that do not set one
+        self.seed = seed  # for requests without a seed
         self.sequences: list[RecordedSequence] = []
         self.answers: list[RecordedAnswer] = []  # in order of arrival
         self.rewards: dict[int, Turn] = {}  # number of answers so far → the last reward set then
-        self.exceeded: Limit | None = None  # by a request
+        self.exceeded: Limit | None = None  # the limit that a request exceeded
         # Requests of the session, reserved answers, and prompts as text.
         self._jobs: list[RowJob] = []
         self._limits = limits
         self._last_reward: Turn | None = None
-        self._repeats: Counter[int] = Counter()  # requests per prompts, by their sample id
+        self._repeats: Counter[int] = Counter()  # hash of prompts → number of requests with them
         self._expected: dict[int, tuple[int, ...]] = {}  # index of an answer → its prompt
-        self._admitted = 0  # answers
-        self._bound = 0  # tokens after all expected answers
+        self._admitted = 0  # number of reserved answers so far
+        self._bound = 0  # maximum number of tokens after all expected answers
         self._texts: dict[tuple[int, ...], str] = {}  # prompt → its text, until it is answered
         self.used = time.monotonic()
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class Session:
             self._jobs.append(job)
 
     def seed_parts(self, prompts: Sequence[Sequence[int]] = ()) -> tuple[object, ...] | None:
-        """Return the values that seed a request's sampling, None if the session has no seed."""
+        """Return values from which a request's seed is computed, None without a session seed."""
         if self.seed is None:
             return None
         prompts_id = text_hash(*chain.from_iterable(prompts))
@@ -139,7 +139,7 @@ class Session:
         encode_text: Callable[[str], list[int]],
         encode_continuation: Callable[[str], list[int]],
     ) -> list[int]:
-        """Encode a prompt, reusing the token ids of the recorded sequence that it extends.
+        """Encode a prompt. If it extends a recorded sequence, keep the token ids of the sequence.
 
         ``encode_continuation`` encodes text that follows other text.
         """
@@ -159,8 +159,8 @@ class Session:
         """Reserve ``answers`` answers to each prompt and return their indices, grouped by prompt.
 
         `record` or `withdraw` must follow for each answer. ``longest``: maximum number of tokens of
-        an answer. Raises `DataError` if the request could exceed a limit. Then a session that was
-        created with limits is over.
+        an answer. Raises `DataError` if the request could exceed a limit. This also ends a session
+        that was created with limits.
         """
         limits = self._limits or Limits(sys.maxsize, _MAX_TOKENS)
         with self._lock:
@@ -183,14 +183,14 @@ class Session:
                 self.exceeded = limit
         size = f"{limits.max_turns} answers"
         if limit == "max_tokens":
-            size = f"{limits.max_tokens} tokens, has {recorded}, and could get {bound}"
-        text = f"the session is over: it is limited to {size}"
+            size = f"{limits.max_tokens} tokens, has {recorded}, and could now reach {bound}"
+        text = f"the session has ended, because it is limited to {size}"
         if self._limits is None:
             text = f"the session is limited to {size}. Begin another session"
         raise DataError(text)
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
-        """Release reserved answers of a failed request. They use no tokens, but count as answers.
+        """Release the reserved tokens of a failed request. Its answers still count.
 
         ``requests``: indices from `admit`.
         """
@@ -243,7 +243,7 @@ class Session:
             self._last_reward = self.rewards[len(self.answers)] = turn
 
     def close(self) -> None:
-        """Ignore answers from now on."""
+        """Ignore answers that arrive later."""
         with self._lock:
             self._is_closed = True
 
@@ -266,7 +266,7 @@ class Session:
                 self._texts.pop(key, None)
 
     def _start_sequence(self, prompt: Sequence[int]) -> None:
-        """Add a sequence, forked from the sequence with the longest common prefix."""
+        """Add a sequence. Mark it as forked from the sequence with the longest common prefix."""
         new = RecordedSequence()
         for index, sequence in enumerate(self.sequences):
             shared = common_prefix(sequence.ids, prompt)
@@ -276,7 +276,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a server, without those that were unused for ``idle_s`` seconds."""
+    """The sessions of a server. A session that is unused for ``idle_s`` seconds is removed."""
 
     def __init__(self, idle_s: float = math.inf) -> None:
         self._idle_s = idle_s
@@ -310,7 +310,7 @@ class Sessions:
             return next((s for s in self._by_key.values() if s.id == session_id), None)
 
     def end(self, session: Session) -> None:
-        """Forget a session. Its key is refused from now on."""
+        """Remove a session. Later requests with its key are refused."""
         with self._lock:
             self._by_key.pop(session.key, None)
         session.close()

@@ -1,4 +1,4 @@
-"""Tools of a request as text for the model, and tool calls in its answers."""
+"""Conversions of tools to text for the model, and of the model's text to tool calls."""
 
 import json
 import uuid
@@ -11,7 +11,7 @@ from aligner.environments.tools import tools_in_text
 
 
 def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return the messages in the plain form, for a template that shows neither tools nor calls.
+    """Return the messages in the format ``plain``, for a template without tools and calls.
 
     Calls become lines of assistant messages. Results become user messages.
     """
@@ -41,9 +41,9 @@ def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
 
 
 def split_calls(text: str, form: Form) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the text before the calls, None if it is empty, and the calls in OpenAI's format.
+    """Return the text before the calls (None if it is empty) and the calls in OpenAI's format.
 
-    If a call cannot be read, the whole text is returned without calls.
+    If a call cannot be parsed, return the whole text and no calls.
     """
     calls = parse_calls(text, form)
     if not calls or any(call.problem is not None for call in calls):

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from aligner.models.gpt.forward import schedule as pipeline
-from aligner.models.gpt.layers import elementwise, short_attention
+from aligner.models.gpt.layers import elementwise, short_attention, sigmoid_router
 from aligner.models.gpt.megatron import model as megatron
 from aligner_plan.dry.files import address
 from aligner_plan.dry.known import KnownValues
@@ -73,6 +73,7 @@ def common_replacements(
     # Values that depend on weights.
     routing = router.topk_routing_with_score_function
     yield router, "topk_routing_with_score_function", _balanced(routing)
+    yield sigmoid_router, "sigmoid_routing", _balanced(sigmoid_router.sigmoid_routing)
 
 
 def _empty_caches() -> Iterator[Replacement]:

@@ -86,6 +86,8 @@ FAMILIES = {
     "smollm3": {"layers_without_rope": (0, 2), "rope_scaling": RopeScaling(2.0, kind="yarn")},
     "qwen2_moe": {"num_moe_experts": 4, "moe_ffn_hidden_size": 32}
     | {"moe_shared_expert_size": 32, "moe_shared_expert_gate": True},
+    "glm4_moe": {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "moe_shared_expert_size": 32}
+    | {"layers_without_experts": (0,), "moe_router_sigmoid": True, "moe_router_groups": 2},
 }
 
 

@@ -10,6 +10,7 @@ from aligner.checkpoint.hf.tensors import (
     ALL_HEADS_NORM,
     FUSED_GATE_UP,
     FUSED_QKV,
+    GLM4_MOE_TABLE,
     GPT2_TABLE,
     INTERLEAVED_ROPE,
     LLAMA_TABLE,
@@ -50,9 +51,9 @@ _GPT2_KEYS = {
     "attention_dropout": "attn_pdrop",
     "hidden_dropout": "resid_pdrop",
 }
-# Settings that config.json lacks, or that matter only in training.
+# Fields that config.json lacks, or that matter only in training.
 _NOT_CARRIED = {"make_vocab_size_divisible_by", "family", "hidden_dropout", "attention_dropout"}
-# Key, fixed value (or family), and another value that transformers treats as equal to it.
+# (key, fixed value or family, another value that transformers treats as equal)
 _SAME: tuple[tuple[str, Any, Any], ...] = (
     *(("hidden_act", "silu", "swish"), ("hidden_act", "gemma", "gelu")),
     *(("mlp_only_layers", [], None), ("use_bidirectional_attention", None, False)),
@@ -111,6 +112,18 @@ _QWEN3_MOE = dataclasses.replace(_QWEN3, table=QWEN3_MOE_TABLE).variant(
     fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
 )
 _BIAS_QKV = {"bias_qkv": "attention_bias"}
+# Experts of GLM-4.5 and DeepSeek-V3.
+_SIGMOID_ROUTER = {
+    "num_moe_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_shared_expert_size": "n_shared_experts",  # times moe_intermediate_size
+    "layers_without_experts": "first_k_dense_replace",  # number of layers
+    "moe_router_groups": "n_group",
+    "moe_router_group_topk": "topk_group",
+    "moe_router_normalizes": "norm_topk_prob",
+    "moe_router_scale": "routed_scaling_factor",
+}
 _SQUARED_RELU: dict[str, Any] = {
     "table": UNGATED_MLP,
     "fixed": {"hidden_act": "relu2"},
@@ -245,6 +258,19 @@ _LLAMA_LIKE = (
         scales_embeddings=True,
     ),
 )
+_GLM4_MOE = _PLAIN.variant(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    table=GLM4_MOE_TABLE,
+    keys={**_BIAS_QKV, **_SIGMOID_ROUTER, "qk_layernorm": "use_qk_norm"},
+    defaults={"attention_bias": False, "use_qk_norm": False, "rms_norm_eps": 1e-5}
+    | {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "n_routed_experts": 128}
+    | {"num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1}
+    | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+    | {"routed_scaling_factor": 1.0},
+    implied={"moe_router_sigmoid": True},
+    rotary_percent=0.5,
+)
 _OLMO3 = next(family for family in _LLAMA_LIKE if family.model_type == "olmo2").variant(
     "olmo3",
     "Olmo3ForCausalLM",
@@ -282,6 +308,7 @@ _FAMILIES = (
     *_LLAMA_LIKE,
     _OLMO3,
     _GEMMA3,
+    _GLM4_MOE,
     _QWEN3_MOE.variant(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
@@ -301,13 +328,16 @@ def family_of(model_type: object) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"model_type={model_type!r} is not supported. Supported families: "
-            f"{', '.join(FAMILIES)} (SmolLM is a llama)"
+            f"{', '.join(FAMILIES)} (SmolLM has model_type=llama)"
         )
     return FAMILIES[model_type]
 
 
 def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
-    """Return the architecture that a ``config.json`` describes."""
+    """Return the architecture that ``config``, the content of a ``config.json``, describes.
+
+    Raises `CheckpointError` for values that are missing, damaged or not supported.
+    """
     family = family_of(config.get("model_type"))
     for key, value in family.fixed.items():
         setting = config.get(key, value)
@@ -317,16 +347,21 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
                 f"{key}={setting!r} in config.json is not supported for {family.model_type}. "
                 f"Supported: {value!r}"
             )
+    if quantised := config.get("quantization_config"):
+        raise CheckpointError(
+            f"the {family.model_type} model is quantised ({quantised.get('quant_method')}), and "
+            "training needs full weights. Give the unquantised model"
+        )
     damage = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
     with raised_as(CheckpointError, "config.json is incomplete or damaged", *damage):
         return family.read({**family.defaults, **config})
 
 
 def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
-    """Return the family and ``config.json`` of an architecture.
+    """Return the model family and the content of ``config.json`` for an architecture.
 
-    Without a recorded family, the architecture's features determine it. Raises `CheckpointError` if
-    the family cannot express the architecture.
+    If ``architecture.family`` is None, other fields determine the family. Raises `CheckpointError`
+    if the family cannot express the architecture.
     """
     family = family_of(architecture.family or _guess(architecture))
     config = family.write(architecture)
@@ -334,7 +369,7 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
     if lost:
         raise CheckpointError(
             f"a Hugging Face {family.model_type} cannot express {', '.join(lost)}. "
-            f"Supported families: {', '.join(FAMILIES)}"
+            f"Keep the model as .nemo, or use a supported family: {', '.join(FAMILIES)}"
         )
     return family, config
 
@@ -346,6 +381,8 @@ def _guess(architecture: GPTArchitecture) -> str:
         return "nemotron"
     if architecture.normalization == "rmsnorm1p":
         return "gemma" if architecture.branch_norms == "before" else "gemma3_text"
+    if architecture.moe_router_sigmoid:
+        return "glm4_moe"
     if architecture.num_moe_experts is not None:
         return "qwen3_moe" if architecture.qk_layernorm else "mixtral"
     if architecture.qk_layernorm:

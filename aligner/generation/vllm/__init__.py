@@ -1,1 +1,1 @@
-"""vLLM engines that sample for a policy."""
+"""vLLM engines that sample responses with a policy's weights."""

@@ -1,7 +1,7 @@
-"""`VllmEngine`: one ``vllm.LLM`` in this process, token ids in and out.
+"""`VllmEngine`: samples with one ``vllm.LLM`` in this process. Prompts and responses are token ids.
 
-The environment with vLLM may differ from the policy's environment. The engine core runs in this
-process, so that it ends even if this process is killed.
+This module runs in the Python environment with vLLM, which may differ from the policy's. vLLM's
+engine core runs in this process, so that it ends even if this process is killed.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ from aligner.generation.vllm.sampling import (
 )
 from aligner.generation.vllm.settings import VllmConfig
 
-_ABANDON_INTERVAL = 8  # steps between two agreements of an engine's processes on abandoning a batch
-# Lengths and sampling of responses, and the matcher of their stop strings, if any.
+_ABANDON_INTERVAL = 8  # an engine's processes agree every 8 steps on whether to abandon the batch
+# Lengths and sampling parameters of responses, and the matcher of their stop strings, if any.
 Rules = tuple[SamplingOptions, StopStrings | None]
 
 
@@ -59,17 +59,17 @@ class EngineArguments:
     eos_ids: Sequence[int]  # ids that end a response
     length: LengthParams
     sampling: SamplingParams
-    max_batch_size: int  # sequences in flight
-    max_sequence_length: int  # tokens of prompt and response
+    max_batch_size: int  # maximum number of sequences in flight
+    max_sequence_length: int  # maximum number of tokens of prompt and response together
     settings: VllmConfig  # the result of `VllmConfig.on_device`
     record_kept: int = 0  # maximum number of kept tokens to record per sampled token
 
 
 class VllmEngine:
-    """Engine that samples responses with weights that a policy sends.
+    """Engine that samples responses with the weights that a policy sends.
 
     The initial weights are random: call `begin_refit`, `load_weights` and `finish_refit` before the
-    first `generate`. All calls must come from the thread that constructed the engine.
+    first `sample`. All calls must come from the thread that constructed the engine.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class VllmEngine:
         stop: StopStrings | None = None,
         peers: dist.ProcessGroup | None = None,
     ) -> None:
-        """Start vLLM. ``stop`` matches stop strings.
+        """Start vLLM.
 
-        ``peers`` are the processes of an engine with several devices, each of which constructs this
-        engine and makes the same calls.
+        ``stop``: matcher of stop strings. ``peers``: group of the processes of an engine with
+        several devices. Each of them constructs this engine and makes the same calls.
         """
         settings = arguments.settings
         self._peers = peers
@@ -132,12 +132,11 @@ class VllmEngine:
         abandoned: threading.Event | None = None,
         rules: Rules | None = None,
     ) -> list[Response] | None:
-        """Continue ``prompts``, or return None if ``abandoned`` was set before all had ended.
+        """Return a response to each prompt, or None if ``abandoned`` was set before all had ended.
 
-        ``rules`` replaces the engine's lengths, sampling and stop strings.
-
-        A response depends on its prompt, ``seed`` and its sample id, if vLLM's kernels return the
-        same bits in every batch. If the call raises, its requests are aborted.
+        ``rules`` replaces the engine's lengths, sampling and stop strings. A response depends only
+        on its prompt, ``seed`` and its sample id, provided that vLLM's kernels return the same bits
+        in every batch. If the call raises, its requests are aborted.
         """
         from vllm.inputs.engine import tokens_input
 
@@ -196,7 +195,7 @@ class VllmEngine:
         return VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return log-probs of all tokens except the first, at temperature 1."""
+        """Return each sequence's log-probs at temperature 1, of all tokens after the first."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs.engine import tokens_input
 
@@ -222,9 +221,9 @@ class VllmEngine:
         self._llm.collective_rpc("begin_refit")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some weights: Hugging Face's names, complete float tensors [out, in] or [out].
+        """Load a part of the weights, as pairs of a Hugging Face name and a complete float tensor.
 
-        Their memory must stay valid until `finish_refit`.
+        A matrix is [out, in]. The tensors' memory must stay valid until `finish_refit`.
         """
         self._llm.collective_rpc("load_refit_weights", args=(weights,))
 
@@ -248,7 +247,7 @@ class VllmEngine:
     # Ends of responses ------------------------------------------------------------------------
 
     def _take(self, rules: Rules, prompt: Sequence[int], response: Response, new: Any) -> bool:
-        """Add the tokens of one step until the response ends, and return whether it has."""
+        """Add the tokens of one step to the response. Return whether the response has ended."""
         if self._record_kept:
             add_sets(response.kept_ids, new, len(response.tokens) + len(new.token_ids))
         for token, chosen in zip(new.token_ids, new.logprobs, strict=True):
@@ -269,7 +268,7 @@ class VllmEngine:
         return stop.completed(prompt, response)
 
     def _is_abandoned(self, abandoned: threading.Event, step: int) -> bool:
-        """Return whether to stop before this step, the same value in all processes."""
+        """Return whether to abandon the batch before this step. All processes get the same."""
         if self._peers is None:
             return abandoned.is_set()
         if step % _ABANDON_INTERVAL:
@@ -289,7 +288,7 @@ class VllmEngine:
 
 
 def _unlink_shared_memory() -> None:
-    """Unlink segments that an engine's processes share, so that they end with the processes."""
+    """Unlink the engine's shared memory, so that it is freed when the processes end."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = Path(line.split(maxsplit=5)[-1])  # "... (deleted)" if already unlinked
         if path.parent == Path("/dev/shm") and ("psm_" in path.name or "cpushm" in path.name):

@@ -30,14 +30,14 @@ class RefitExtension:
             initialize_layerwise_reload(model)
 
     def load_refit_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some weights, see `VllmEngine.load_weights`. Complete layers are activated."""
+        """Load a part of the weights (see `VllmEngine.load_weights`). Activate complete layers."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(weights)
 
     def finish_refit(self) -> None:
-        """Finish parts that span several layers."""
+        """Activate what is not complete after a single layer, and tie the output layer."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -49,7 +49,7 @@ class RefitExtension:
 
 
 def _tie_again(model: nn.Module) -> None:
-    """Tie the output layer to the embedding. On CPU it still holds a packed copy of old weights."""
+    """Tie the output layer to the embedding. On CPU it still uses a packed copy of old weights."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,

@@ -1,4 +1,4 @@
-"""`VllmGeneration`: the trainer's handle of vLLM engines that sample for a policy."""
+"""`VllmGeneration`: handle with which the trainer calls vLLM engines in other processes."""
 
 import os
 from collections.abc import Mapping
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device.counter_hash import CallSeeds
@@ -26,7 +25,10 @@ GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 
 
 class VllmGeneration(BackgroundGeneration):
-    """Handle of engines with copies of the policy's weights. Each samples a part of a rollout."""
+    """Handle of vLLM engines, which have copies of the policy's weights.
+
+    Each engine samples a part of a rollout.
+    """
 
     model = None  # no token budgets: an engine forms its own micro-batches
     get_logprobs = scored_rows(VllmWorker.get_logprobs, ("input_ids", "input_lengths"))
@@ -43,15 +45,14 @@ class VllmGeneration(BackgroundGeneration):
     ) -> None:
         """Start the engines on ``cluster``. The first rollout sends them ``policy``'s weights.
 
-        Raises `CheckpointError` if no Hugging Face family can express ``architecture``. Exceptions
-        of an engine's start, such as those of `aligner.refit.ends`, are raised by the first call.
+        Raises `CheckpointError` if no Hugging Face family can express ``architecture``. If an
+        engine fails to start, for example in `aligner.refit.ends`, the first call raises its error.
         """
         # Settings that depend on the device. Errors are raised before an engine starts.
-        if architecture.has_table:
-            config_to_hf(architecture)
-        self.tokenizer = tokenizer
         settings = config.generation.engine
         assert isinstance(settings, VllmConfig)
+        settings.check_model(architecture)
+        self.tokenizer = tokenizer
         self._settings = settings.on_device(
             has_gpu=cluster.use_gpus, ahead=config.generation.async_rollouts
         )
@@ -105,7 +106,7 @@ class VllmGeneration(BackgroundGeneration):
         self._stale = True
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Send the policy's weights to the engines unless the engines have them."""
+        """Send the policy's weights to the engines, unless these already have them."""
         if self._stale:
             self._refit()
             self._stale = False
@@ -121,9 +122,9 @@ class VllmGeneration(BackgroundGeneration):
     ) -> BatchedDataDict:
         """Continue the right-padded prompts in ``input_ids`` (see ``GenerationOutputSpec``).
 
-        Every response has a separate seed, derived from ``seed`` and its ``sample_ids``. Columns
-        and seed have the defaults of `Policy.generate`. ``sampling_options`` replaces the
-        configured lengths and sampling.
+        Each response has its own seed, computed from ``seed`` and its entry of ``sample_ids``.
+        Optional columns and ``seed`` have the defaults of `Policy.generate`. ``sampling_options``
+        replaces the configured lengths and sampling.
         """
         seed = self._seeds.next() if seed is None else seed
         return self.generate_in_background(
@@ -131,14 +132,14 @@ class VllmGeneration(BackgroundGeneration):
         ).result()
 
     def recover(self) -> bool:
-        """See `GenerationInterface.recover`. Return False if engines have several processes."""
+        """See `GenerationInterface.recover`. An engine with several processes cannot recover."""
         if self._settings.tensor_parallel_size > 1 or not self.worker_group.recover():
             return False
         self.abandon()
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Release the engines' memory including weights, if configured."""
+        """Release the engines' memory, weights included, if `sleep` is configured."""
         if self._settings.sleep:
             run_on_all(self.worker_group, VllmWorker.sleep)
             self._stale = True

@@ -1,4 +1,4 @@
-"""Sampling in vLLM's terms: parameters, log-probs, and the tokens that top-k and top-p kept.
+"""Arguments of vLLM for sampling and log-probs, and the tokens that top-k and top-p kept.
 
 vLLM calls sets of kept tokens sampling masks (its page docs/training/sampling_mask.md). The
 ``sampling_mask`` of a ``vllm.outputs.CompletionOutput`` is None, or its ``token_ids`` contain for
@@ -28,8 +28,9 @@ def sampling_arguments(
     """Return arguments of ``vllm.SamplingParams`` for one response.
 
     Stop strings are not included: this library finds them in its own tokenizer's text.
-    ``logprobs=0`` returns the sampled token's log-prob only. An engine that returns kept tokens
-    rejects temperature 0: ``by_top_k`` samples the likeliest token with top-k 1 and log-prob 0.
+    ``logprobs=0`` returns only the sampled token's log-prob. ``by_top_k``: implement ``greedy`` as
+    top-k 1, with log-prob 0. An engine that returns kept tokens needs this: it rejects temperature
+    0.
     """
     likeliest = {"temperature": 1.0, "top_k": 1} if by_top_k else {"temperature": 0.0}
     return {
@@ -50,7 +51,7 @@ def sampling_arguments(
 
 
 def logprobs_mode(sampling: SamplingParams) -> Literal["raw_logprobs", "processed_logprobs"]:
-    """Return vLLM's name of the log-probs under the sampled distribution.
+    """Return vLLM's name for log-probs under the distribution that is sampled from.
 
     ``processed_logprobs`` also include the ban of EOS before ``min_length``, unlike the policy's
     log-probs. If sampling is unmodified, ``raw_logprobs`` equal the policy's to the bit.
@@ -76,19 +77,19 @@ def engine_arguments(size: int) -> dict[str, bool]:
 
     if "return_sampling_mask" not in {field.name for field in dataclasses.fields(EngineArgs)}:
         raise ConfigError(
-            f"{_KEY}={size}: vLLM {vllm.__version__} does not return the tokens "
-            "that top-k and top-p kept. Install "
-            f"vLLM {SINCE} or newer, or set it to 0"
+            f"{_KEY}={size}: vLLM {vllm.__version__} does not return the tokens that top-k and "
+            f"top-p kept. Install vLLM {SINCE} or newer, or set the key to 0"
         )
     return {"return_sampling_mask": True}
 
 
 def add_sets(sets: list[Sequence[int]], output: Any, tokens: int) -> None:
-    """Add the sets in ``output``, a ``vllm.outputs.CompletionOutput``, to a response's ``sets``.
+    """Add the sets of kept tokens in ``output`` to ``sets``, the response's sets so far.
 
-    The first releases with sampling masks return the sets of all tokens with the last output of a
-    response. Release 0.32 returns with each output the sets of the output's tokens. Other numbers
-    of sets raise `WorkerError`. ``tokens``: number of the response's tokens, with the output's.
+    ``output``: a ``vllm.outputs.CompletionOutput``. ``tokens``: number of the response's tokens,
+    including those of ``output``. The first releases with sampling masks return all sets of a
+    response with its last output. Release 0.32 returns with each output the sets of its tokens.
+    Raises `WorkerError` for another number of sets.
     """
     mask = getattr(output, "sampling_mask", None)
     if mask is None:

@@ -1,4 +1,4 @@
-"""Section `generation.vllm`: settings of vLLM engines, and the rules for them."""
+"""Configuration section `generation.vllm`: settings of vLLM engines, and checks of them."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -39,21 +39,21 @@ class VllmConfig(EngineConfig):
     """
 
     refit_buffer_mb: Positive = 512.0
-    """Maximum size of a group of weights that is transferred together."""
+    """Maximum size, in MiB, of a group of weights that is transferred together."""
 
     kv_cache_mb: Count | None = None
-    """KV cache per device. null: 1024 on CPU, on GPUs limited by `gpu_memory_utilization`."""
+    """MiB of KV cache per device. null: 1024 on CPU, from `gpu_memory_utilization` on GPUs."""
 
     gpu_memory_utilization: Fraction | None = None
-    """Share of the device, including weights. null: 0.5 colocated, 0.9 separate."""
+    """Share of the device's memory for weights and KV cache. null: 0.5 colocated, 0.9 separate."""
 
     enforce_eager: StrictBool | None = None
-    """No compiled graphs. null: true on CPU, false on GPUs."""
+    """Run without compiled graphs. null: true on CPU, false on GPUs."""
 
     sleep: StrictBool | None = None
-    """Release the device's memory between rollouts. null: on GPUs, colocated, not `async_rollouts`.
+    """Release the device's memory, weights included, between rollouts.
 
-    The released memory includes the weights.
+    null: true on GPUs if colocated and without `async_rollouts`.
     """
 
     threads: Count | None = None
@@ -71,10 +71,10 @@ class VllmConfig(EngineConfig):
         return self.engines * self.tensor_parallel_size
 
     def on_device(self, *, has_gpu: bool, ahead: bool) -> "VllmConfig":
-        """Return these settings with values for the device.
+        """Return these settings, with each null replaced by the default for the device.
 
-        ``ahead``: rollouts are sampled while the policy trains. Raises `ConfigError` for settings
-        that vLLM does not support on CPU.
+        ``ahead``: whether rollouts are sampled while the policy trains. Raises `ConfigError` for
+        settings that vLLM does not support on CPU.
         """
         problems = []
         if self.sleep and not has_gpu:
@@ -85,9 +85,8 @@ class VllmConfig(EngineConfig):
         if not has_gpu and min(self.engines, self.tensor_parallel_size) > 1:
             problems.append(
                 f"generation.vllm.engines={self.engines} of tensor_parallel_size="
-                f"{self.tensor_parallel_size} each: on CPU, vLLM's engines on a machine would use "
-                "the same name for the memory that an engine's processes share. Set one of the "
-                "keys to 1"
+                f"{self.tensor_parallel_size} each: on CPU, two engines on a machine would use the "
+                "same name for shared memory. Set one of the keys to 1"
             )
         refuse(problems)
         colocated = self.refit == "colocated"
@@ -100,7 +99,7 @@ class VllmConfig(EngineConfig):
         )
 
     def in_words(self) -> str:
-        """Describe the engines' settings, which `on_device` returned."""
+        """Describe settings that `on_device` returned, as text for the log."""
         cache = (
             f"the rest of {self.gpu_memory_utilization:.0%} of it after the weights"
             if self.kv_cache_mb is None
@@ -114,7 +113,7 @@ class VllmConfig(EngineConfig):
         )
 
     def resources(self, *, has_gpu: bool, ahead: bool) -> EngineResources:
-        """Return devices and memory of the engines."""
+        """Return the devices and the memory that the engines need."""
         settings = self.on_device(has_gpu=has_gpu, ahead=ahead)
         return EngineResources(
             title=self.title,
@@ -132,18 +131,17 @@ class VllmConfig(EngineConfig):
         return imported("aligner.generation.vllm.generation:VllmGeneration")(*arguments)
 
     def check_model(self, architecture: GPTArchitecture) -> None:
-        """Raise `ConfigError` if the weights have no names in Hugging Face's files."""
+        """Raise `ConfigError` if the weights have no names in Hugging Face's format."""
         check = "families:config_to_hf" if architecture.has_table else "any_model:names_in_files"
         imported(f"aligner.checkpoint.hf.{check}")(architecture)
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield a message for each setting with which engines cannot be started."""
+        """Yield an error message for each setting with which the engines cannot start."""
         # Workers.
         if run.cluster.engine != "ray":
             yield (
-                "generation.backend=vllm needs cluster.engine=ray, which starts vLLM's workers in "
-                f"their own interpreter, and is {run.cluster.engine}. Set cluster.engine=ray, or "
-                "generation.backend=megatron"
+                f"cluster.engine={run.cluster.engine} cannot start vLLM's workers, which have "
+                "their own interpreter. Set cluster.engine=ray, or generation.backend=megatron"
             )
         policy_workers = run.trainer.world_size
         if self.refit == "colocated" and self.workers > policy_workers:
@@ -152,7 +150,7 @@ class VllmConfig(EngineConfig):
             yield (
                 f"{key}.engines={self.engines}{devices} with refit=colocated needs a policy worker "
                 f"for each of {self.workers} engine workers, but there are {policy_workers}. "
-                f"Lower it, or set {key}.refit=separate"
+                f"Lower {key}.engines, or set {key}.refit=separate"
             )
         # Arguments and interpreter.
         for name in ("distributed_executor_backend", "tensor_parallel_size"):
@@ -174,17 +172,17 @@ class VllmConfig(EngineConfig):
             )
 
     def recording_problems(self, record: str, key: str, run: Any) -> Iterator[str]:
-        """Yield a message for settings that vLLM's sampling masks miss (docs/corrections.md)."""
+        """Yield a message for settings with which vLLM cannot return the kept tokens."""
         sampling, validation = run.model.ppo.sampling_params, run.validation
         if sampling.top_k == 0 or (validation.top_k == 0 and not validation.use_greedy):
             unbounded = "validation" if sampling.top_k else f"{key}.sampling_params"
             yield (
-                f"{record}: vLLM returns the tokens it kept only if top-k limits them, but "
+                f"{record}: vLLM returns kept tokens only if top-k limits their number, but "
                 f"{unbounded}.top_k=0. Set top_k to the maximum number of kept tokens, or use "
                 "generation.backend=megatron"
             )
         if sampling.use_greedy:
             yield (
                 f"{record}: vLLM implements {key}.sampling_params.use_greedy=true as top_k=1, so "
-                "that only the sampled token is kept. Set it to false, or record_kept_tokens to 0"
+                "that only the sampled token is kept. Set use_greedy=false or record_kept_tokens=0"
             )

@@ -1,10 +1,10 @@
-"""`VllmWorker`: a process with one vLLM engine, in a separate interpreter.
+"""`VllmWorker`: a process with one vLLM engine, run by the interpreter of an environment with vLLM.
 
     main thread: calls of the trainer ─► single engine thread: `VllmEngine`
 
-The process answers other calls during a rollout: `start_generation` returns at once,
-`collect_generation` waits, `abandon_generation` stops the batch. `init_collective` and
-`receive_weights` wait for the policy's worker, at most ``timeout_s``.
+During a rollout the process can answer other calls: `start_generation` returns at once,
+`collect_generation` waits for the batch, and `abandon_generation` stops it. `init_collective` and
+`receive_weights` wait for the policy's worker for at most ``timeout_s``.
 """
 
 import os
@@ -51,8 +51,8 @@ class VllmWorker(RefitReceiver):
     ) -> None:
         """Start the engine (see `VllmEngine`). The tokenizer is used for stop strings only.
 
-        ``weights_from`` are the policy's workers by rank. ``meeting_place`` is the address of the
-        rendezvous if an engine has several processes, which have consecutive RANKs. Raises
+        ``weights_from``: the policy's workers, in rank order. ``meeting_place``: address of the
+        rendezvous of an engine with several processes, whose RANKs are consecutive. Raises
         `ConfigError` if the policy's weights cannot be sent to this process (see `check_ends`).
         """
         settings = arguments.settings
@@ -93,10 +93,11 @@ class VllmWorker(RefitReceiver):
         greedy: bool = False,
         sampling_options: SamplingOptions | None = None,
     ) -> None:
-        """Begin to continue ``input_ids`` [b, P] of ``input_lengths`` [b] and ``sample_ids`` [b].
+        """Begin to sample a response to each prompt in ``data``, and return at once.
 
-        The previous batch must have been collected or abandoned. ``sampling_options`` replaces the
-        engine's lengths and sampling.
+        ``data``: prompts ``input_ids`` [b, P], their ``input_lengths`` [b], and ``sample_ids`` [b],
+        all int64. The previous batch must have been collected or abandoned. ``sampling_options``
+        replaces the engine's lengths and sampling.
         """
         if self._pending is not None:
             raise WorkerError("a batch is in flight. Collect or abandon it before the next")
@@ -117,7 +118,7 @@ class VllmWorker(RefitReceiver):
     def collect_generation(self) -> BatchedDataDict:
         """Wait for the batch in flight (see `GenerationOutputSpec`)."""
         if self._pending is None:
-            raise WorkerError("no batch is in flight")
+            raise WorkerError("no batch is in flight. Call start_generation first")
         pending, self._pending = self._pending, None
         responses = pending.result()
         assert responses is not None, "an abandoned batch cannot be collected"
@@ -131,9 +132,9 @@ class VllmWorker(RefitReceiver):
             pending.exception()
 
     def get_logprobs(self, data: Mapping[str, Any]) -> BatchedDataDict:
-        """Return ``logprobs`` float32 [b, S] at temperature 1, 0 at t = 0 and in padding.
+        """Return ``logprobs`` float32 [b, S] of tokens at temperature 1. Padding and t = 0 have 0.
 
-        Used to compare an engine with the policy's ``get_logprobs`` after a refit.
+        They should equal those of the policy's ``get_logprobs`` after a refit.
         """
         scores = self._thread.submit(self._engine.score, _sequences(data)).result()
         logprobs = torch.zeros(data["input_ids"].shape)
@@ -150,7 +151,7 @@ class VllmWorker(RefitReceiver):
         self._synchronized(self._engine.begin_refit)
 
     def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load complete tensors of any shape with names of Hugging Face."""
+        """Load a part of the weights, as pairs of a Hugging Face name and a complete tensor."""
         self._synchronized(self._engine.load_weights, weights)
 
     def finish_refit(self) -> None:
@@ -187,7 +188,7 @@ def _sequences(data: Mapping[str, Any]) -> list[list[int]]:
 def _meet(
     address: tuple[str, int], index: int, rank: int, settings: VllmConfig
 ) -> dist.ProcessGroup:
-    """Join engine ``index`` in the world that vLLM uses, and return a group for host values."""
+    """Join the processes of engine ``index``, for vLLM. Return a gloo group of them."""
     limit = timedelta(seconds=settings.timeout_s)
     size = settings.tensor_parallel_size
     text = (
@@ -222,9 +223,9 @@ def responses_batch(
 ) -> BatchedDataDict:
     """Return prompts and responses as a `GenerationOutputSpec`, right-padded to the longest.
 
-    ``record_kept``: maximum number K of ids that top-k and top-p kept for a token, in ``kept_ids``
-    int32 [B, S, K], padded with -1. If more ids were kept, all K are -1. With 0 the column is
-    omitted.
+    ``record_kept``: number K of columns in ``kept_ids``, int32 [B, S, K]: the ids that top-k and
+    top-p kept for each sampled token, padded with -1. If a token has more than K ids, all K are -1.
+    With K = 0, ``kept_ids`` is omitted.
     """
     starts = [len(prompt) for prompt in prompts]
     lengths = [len(response.tokens) for response in responses]

@@ -196,7 +196,7 @@ def test_a_wrong_token_is_refused(served):
 
 MANY_ROLES = [*({"role": f"r{n}", "content": "x"} for n in range(99)), *USER]
 BAD_TOOL = {"function": {"name": "f", "parameters": "x"}}
-VARIABLE = {"chat_template_kwargs": {"a": 1}}
+VARIABLE = {"prompt": "x", "chat_template_kwargs": {"a": 1}}
 BAD = [
     (TEXT, "{", 400, "not JSON", None),
     (TEXT, "[]", 400, "must be a JSON object", None),
@@ -217,17 +217,17 @@ BAD = [
     (CHAT, {"messages": USER * 5000}, 400, "at most 4096", "messages"),
     (CHAT, {"messages": MANY_ROLES}, 400, "99 roles", None),
     (TEXT, {"prompt": "x", "max_new_tokens": 5}, 400, "not permitted", "max_new_tokens"),
-    (TEXT, {"prompt": "x", "model": "gpt"}, 404, "there is no 'gpt'; 'tiny' is served", None),
+    (TEXT, {"prompt": "x", "model": "gpt"}, 404, "'gpt' is not served, only 'tiny'", None),
     (TEXT, {"prompt": ["x"] * 200, "n": 200}, 413, "40000 answers, at most 1024", None),
     (CHAT, {"messages": []}, 400, "chat messages is empty", None),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "role and content must be text", None),
     (CHAT, {"messages": [{"content": "x", "role": "assistant"}]}, 400, "the assistant's", None),
     (CHAT, {"messages": USER, "tools": [{"name": "f"}]}, 400, "must be of the form", "tools.0"),
     (CHAT, {"messages": USER, "tools": [BAD_TOOL]}, 400, "must be of the form", "tools.0"),
-    ("/tokenize", {}, 400, "missing, and messages too", "prompt"),
-    ("/tokenize", {"prompt": "x", "messages": USER}, 400, "set, and messages too", "prompt"),
-    ("/tokenize", {"prompt": "x", "tools": [{}]}, 400, "only for messages", "tools"),
-    ("/tokenize", {**VARIABLE, "prompt": "x"}, 400, "only for messages", "chat_template_kwargs"),
+    ("/tokenize", {}, 400, "neither it nor messages are set", "prompt"),
+    ("/tokenize", {"prompt": "x", "messages": USER}, 400, "both it and messages are set", "prompt"),
+    ("/tokenize", {"prompt": "x", "tools": [{}]}, 400, "only used with messages", "tools"),
+    ("/tokenize", VARIABLE, 400, "only used with messages", "chat_template_kwargs"),
     ("/v1/embeddings", {}, 404, "There are GET /health, GET /v1/models, POST", None),
 ]
 

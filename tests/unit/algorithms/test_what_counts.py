@@ -217,7 +217,7 @@ def test_accuracy_is_the_last_that_was_reported():
 
 def test_accuracy_is_a_share():
     for value in (1.5, -0.1, 2):
-        with pytest.raises(DataError, match=f"accuracy is {value}. It must be a share"):
+        with pytest.raises(DataError, match=f"accuracy is {value}. It must be from"):
             check_turn(Turn(reward={"reward": 1.0, "accuracy": value}, done=True))
         with pytest.raises(DataError, match="accuracy"):
             Session(1).set_reward({"reward": 1.0, "accuracy": value})

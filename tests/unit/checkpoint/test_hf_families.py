@@ -10,12 +10,15 @@ import pytest
 import torch
 from hf_models import CASES, LLAMA_SIZES, save_random_model
 from safetensors.torch import load_file, save_file
+from variants import extended_except
 
+from aligner.checkpoint.canonical import merge
 from aligner.checkpoint.convert import convert
-from aligner.checkpoint.gpt_weights import load_weights
+from aligner.checkpoint.gpt_weights import load_weights, model_parameters
 from aligner.checkpoint.hf import model_folder as hf
-from aligner.checkpoint.hf.families import architecture_from_hf, config_to_hf
+from aligner.checkpoint.hf.families import FAMILIES, architecture_from_hf, config_to_hf
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
+from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import LengthParams, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -32,7 +35,7 @@ ROOT = Path(__file__).parents[3]
 # Cases that differ from the others in biases or in one setting.
 FURTHER = (
     *("nemotron_biases", "starcoder2_plain", "stablelm_biases", "arcee_biases"),
-    *("smollm3_biases", "ernie4_5_biases", "olmo3", "gemma3_scaled"),
+    *("smollm3_biases", "ernie4_5_biases", "olmo3", "gemma3_scaled", "glm4_moe_plain"),
 )
 
 
@@ -47,13 +50,21 @@ def model_folder(request, tmp_path_factory):
     return save_random_model(*CASES[request.param], folder), folder
 
 
-def our_logits(weights, architecture, tokens):
+def build(weights, architecture):
     initialize_parallel()
     gpt = build_gpt(architecture).eval()
     load_weights(gpt, weights, architecture)
+    return gpt
+
+
+def logits_of(gpt, tokens, architecture):
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    with torch.no_grad():
-        return gpt(tokens, positions, None)[..., : architecture.vocab_size]
+    return gpt(tokens, positions, None)[..., : architecture.vocab_size]
+
+
+@torch.no_grad()
+def our_logits(weights, architecture, tokens):
+    return logits_of(build(weights, architecture), tokens, architecture)
 
 
 @pytest.mark.integration
@@ -64,6 +75,35 @@ def test_logits_equal_transformers(model_folder):
     with torch.no_grad():
         expected = model(tokens).logits
     assert (our_logits(found.weights, found.architecture, tokens) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("case", extended_except(["glm4_moe"], ["glm4_moe", "qwen2_moe"]))
+def test_gradients_equal_transformers(case, tmp_path):
+    model = save_random_model(*CASES[case], tmp_path / "model")
+    tokens = torch.randint(259, (2, 24), generator=torch.Generator().manual_seed(1))
+    found = read_hf(tmp_path / "model")
+    gpt = build(found.weights, found.architecture).train()
+    for logits in (model(tokens).logits, logits_of(gpt, tokens, found.architecture)):
+        torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        ).backward()
+    # Under the names of the file, which transformers writes.
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(tmp_path / "gradients")
+    expected = load_file(tmp_path / "gradients" / "model.safetensors")
+    gradients = {
+        name: merge(name, [parameter.grad], found.architecture)
+        for name, parameter in model_parameters(gpt).items()
+        if not name.endswith("expert_bias")
+    }
+    actual = HuggingFaceView(gradients, FAMILIES[CASES[case][0]].table, found.architecture)
+    missing = expected.keys() - set(actual)
+    assert all(name.endswith("e_score_correction_bias") for name in missing)
+    for name, gradient in actual.items():
+        scale = expected[name].abs().max().clamp(min=1e-3)
+        assert (gradient - expected[name]).abs().max() / scale < 1e-4, name
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +174,9 @@ def test_round_trip_through_nemo_is_exact(model_folder, tmp_path):
 
     before, after = (load_file(folder / "model.safetensors") for folder in (source, back))
     assert before.keys() == after.keys()
+    assert torch.bfloat16 in {tensor.dtype for tensor in before.values()}
     for name, tensor in before.items():
-        assert after[name].dtype == torch.bfloat16
+        assert after[name].dtype == tensor.dtype
         assert torch.equal(after[name], tensor), name
     tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (source, back)]
     assert tokenizers[0] == tokenizers[1]
@@ -161,6 +202,8 @@ def read_keys(config):
         *("activation_function", "tie_word_embeddings", "attention_bias", "mlp_bias"),
         *("initializer_range", "n_layer", "n_head", "n_positions"),
         *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        *("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
+        *("routed_scaling_factor", "use_qk_norm"),
     ]
     return [name for name in names if hasattr(config, name)]
 
@@ -191,7 +234,7 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
     ("changes", "message"),
     [
         ({"hidden_act": "relu"}, "hidden_act='relu'"),
-        ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+        ({"attention_bias": True}, "attention_bias=True and mlp_bias="),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope type 'dynamic'"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
@@ -205,7 +248,7 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
         ({"model_type": "seed_oss", "attention_out_bias": True}, "attention_out_bias=True"),
         ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True"),
         ({"model_type": "helium", "mlp_bias": True}, "mlp_bias=True"),
-        ({"model_type": "nemotron", "mlp_bias": True}, "attention_bias and mlp_bias differ"),
+        ({"model_type": "nemotron", "mlp_bias": True}, "mlp_bias=True in config.json differ"),
         ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act='silu'"),
         ({"model_type": "nemotron", "hidden_act": "swish"}, "hidden_act='swish'"),
         ({"model_type": "starcoder2", "hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -214,6 +257,11 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, r"softcapping=5\.0"),
         ({"model_type": "olmo3", **WINDOWS}, "rope type 'yarn' of sliding_attention layers"),
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias=False"),
+        ({"model_type": "glm4_moe", "n_group": 3}, "moe_router_groups=3"),
+        (
+            {"model_type": "glm4_moe", "quantization_config": {"quant_method": "fp8"}},
+            r"quantised \(fp8\)",
+        ),
     ],
 )
 def test_unsupported_configurations_are_named(changes, message):
@@ -269,6 +317,7 @@ def test_what_no_family_can_express_is_refused():
         ({"num_moe_experts": 4}, "mixtral"),
         ({"normalization": "layernorm1p", "activation": "squared_relu"}, "nemotron"),
         ({"num_moe_experts": 4, "qk_layernorm": True}, "qwen3_moe"),
+        ({"num_moe_experts": 4, "moe_router_sigmoid": True}, "glm4_moe"),
     ],
 )
 def test_a_family_is_found_for_foreign_nemo_files(changes, family):
@@ -292,6 +341,21 @@ def test_damaged_directories(tmp_path):
     write_model(tmp_path / "m", config, {"model.odd": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"missing \['model\.embed_tokens.*'model\.odd'"):
         read_hf(tmp_path / "m")
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
+    save_random_model(*CASES["glm4_moe"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    further = ("eh_proj.weight", "enorm.weight", "mlp.gate.e_score_correction_bias")
+    more = {f"model.layers.4.{name}": torch.zeros(1) for name in further}
+    save_file({**tensors, **more}, tmp_path / "model.safetensors")
+    assert not any("layers.4." in name for name in read_hf(tmp_path).weights)
+    more["model.layers.5.mlp.gate.weight"] = torch.zeros(1)
+    save_file({**tensors, **more}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"unexpected \['model\.layers\.5\.mlp\.gate\.weight'\]"
+    ):
+        read_hf(tmp_path)
 
 
 def test_large_models_are_written_in_shards(tmp_path, monkeypatch):

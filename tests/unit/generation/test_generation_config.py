@@ -38,7 +38,7 @@ def vllm(python=sys.executable, **keys):
 @pytest.mark.parametrize(
     ("generation", "sections", "message"),
     [
-        (vllm(), {}, r"generation.backend=vllm needs cluster.engine=ray.*and is local"),
+        (vllm(), {}, r"cluster.engine=local cannot start vLLM's workers"),
         (vllm(python="no/such/python"), RAY, r"generation.vllm.python=no/such/python.*vllm-env"),
         (vllm(python="/"), RAY, r"generation.vllm.python=/ is not an interpreter"),
         (vllm(engines=2), RAY, r"generation.vllm.engines=2 with refit=colocated.*there are 1"),

@@ -274,7 +274,7 @@ def test_missing_and_surplus_tensors_are_named(folder_of):
 @pytest.mark.parametrize(
     ("model_type", "changes", "error", "message"),
     [
-        ("modernbert-decoder", {}, CheckpointError, r"modernbert-decoder.*no policy.*critic"),
+        ("modernbert-decoder", {}, CheckpointError, r"modernbert-decoder.*A policy needs.*critic"),
         ("bert", {}, CheckpointError, "later tokens"),
         # With the difference that was measured.
         (

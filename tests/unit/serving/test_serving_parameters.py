@@ -144,13 +144,13 @@ def test_a_key_that_is_not_offered_is_refused_by_name_unless_it_changes_nothing(
     messages = {"messages": USER}
     for value in NEUTRAL[key]:
         read_request(ChatRequest, json.dumps({**messages, key: value}).encode())
-    with pytest.raises(DataError, match=f"^{key}: 'another value' is not offered"):
+    with pytest.raises(DataError, match=f"^{key}: 'another value' is not supported"):
         read_request(ChatRequest, json.dumps({**messages, key: "another value"}).encode())
 
 
 def test_a_truth_value_is_no_number_and_a_number_no_truth_value():
     for key, value in (("best_of", True), ("echo", 0)):
-        with pytest.raises(DataError, match=f"^{key}: {value} is not offered"):
+        with pytest.raises(DataError, match=f"^{key}: {value} is not supported"):
             read_request(CompletionRequest, json.dumps({"prompt": "a", key: value}).encode())
 
 

@@ -1,4 +1,4 @@
-"""Policy on a transformers model: generates responses, scores tokens, and trains."""
+"""Policy on a transformers model: samples responses, scores tokens, and trains."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,7 +24,7 @@ from aligner.parallel.groups import ParallelState
 
 
 class DTensorActorModel(DTensorModel, SamplingPolicy):
-    """PPO's actor, the counterpart of `MegatronGPTActorModel`."""
+    """Policy on a sharded transformers model. With megatron-core: `MegatronGPTActorModel`."""
 
     role_name = "policy"
     samples_from_a_copy = True
@@ -37,12 +37,13 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         parallel: ParallelState,
         tokenizer: Tokenizer,
     ) -> None:
-        """See `DTensorModel`. The settings include sampling."""
+        """Build the policy as in `DTensorModel`, and configure its sampling from ``settings``."""
         super().__init__(source, settings, parallel, tokenizer)
         if self.form.logits is None:
             raise CheckpointError(
-                f"{self.architecture.family} computes logits in a way that is not known here, so "
-                "that it is no policy. A critic of this type can be trained"
+                f"{self.architecture.family} models do not compute logits as output_layer(hidden) "
+                "times a constant, with or without a soft cap. A policy needs such logits. Set "
+                "model.restore_from_path to a model of another type (a critic can use this one)"
             )
         self.logits_form = self.form.logits
         self.configure_sampling()
@@ -72,11 +73,11 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
     # Generating -------------------------------------------------------------------------------
 
     def model_to_sample_from(self) -> GPTModel | SampledModel:
-        """Copy the current weights to a megatron-core model. All ranks must call it.
+        """Return a second model with the current weights. All ranks must call this method.
 
-        The copy is not sharded over data-parallel ranks. It samples the same tokens as the megatron
-        backend. If megatron-core does not support the model's architecture, each process gets a
-        whole copy as a causal language model of transformers.
+        The model is a megatron-core model, split over tensor-parallel ranks only. It samples the
+        same tokens as the megatron backend. If megatron-core does not support the architecture,
+        every process gets an unsharded transformers model.
         """
         if not self.architecture.has_table:
             whole = build_whole(self.architecture, self.gathered_weights(), self.settings.dtype)

@@ -1,4 +1,4 @@
-"""Adapters in a transformers model, and the check that all of them learn."""
+"""LoRA adapters in a transformers model, and a check that every adapter gets a gradient."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from aligner.parallel.groups import ParallelState
 def add_adapters(
     model: nn.Module, weights: Sequence[AdaptedWeight], lora: LoraConfig, seed: int
 ) -> None:
-    """Add new adapters, and freeze all other parameters.
+    """Add a LoRA adapter to each of ``weights``, and freeze all other parameters.
 
-    A linear adds the output of its adapter to its own output. The code of experts reads their 3-D
-    parameters, which therefore include the adapter's product during the experts' forward pass.
-    Modules that share a weight share its adapter.
+    A linear layer adds its adapter's output to its own output. Mixture-of-experts layers read one
+    3-D parameter for all experts. Their forward pass sees this parameter with the adapter merged.
+    Modules that share a weight share its adapter. ``seed``: seed of the initial matrices.
     """
     model.requires_grad_(False)
     owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -77,7 +77,7 @@ def check_that_all_learn(
     lora: LoraConfig,
     parallel: ParallelState,
 ) -> None:
-    """Raise if an adapter has no gradient. Call it on all ranks, after a backward pass.
+    """Check that every adapter has a gradient. Call this on all ranks, after a backward pass.
 
     Raises:
         ConfigError: the model's code does not call an adapted layer, or no output depends on it.
@@ -100,5 +100,6 @@ def check_that_all_learn(
         raise ConfigError(
             f"model.peft.lora_tuning.target_modules=[{','.join(lora.target_modules)}]: adapters of "
             f"{', '.join(idle[:3])}{more} get no gradient, because the model's code does not call "
-            f"these layers or no output depends on them. Set target_modules=[{targets}]"
+            "these layers or no output depends on them. Set "
+            f"model.peft.lora_tuning.target_modules=[{targets}]"
         )

@@ -1,7 +1,7 @@
-"""Attention of transformers' models by aligner's kernels, for padded and packed passes.
+"""Aligner's attention as an attention function of transformers, for padded and packed rows.
 
-transformers calls `mask`, which returns a `Rule` in place of a mask tensor, once for each kind of
-layers. Layers pass the rule to `attention`, which computes with this rank's heads.
+Once for each kind of attention layer, transformers calls `mask`. This function returns a `Rule`
+instead of a mask tensor. Every layer passes its rule to `attention`, with the heads of this rank.
 """
 
 import contextlib
@@ -32,11 +32,12 @@ _REPEATED = {
 
 @dataclass
 class Pass:
-    """A forward pass: the sequences in its packed row, and the count of calls of `attention`.
+    """State of one forward pass.
 
-    ``store``: in decoding, stores a call's keys and values, float ``[B, groups, S, D]``. Returns
-    the keys and values to attend to, and the positions of the queries among them, or None as in
-    `Bucket`.
+    ``segments``: sequences of a packed row, None for padded rows. ``calls``: number of finished
+    calls of `attention`. ``store``: in decoding, adds keys and values of a call, float
+    ``[B, groups, S, D]``, to a cache. Returns the keys and values to attend to, and the `Bucket`
+    with the positions of the queries, None if query i has position i.
     """
 
     segments: Segments | None
@@ -49,7 +50,7 @@ _PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
 
 @contextlib.contextmanager
 def running(segments: Segments | None) -> Iterator[Pass]:
-    """Give ``segments`` to the attention of models that run in the block."""
+    """Make ``segments`` the packed sequences of all models that run inside the block."""
     current = Pass(segments)
     token = _PASS.set(current)
     try:
@@ -60,11 +61,12 @@ def running(segments: Segments | None) -> Iterator[Pass]:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """Relation of queries to the keys that they attend to, in layers of one kind.
+    """Which keys a query attends to, in all attention layers of one kind.
 
-    ``function``: transformers' rule of batch index, head, position of the query and position of the
-    key, all int64 [...] that broadcast. Returns bool, true if the query attends to the
-    key. ``is_plain``: causal, within ``window`` positions including the query's own (None: all).
+    ``function``: transformers' mask function. Its arguments are batch index, head, position of the
+    query and position of the key, int64 [...], and broadcast. Returns bool [...], true if the query
+    attends to the key. ``is_plain``: true if each query attends exactly to the last ``window``
+    positions up to its own (None: to all).
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -74,7 +76,7 @@ class Rule:
     _masks: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def mask(self, bucket: Bucket, device: torch.device) -> Tensor:
-        """Return bool ``[sequences or 1, 1, queries, keys]``, one tensor for all layers."""
+        """Return the mask of ``bucket``, bool ``[sequences or 1, 1, queries, keys]`` (cached)."""
         kind = bucket.queries, bucket.keys, bucket.positions is not None and id(bucket)
         if kind not in self._masks:
             queries = bucket.positions
@@ -89,7 +91,7 @@ class Rule:
 
 
 def register() -> None:
-    """Register the functions with transformers."""
+    """Register the attention and mask functions of this module with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name, function in ((NAME, attention), (RECOMPUTED, recomputed_attention)):
@@ -108,11 +110,11 @@ def mask(
     use_vmap: bool = False,
     **unused: Any,
 ) -> Rule:
-    """Return the rule of one kind of layers, with the signature that transformers requires.
+    """Return the attention rule of one kind of layer. transformers requires this signature.
 
-    ``mask_function``: see `Rule`. ``local_size``: positions of a window or chunk, if any.
-    ``use_vmap``: whether a model adds a condition of its own. ``unused``: arguments about mask
-    tensors and caches.
+    ``mask_function``: see `Rule`. ``local_size``: number of positions in a sliding window or chunk.
+    ``use_vmap``: whether the model adds a mask condition. ``unused``: arguments that only mask
+    tensors and caches need.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -142,24 +144,30 @@ def attention(
     s_aux: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention ``[B, S, heads, E]``, with the signature that transformers requires.
+    """Compute attention, float ``[B, S, heads, E]``. transformers requires this signature.
 
     Args:
-        module: the layer's attention.
+        module: attention module of the layer, only for messages.
         query: float ``[B, heads, S, D]``, rotary embedding applied.
         key: float ``[B, groups, S, D]``, rotary embedding applied.
         value: float ``[B, groups, S, E]``.
-        attention_mask: who attends to whom. ``B`` is 1 if it contains segments.
+        attention_mask: rule that `mask` returned. In a packed pass ``B`` is 1.
         scaling: factor of the scores. Default: ``D ** -0.5``.
-        softcap: bound ``c`` of scores ``s``, which become ``c * tanh(s / c)``. None or 0: no bound.
-        s_aux: float ``[heads]``, score of a sink, to which every query also attends.
+        softcap: soft limit ``c`` of the scores. A score ``s`` becomes ``c * tanh(s / c)``. None or
+            0: no limit.
+        s_aux: float ``[heads]``, score of an attention sink: a key without a value to which every
+            query attends.
 
-    Raises LayoutError if the layer passes a mask or a keyword that is not known here.
+    Raises:
+        LayoutError: the layer passes a mask tensor or an unsupported keyword.
     """
     unknown = {name for name, value in keywords.items() if value is not None} - _REPEATED
     if unknown or not isinstance(attention_mask, Rule):
-        passed = sorted(unknown) or "a mask of its own"
-        raise LayoutError(f"{type(module).__name__} passes {passed} to its attention")
+        passed = ", ".join(sorted(unknown)) or "a mask tensor"
+        raise LayoutError(
+            f"{type(module).__name__} passes {passed} to its attention function, which aligner's "
+            "attention does not support"
+        )
     rule, segments = attention_mask, attention_mask.current.segments
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bucket = None
@@ -169,7 +177,7 @@ def attention(
     is_plain = rule.is_plain and not softcap and s_aux is None and bucket is None
     is_plain = is_plain and query.shape[-1] == value.shape[-1]
 
-    # Any other rule: scores of one bucket at a time.
+    # For a rule that is not plain, the scores of one bucket are in memory at a time.
     def attend_bucket(
         bucket: Bucket, queries: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor | None
     ) -> Tensor:
@@ -210,10 +218,10 @@ def _attend_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention ``[n, heads, S, E]`` from scores in memory, with a float32 softmax.
+    """Compute attention ``[n, heads, S, E]`` by PyTorch operations, with a float32 softmax.
 
-    ``seen``: bool ``[n or 1, 1, S, K]``. A query that sees no key (padding) gets the mean of the
-    values. For the other arguments see `attention`.
+    ``seen``: bool ``[n or 1, 1, S, K]``, true if the query attends to the key. The result of a
+    query without keys (padding) is the mean of the values. For the others see `attention`.
     """
     # The queries of all heads of a group are the rows of one product.
     rows, heads, length, _ = query.shape
@@ -232,7 +240,7 @@ def _attend_scores(
 
 
 def recomputed_attention(module: nn.Module, *inputs: Any, **keywords: Any) -> tuple[Tensor, None]:
-    """Compute `attention` ``[B, S, heads, E]``, saving only queries, keys and values."""
+    """Compute `attention` ``[B, S, heads, E]``, and recompute its intermediates in backward."""
     if not module.training:
         return attention(module, *inputs, **keywords)
     call = functools.partial(attention, **keywords)

@@ -1,7 +1,7 @@
-"""Build a transformers model as FSDP2 and tensor-parallel DTensors.
+"""Build a transformers model, sharded by FSDP2 and tensor-parallel DTensors.
 
-Weights are loaded and sharded layer by layer, so that a process stores at most one full layer (or
-the embeddings) in addition to its share.
+Weights are loaded and sharded layer by layer. In addition to its shards, a process stores at most
+one full layer or the full embeddings.
 """
 
 from collections.abc import Mapping
@@ -36,13 +36,14 @@ def build_sharded(
     head_outputs: int,
     way: Way,
 ) -> tuple[TransformersModel, list[ParameterShard]]:
-    """Build this process's share of a model. Parameters and gradients are kept in float32.
+    """Build a model and this process's shard of each parameter. Parameters are float32.
 
-    ``weights``: full float tensors [...] by Hugging Face's names, or None to leave weights
-    uninitialised. ``settings``: dtype of the passes, recomputation, LoRA adapters and their seed.
-    With adapters, all other weights except a head are frozen. ``head_outputs``: number of outputs
-    of a head that replaces the output layer, 0 for no head. ``way``: how a micro-batch enters the
-    transformer: packed by aligner's or transformers' attention, or one sequence per row.
+    Args:
+        weights: full float tensors [...] by Hugging Face names. None: weights stay uninitialised.
+        settings: compute dtype, recomputation, LoRA adapters and their seed. With adapters, only
+            the adapters and a head are trained.
+        head_outputs: number of outputs of a head that replaces the output layer, 0 for no head.
+        way: whether micro-batches are packed, and for which attention (see `Way`).
     """
     dtype = settings.dtype
     model = _empty_model(architecture, settings, head_outputs, way)
@@ -76,10 +77,10 @@ def build_sharded(
 def build_whole(
     architecture: GPTArchitecture, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> nn.Module:
-    """Build a causal language model of transformers, unsharded, in evaluation mode.
+    """Build an unsharded causal language model of transformers in evaluation mode.
 
-    ``weights``: full parameters by the module's names, float [out, in] or [out], of which tied ones
-    have one name, and persistent buffers [...]. ``dtype``: dtype of the parameters.
+    ``weights``: full parameters, float [out, in] or [out], and persistent buffers [...], by their
+    names in the model. Tied parameters have one entry. ``dtype``: dtype of the parameters.
     """
     causal = empty_model(architecture, dtype)
     _fill(causal, "", weights, {}, dtype)
@@ -99,7 +100,7 @@ def _move_buffers(model: nn.Module) -> None:
 def _empty_model(
     architecture: GPTArchitecture, settings: RoleSettings, head_outputs: int, way: Way
 ) -> TransformersModel:
-    """Build the model from transformers' class, without memory for its parameters."""
+    """Build the model from transformers' class, with parameters on the meta device."""
     dtensor_attention.register()
     causal, recompute = empty_model(architecture, settings.dtype), settings.recompute
     problem = ""
@@ -110,12 +111,13 @@ def _empty_model(
         )
     elif recompute == "selective":
         problem = (
-            "does not run with aligner's attention, which recomputes itself. Set it to full or null"
+            "models do not run with aligner's attention, which selective recomputation needs. Set "
+            "it to full or null"
         )
     if recompute == "full" and causal.supports_gradient_checkpointing:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
     elif recompute == "full":
-        problem = "of transformers cannot recompute layers. Set it to null"
+        problem = "models of transformers cannot recompute layers. Set it to null"
     if problem:
         key = f"model.activations_checkpoint_granularity={recompute}"
         raise ConfigError(f"{key}: {architecture.family} {problem}")
@@ -145,7 +147,7 @@ def _fill_and_shard(
     dtype: torch.dtype,
     plan: Mapping[str, str],
 ) -> dict[str, int]:
-    """Load and shard the weights, and return the tensor-parallel dimension of split parameters."""
+    """Load and shard the weights. Returns the split dimension of each tensor-parallel parameter."""
     names = {module: name for name, module in model.named_modules()}
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
@@ -155,7 +157,7 @@ def _fill_and_shard(
 
     def shard(block: nn.Module, policy: MixedPrecisionPolicy) -> None:
         for name, parameter in block.named_parameters(prefix=names[block]):
-            # Parameters that are already sharded have other meshes.
+            # FSDP2 has not sharded this block yet, so that DTensors have only the tensor mesh.
             if (
                 isinstance(parameter, DTensor)
                 and parameter.device_mesh.mesh_dim_names == ("tensor",)
@@ -196,9 +198,9 @@ def _fill(
     filled: dict[nn.Parameter, nn.Parameter],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Allocate the parameters of a block that have no memory yet, and load their weights.
+    """Replace the meta parameters of a block by parameters with the values of ``weights``.
 
-    ``filled``: new parameters by the empty ones, so that tied parameters stay tied.
+    ``filled``: maps replaced parameters to new ones, so that tied parameters stay tied.
     """
     for name, parameter in list(block.named_parameters(prefix, remove_duplicate=False)):
         if not parameter.is_meta:
@@ -211,8 +213,8 @@ def _fill(
         if weights is not None:
             if name not in weights:
                 raise CheckpointError(
-                    f"the checkpoint does not contain {name} of the model. If it is a critic or "
-                    "reward model, without an output layer, start the policy from a language model"
+                    f"the checkpoint does not contain {name} of the model. A critic or reward "
+                    "model has no output layer: set model.restore_from_path to a language model"
                 )
             value.copy_(weights[name])
         filled[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
@@ -221,7 +223,7 @@ def _fill(
 
 @torch.no_grad()
 def _fill_head(head: ValueHead, weights: Mapping[str, Tensor] | None) -> None:
-    """Load the head, or initialise it to zero if ``weights`` contain none."""
+    """Load the weights of ``head``, zeros if ``weights`` contain no head."""
     for leaf, parameter in list(head.named_parameters()):
         value = torch.zeros(parameter.shape, device=accelerator.device())
         name = f"score.{leaf}"
@@ -230,8 +232,8 @@ def _fill_head(head: ValueHead, weights: Mapping[str, Tensor] | None) -> None:
             if saved.shape != value.shape:
                 raise CheckpointError(
                     f"{name} has shape {tuple(saved.shape)}, but this role needs "
-                    f"{tuple(value.shape)}. Start from a model without a head, or with the same "
-                    "number of outputs"
+                    f"{tuple(value.shape)}. Set restore_from_path to a model without a head, or to "
+                    "a model whose head has the same number of outputs"
                 )
             value.copy_(saved)
         head.register_parameter(leaf, nn.Parameter(value))

@@ -1,4 +1,4 @@
-"""Critic and reward model on a transformers model, with a head in place of the output layer."""
+"""Critic and reward model: a transformers model whose output layer is replaced by a head."""
 
 from torch import Tensor
 
@@ -12,18 +12,18 @@ from aligner.types import TokenOutputs
 
 
 class DTensorCriticModel(DTensorModel, ValueModel):
-    """PPO's critic, the counterpart of `MegatronGPTCriticModel`."""
+    """Critic on a sharded transformers model. With megatron-core: `MegatronGPTCriticModel`."""
 
     role_name = "critic"
 
     def token_outputs(
         self, model: TransformersModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Compute values before every token, float32 [B, S], from ``hidden`` [n * L, H]."""
+        """Compute the head's output per token, float32 [B, S], from hidden states [n * L, H]."""
         assert not with_entropy  # only a policy has an entropy
         assert model.score is not None
         return framed_outputs(model.score(hidden), microbatch.layout, right_shift=self.right_shift)
 
 
 class DTensorRewardModel(RewardRole, DTensorCriticModel):
-    """Reward model, the counterpart of `MegatronGPTRewardModel`."""
+    """Reward model on a transformers model. With megatron-core: `MegatronGPTRewardModel`."""

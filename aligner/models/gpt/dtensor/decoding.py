@@ -1,9 +1,10 @@
-"""Incremental decoding with a causal language model of transformers that is not sharded.
+"""Token-by-token decoding with an unsharded causal language model of transformers.
 
-A decoder has the interface of `IncrementalModel` (`decode.model`). `choose_decoder` tests decoders
-on the weights, fastest first: `SlotDecoder`, `GroupDecoder`, `FullPassDecoder`.
+A decoder keeps sequences in numbered slots and has the methods of `decode.model.IncrementalModel`.
+`choose_decoder` returns the first of `SlotDecoder`, `GroupDecoder` and `FullPassDecoder` (fastest
+first) whose logits are right for the model.
 
-Shape legend: ``n`` rows of a pass, ``m`` prompts, ``P`` their padded length, ``V`` vocabulary.
+Shapes: ``n`` rows of a pass, ``m`` prompts, ``P`` padded length of the prompts, ``V`` vocabulary.
 """
 
 import contextlib
@@ -27,36 +28,36 @@ from aligner.models.gpt.layers.segments import Bucket
 
 
 class TransformersDecoder(DecodingModel):
-    """Decoder of a plain transformers model, one slot per sequence.
+    """Base class of the decoders. Every sequence has one slot.
 
-    ``hidden`` of the interface are logits [n, V], because the model itself scales or caps them.
-    `prefill` returns [m, V] and `decode` returns [n, V].
+    `prefill` and `decode` return logits, [m, V] and [n, V], where `DecodingModel` returns hidden
+    states, because transformers' models scale or cap their logits themselves.
     """
 
-    description: ClassVar[str]  # of the cache, for reports
+    description: ClassVar[str]  # description of the cache, for reports
     can_be_captured = False
     can_be_kept = False
 
     def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
-        """Prepare for ``num_slots`` sequences of at most ``capacity`` tokens."""
+        """Create the decoder for ``num_slots`` sequences of at most ``capacity`` tokens."""
         self.model = model
         self.num_slots = num_slots
         self.capacity = aligned(capacity)
         self.device = next(model.parameters()).device
-        self._last = torch.empty(0)  # of a pass, see `run`
+        self._last = torch.empty(0)  # argument ``last`` of the current `run`
 
     def index(self, values: Sequence[int]) -> Tensor:
-        """Copy to int64 [n] on the device, without synchronising."""
+        """Return ``values`` as an int64 tensor [n] on the device, without synchronising."""
         return accelerator.to_device(torch.tensor(values), where=self.device)
 
     @property
     def cache(self) -> Self:
-        """The decoder, which keeps the state of the sequences."""
+        """Object that stores the sequences: the decoder itself."""
         return self
 
     @property
     def stages(self) -> Self:
-        """The decoder, which is the only pipeline stage."""
+        """Object that communicates between pipeline stages: the decoder itself, the only stage."""
         return self
 
     def sampled_by_last(
@@ -67,12 +68,12 @@ class TransformersDecoder(DecodingModel):
         return sample()
 
     def fits(self, num_slots: int, capacity: int) -> bool:
-        """Return whether there are at least ``num_slots`` slots of ``capacity`` tokens."""
+        """Return whether the decoder has ``num_slots`` slots of ``capacity`` tokens, or more."""
         return self.num_slots >= num_slots and self.capacity >= capacity
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Enable `prefill` and `decode` inside the block. Weights must not change inside."""
+        """Enable `prefill` and `decode` inside the block. The weights must not change there."""
         was_training = self.model.training
         head = self.model.get_output_embeddings()
         linears = [module for module in self.model.modules() if type(module) is nn.Linear]
@@ -92,7 +93,7 @@ class TransformersDecoder(DecodingModel):
     def _project(
         self, head: nn.Module, plain: Callable[[Tensor], Tensor], hidden: Tensor
     ) -> Tensor:
-        """Compute unscaled logits [n, 1, V] at one index of each row of hidden states [n, P, H]."""
+        """Compute the head's output [n, 1, V] at index ``_last`` of each row of [n, P, H]."""
         hidden = hidden[torch.arange(len(hidden), device=self.device), self._last]
         if type(head) is not nn.Linear or not has_wide_products(hidden, head.weight):
             return plain(hidden)[:, None]
@@ -100,10 +101,10 @@ class TransformersDecoder(DecodingModel):
         return (logits if head.bias is None else logits + head.bias)[:, None]
 
     def run(self, tokens: Tensor, last: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
-        """Run ``tokens`` int64 [n, P] through the model, inside a session.
+        """Run the model on ``tokens``, int64 [n, P], inside a session.
 
-        ``last``: int64 [n], the index in each row after which logits are computed. ``inputs``:
-        further arguments of the model. Returns logits [n, V] and the output of the model.
+        ``last``: int64 [n], index of the token in each row whose successor is predicted. Returns
+        the logits of the successors, float [n, V], and the model's output object.
         """
         self._last = last
         output = self.model(input_ids=tokens, **inputs)
@@ -114,16 +115,19 @@ class TransformersDecoder(DecodingModel):
         return logits[torch.arange(len(last), device=self.device), last], output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return ``hidden`` [n, V], see the class."""
+        """Return ``hidden`` [n, V], which are logits already (see `TransformersDecoder`)."""
         return hidden
 
     @abstractmethod
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first ``length`` tokens, all or the prompt, of slots int64 [k] to ``target``."""
+        """Copy the first ``length`` tokens of slots ``source``, int64 [k], to slots ``target``.
+
+        ``length``: length of the prompt or of the sequence.
+        """
 
 
 class FullPassDecoder(TransformersDecoder):
-    """Tokens of the sequences. A step runs the whole sequences, right-padded."""
+    """Decoder without a cache. Each step runs the model on all tokens, right-padded."""
 
     description = "without a cache"
 
@@ -154,22 +158,23 @@ class FullPassDecoder(TransformersDecoder):
 
 @dataclass
 class _Group:
-    """Sequences of equal length: the rows of one cache of transformers."""
+    """Sequences of equal length, stored as the rows of one transformers cache."""
 
-    name: str  # of the cache among the model's arguments
+    name: str  # name of the model's argument for the cache
     cache: Any
     rows: int
     length: int
 
 
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")
-_Place = tuple[_Group, int]  # a group, and a row of it
+_Place = tuple[_Group, int]  # position of a sequence: a group, and a row in it
 
 
 class GroupDecoder(TransformersDecoder):
-    """Rows of transformers' own caches, with any kind of state. A step is one pass per length.
+    """Decoder with transformers' caches, whatever state they contain.
 
-    Copies of a slot share a row until their next step.
+    Each step runs one forward pass for every distinct length. Copies of a slot share a row of a
+    cache until their next step.
     """
 
     description = "with transformers' cache, sequences of equal length together"
@@ -178,7 +183,7 @@ class GroupDecoder(TransformersDecoder):
         """See `TransformersDecoder`."""
         super().__init__(model, num_slots, capacity)
         self._places: list[_Place | None] = [None] * num_slots
-        self._prompts: list[_Place | None] = [None] * num_slots  # after the prompt of each slot
+        self._prompts: list[_Place | None] = [None] * num_slots  # cached prompts, without response
 
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
@@ -221,7 +226,7 @@ class GroupDecoder(TransformersDecoder):
             self._places[slot], self._prompts[slot] = places
 
     def _group_of(self, places: list[_Place]) -> _Group:
-        """Return a group whose rows are ``places``, which no prompt needs."""
+        # Reuse the group if its rows are ``places`` and no slot restarts from it as a prompt.
         first = places[0][0]
         in_place = [(first, row) for row in range(first.rows)] == places
         if in_place and not any(p is not None and p[0] is first for p in self._prompts):
@@ -237,7 +242,7 @@ class GroupDecoder(TransformersDecoder):
         return _Group(first.name, joined, len(places), first.length)
 
     def _run(self, group: _Group, tokens: Tensor) -> Tensor:
-        """Add ``tokens`` int64 [n, s] to a group's sequences, and return the last logits [n, V]."""
+        """Append int64 ``tokens`` [n, s] to n sequences. Returns the next token's logits [n, V]."""
         last = torch.full((tokens.shape[0],), tokens.shape[1] - 1, device=self.device)
         positions = torch.arange(group.length, group.length + tokens.shape[1], device=self.device)
         inputs = {"position_ids": positions.expand_as(tokens)}
@@ -251,7 +256,7 @@ class GroupDecoder(TransformersDecoder):
 
 
 def _select_rows(parts: Sequence[Any], rows: Sequence[Tensor], counts: Sequence[int]) -> Any:
-    """Join int64 ``rows`` [k] of caches of ``counts`` rows, any structure of tensors."""
+    """Concatenate the selected ``rows`` of caches, which have ``counts`` rows, to one cache."""
     first = parts[0]
     if isinstance(first, Tensor):
         if all(
@@ -272,10 +277,10 @@ def _select_rows(parts: Sequence[Any], rows: Sequence[Tensor], counts: Sequence[
 
 
 class SlotDecoder(TransformersDecoder):
-    """Keys and values of every attention call, [slots, G, C, D] each, one slot per sequence.
+    """Decoder with aligner's key-value cache. One pass decodes sequences of any lengths.
 
-    Sequences of different lengths are decoded in one pass. ``G``: key-value heads, ``C``: capacity
-    in tokens, ``D``: width of keys or of values.
+    The cache has keys and values of every attention call, [slots, G, C, D] each. ``G``: number of
+    key-value heads, ``C``: capacity in tokens, ``D``: width of a key or value.
     """
 
     description = "with aligner's key-value cache"
@@ -283,11 +288,11 @@ class SlotDecoder(TransformersDecoder):
     def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
         """See `TransformersDecoder`."""
         super().__init__(model, num_slots, capacity)
-        # By number of the call, allocated in the first pass. Zeros: a masked value is multiplied
-        # by 0, which would not remove a NaN.
+        # Keys and values of each attention call, allocated in the first pass. They begin as zeros,
+        # because a masked value is multiplied by 0, which would not remove a NaN.
         self._stores: list[tuple[Tensor, Tensor]] = []
-        # Of this pass. In a prefill, the slots to fill and the prompts to fill them with. In a
-        # step, the positions of the tokens.
+        # State of the current pass. In a prefill: the slots to fill, and the prompt of each slot.
+        # In a decoding step: the positions of the tokens, in the bucket.
         self._slots, self._sources = self.index(()), self.index(())
         self._bucket: Bucket | None = None
 
@@ -335,7 +340,7 @@ class SlotDecoder(TransformersDecoder):
             )[0]
 
     def _store(self, call: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Bucket | None]:
-        """Store keys and values, float [n, G, s, D], see `Pass`."""
+        """Store keys and values of an attention call, float [n, G, s, D] (see `Pass.store`)."""
         if call == len(self._stores):
             shape = self.num_slots, key.shape[1], self.capacity
             stores = key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3])

@@ -1,4 +1,4 @@
-"""`DTensorModel`: a role on a transformers model sharded by FSDP2 and tensor-parallel DTensors."""
+"""`DTensorModel`: base class of the roles on a transformers model that FSDP2 shards."""
 
 import dataclasses
 import math
@@ -36,12 +36,12 @@ from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import count_denominators, on_rank_zero, reduce_result
 from aligner.parallel.groups import ParallelState, initialize_parallel
 
-# Names of a head in files of adapters, by those in the module.
+# Names of the head's parameters in adapter files, by their names in the module.
 _HEAD_NAMES = dict(zip(("score.weight", "score.bias"), REWARD_HEAD, strict=True))
 
 
 class DTensorModel(RoleModel, LightningModule):
-    """A role's share of a transformers model on this process."""
+    """One process's shards of a role's transformers model, as FSDP2 and tensor-parallel shards."""
 
     backend = BACKEND
     samples: ClassVar[bool] = False
@@ -53,7 +53,7 @@ class DTensorModel(RoleModel, LightningModule):
         parallel: ParallelState,
         tokenizer: Tokenizer,
     ) -> None:
-        """Build the model from an opened checkpoint. `setup_training` creates the optimizer."""
+        """Build this process's shards from an opened checkpoint, without an optimizer."""
         super().__init__()
         self.parallel, self.tokenizer = parallel, tokenizer
         self.architecture = source.architecture
@@ -65,7 +65,7 @@ class DTensorModel(RoleModel, LightningModule):
         self.settings = _runnable(settings, self.form, self.architecture)
         self.model, self.shards = self.build(self._module_names(source.weights))
         self.optimizer: ShardOptimizer | None = None
-        self.has_fresh_adapters = settings.lora is not None  # which have no effect
+        self.has_fresh_adapters = settings.lora is not None
         self._gradients_are_checked = settings.lora is None and settings.parallel.tensor == 1
         if settings.lora is not None and settings.adapters_path is not None:
             self.load_adapters(settings.adapters_path)
@@ -74,14 +74,14 @@ class DTensorModel(RoleModel, LightningModule):
     def from_checkpoint(
         cls, checkpoint: ModelSource, *, settings: RoleSettings, tokenizer: Tokenizer
     ) -> Self:
-        """Build this process's shard of the model from an opened checkpoint."""
+        """Set up the process groups, and build this process's shards from an opened checkpoint."""
         parallel = initialize_parallel(settings.parallel, seed=settings.seed)
         model = cls(checkpoint, cls.settings_for(checkpoint, settings), parallel, tokenizer)
         model.read_config(checkpoint.config)
         return model
 
     def _form_of(self, source: ModelSource) -> ModelForm:
-        """Test how the opened model runs, on rank 0 for all ranks."""
+        """Return how the model runs. Rank 0 tests it for all ranks (see `examine`)."""
         if self.architecture.has_table:
             return ModelForm(logits=keyed_form(model_config(self.architecture)))
         weights = source.weights
@@ -98,7 +98,7 @@ class DTensorModel(RoleModel, LightningModule):
     def build(
         self, weights: Mapping[str, Tensor] | None
     ) -> tuple[TransformersModel, list[ParameterShard]]:
-        """Build this process's shard of a model. ``weights``: see `build_sharded`."""
+        """Build this process's shards of a model (see `build_sharded`)."""
         trained = self.settings.optim is not None
         check_dropout(self.settings.dropout, self.architecture, trained=trained)
         return build_sharded(
@@ -112,13 +112,13 @@ class DTensorModel(RoleModel, LightningModule):
 
     @property
     def trained_shards(self) -> list[ParameterShard]:
-        """Shards of the weights that training updates. Frozen weights are read from their file."""
+        """Shards of the parameters that training updates, all without adapters."""
         if self.settings.lora is None:
             return self.shards
         return [shard for shard in self.shards if shard.parameter.requires_grad]
 
     def setup_training(self) -> None:
-        """Create the optimizer on the first call."""
+        """Create the optimizer on the first call, if the settings contain one."""
         if self.optimizer is None and self.settings.optim is not None:
             self.optimizer = ShardOptimizer(self.trained_shards, self.parallel, self.settings)
 
@@ -144,7 +144,7 @@ class DTensorModel(RoleModel, LightningModule):
         return "; ".join(parts)
 
     def num_parameters(self) -> int:
-        """Count the parameters of the role over all processes."""
+        """Return the number of parameters of the whole model."""
         return sum(torch.Size(shard.shape).numel() for shard in self.shards)
 
     # Passes -----------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class DTensorModel(RoleModel, LightningModule):
 
     @property
     def passes_are_collective(self) -> bool:
-        """True, because every pass gathers weights."""
+        """True, because FSDP2 gathers weights in every forward pass."""
         return True
 
     # Files ------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class DTensorModel(RoleModel, LightningModule):
         return gathered
 
     def gathered_weights(self) -> GatheredParameters:
-        """Return full weights by the module's names, gathered when all ranks index a name."""
+        """Return full weights by their names in the module. All ranks must read the same names."""
         lora = self.settings.lora
         scale = 1.0 if lora is None else lora.scale
         # Files also contain the persistent buffers, which are the same on every rank.
@@ -232,7 +232,7 @@ class DTensorModel(RoleModel, LightningModule):
         return GatheredParameters(self.shards, self.model.adapted, scale, buffers)
 
     def canonical_weights(self) -> HuggingFaceWeights:
-        """Return canonical weights. A weight is gathered when all ranks index its name."""
+        """Return full weights by canonical names. All ranks must read the same names."""
         family, _ = config_to_hf(self.architecture)
         return HuggingFaceWeights(self.gathered_weights(), family.table, self.architecture)
 
@@ -247,7 +247,7 @@ class DTensorModel(RoleModel, LightningModule):
             elif strict and shard.name not in adapters:
                 raise CheckpointError(
                     f"the checkpoint does not contain {shard.name} of the model. Load a checkpoint "
-                    "of this role"
+                    "that this role saved"
                 )
 
     def save_adapters(self, path: str | Path) -> None:
@@ -274,7 +274,7 @@ class DTensorModel(RoleModel, LightningModule):
         self.has_fresh_adapters = False
 
     def _module_names(self, weights: Weights) -> Mapping[str, Tensor]:
-        """Return weights of a `ModelSource` by the names of the module's parameters."""
+        """Return the weights of a `ModelSource` by the names of the module's parameters."""
         if not self.architecture.has_table:
             return SentWeights(weights, self.parallel)
         family, _ = config_to_hf(self.architecture)
@@ -294,7 +294,7 @@ class DTensorModel(RoleModel, LightningModule):
 def _runnable(
     settings: RoleSettings, form: ModelForm, architecture: GPTArchitecture
 ) -> RoleSettings:
-    """Return the settings with packing and shared prefixes as the model's way allows."""
+    """Return a copy of the settings that packs and shares prefixes only if the model can."""
     packed = settings.sequence_packing
     if packed is True and form.way == "rows":
         faults = "; ".join(f"{WORDS[way]}: {fault}" for way, fault in form.faults.items())

@@ -1,7 +1,7 @@
-"""A transformers model as the root of FSDP2: body, and output layer or scalar head.
+"""`TransformersModel`: the module that FSDP2 shards, a decoder with an output layer or a head.
 
-Parameters are named as in Hugging Face models, and a scalar head is named ``score``. Outputs are
-computed inside of `forward`, where the weights of the output layer are gathered.
+Parameters have the names of Hugging Face models. A head is named ``score``. `forward` also computes
+the role's outputs, because FSDP2 gathers the output layer's weights only during `forward`.
 """
 
 import math
@@ -19,13 +19,14 @@ from aligner.models.gpt.dtensor.attention import running
 from aligner.models.gpt.forward.token_layout import TokenLayout
 
 Result = TypeVar("Result")
-# How sequences are passed to a body: by aligner's attention (packed, with shared prefixes), packed
-# for transformers' masks, or one in each row.
+# How the sequences of a micro-batch are passed to the decoder. "aligner": packed, with shared
+# prefixes, for aligner's attention. "transformers": packed, for transformers' attention masks.
+# "rows": one sequence per row.
 Way = Literal["aligner", "transformers", "rows"]
 
 
 class TransformersModel(nn.Module):
-    """Decoder body with an output layer, a scalar head, or neither (tied embeddings)."""
+    """Decoder with an output layer, with a head, or with neither (tied embeddings)."""
 
     def __init__(
         self,
@@ -37,16 +38,16 @@ class TransformersModel(nn.Module):
         layer_classes: frozenset[str] = frozenset(),
         way: Way = "aligner",
     ) -> None:
-        """Join body and heads.
+        """Build the module from parts of a Hugging Face language model.
 
         Args:
-            parts: modules by Hugging Face's names in a language model.
-            body: name of the decoder, which maps token ids to hidden states.
-            output: name of the output layer. None: with ``score`` no output layer, otherwise the
-                embedding's weight.
-            score: scalar head.
+            parts: child modules by their Hugging Face names.
+            body: dotted name of the decoder, which maps token ids to hidden states.
+            output: dotted name of the output layer. None: the model has a head, or uses the
+                embedding's weight as output layer.
+            score: head, instead of an output layer.
             layer_classes: class names of the decoder's layers (``_no_split_modules``).
-            way: how a micro-batch enters the transformer (`build_sharded`).
+            way: how sequences are passed to the decoder (see `Way`).
         """
         super().__init__()
         for name, part in parts.items():
@@ -62,7 +63,7 @@ class TransformersModel(nn.Module):
         return self.get_submodule(self._body)
 
     def in_body(self, name: str) -> str:
-        """Return the name in the body of one of its modules or parameters."""
+        """Remove the prefix of `body` from the name of a module or parameter."""
         return name.removeprefix(f"{self._body}.")
 
     @property
@@ -72,15 +73,15 @@ class TransformersModel(nn.Module):
 
     @property
     def output_layer(self) -> nn.Module | None:
-        """Output layer, None with a scalar head or if the embedding's weight is used."""
+        """Output layer. None if the model has a head, or uses the embedding's weight instead."""
         return None if self._output is None else self.get_submodule(self._output)
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Layers of the decoder, the outermost modules of the model's classes of layers.
+        """Layers of the decoder, which are sharded one by one. Empty if layers share weights.
 
-        Without such modules, the longest list of modules. Empty if layers share weights, so that
-        they cannot be sharded one by one.
+        These are the outermost modules of the classes ``layer_classes``. If there are none, they
+        are the modules in the longest ``ModuleList``.
         """
         layers: list[nn.Module] = []
         inner: set[nn.Module] = set()
@@ -95,17 +96,17 @@ class TransformersModel(nn.Module):
         return layers if len(set(parameters)) == len(parameters) else []
 
     def forward(self, layout: TokenLayout, head: Callable[[Tensor], Result]) -> Result:
-        """Return the result of ``head`` for a micro-batch's hidden states, float ``[n * L, H]``."""
+        """Run a micro-batch. Returns ``head`` of the final hidden states, float ``[n * L, H]``."""
         with running(layout.segments):
             hidden = self.body(**model_inputs(layout, self.way)).last_hidden_state
         return head(hidden.flatten(0, 1))
 
     def output_factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden states ``[n, H]`` and this rank's output layer ``[ceil(V / tp), H]``.
+        """Return two factors whose product are the logits of this rank's vocabulary shard.
 
-        Call it inside `forward`. If the vocabulary is not divisible, the last ranks' rows are
-        padded with zeros. The bias of an output layer becomes a column of the weight, and the
-        hidden states get a column of ones.
+        The factors are hidden states ``[n, H]`` and weights ``[ceil(V / tp), H]``, on the last
+        ranks padded with zeros. A bias becomes an additional column of the weights, and the hidden
+        states then get a column of ones. Call this inside `forward`.
         """
         layer = self.embedding if self.output_layer is None else self.output_layer
         weight, bias = layer.weight, getattr(layer, "bias", None)
@@ -122,7 +123,7 @@ class TransformersModel(nn.Module):
 
 
 def model_inputs(layout: TokenLayout, way: Way) -> dict[str, Any]:
-    """Return the arguments of a transformers model that runs a micro-batch in a ``way``."""
+    """Return the keyword arguments with which a transformers model runs a micro-batch."""
     inputs: dict[str, Any] = {"input_ids": layout.input_ids, "use_cache": False}
     if way != "rows":
         inputs["position_ids"] = layout.positions

@@ -1,4 +1,4 @@
-"""Optimizer of a sharded model. A step equals that of megatron-core roles."""
+"""Optimizer of a sharded transformers model. Updates are those of megatron-core's optimizer."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from aligner.parallel.groups import ParallelState
 
 
 class ShardOptimizer(StepOptimizer):
-    """AdamW or SGD that updates this process's elements, with a learning-rate schedule."""
+    """AdamW or SGD on this process's shards, with clipping and a learning-rate schedule."""
 
     def __init__(
         self, shards: Sequence[ParameterShard], parallel: ParallelState, settings: RoleSettings
@@ -74,20 +74,20 @@ class ShardOptimizer(StepOptimizer):
         return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
 
     def _take_gradients(self) -> dict[str, Tensor]:
-        """Return the named local gradients, and set them for the update."""
+        """Return the local gradients by name, and pass them to torch's optimizer."""
         gradients = {}
         for shard in self._shards:
             gradient = shard.gradient
-            if gradient is None:  # a weight of the module that no output depends on
+            if gradient is None:  # no output depends on the weight
                 continue
-            if shard.summed:  # collective, also on ranks without elements
+            if shard.summed:  # a collective, which ranks without elements must call too
                 dist.all_reduce(gradient, group=self._parallel.tp_group)
             if shard.name in self._mains:
                 gradients[shard.name] = self._mains[shard.name].grad = gradient
         return gradients
 
     def _norm(self, gradients: dict[str, Tensor]) -> float:
-        """Compute the Euclidean norm over all elements of the model, without duplicates."""
+        """Compute the Euclidean norm of the whole model's gradient. Every weight counts once."""
         # Replicated parameters count on one tensor-parallel rank only.
         is_first = self._parallel.tp_rank == 0
         squares = [
@@ -109,7 +109,7 @@ class ShardOptimizer(StepOptimizer):
     # Run state --------------------------------------------------------------------------------
 
     def owned_slices(self) -> Iterator[tuple[ParameterShard, OwnedSlice]]:
-        """Yield this process's elements of every parameter of which it stores some."""
+        """Yield each shard that has elements on this process, and the elements it updates."""
         for shard in self._shards:
             if shard.name in self._mains:
                 main = self._mains[shard.name]

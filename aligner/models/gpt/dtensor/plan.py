@@ -1,4 +1,4 @@
-"""Tensor-parallel split of transformers' layers, and checks of models that are not supported."""
+"""Tensor-parallel split of transformers' layers, and checks that refuse unsupported models."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ from aligner.errors import ConfigError, LayoutError
 from aligner.models.gpt.dtensor.shards import ParameterShard
 from aligner.parallel.groups import ParallelState
 
-# Style of whole weights that each rank applies to its own heads: gradients must be summed.
+# Style of replicated weights that each rank applies to its own heads: gradients must be summed.
 SUMMED = "replicated_with_grad_allreduce"
-COLUMNS = "colwise"  # style of linears of which each rank computes a part of the outputs
+COLUMNS = "colwise"  # style of linear layers: each rank computes a part of the outputs
 # Styles of transformers' plans that are supported.
 STYLES = (
     *(COLUMNS, "colwise_gather_output", "rowwise", "rowwise_split_input"),
@@ -32,7 +32,7 @@ STYLES = (
 def check_backend(
     architecture: GPTArchitecture, parallel: ParallelConfig, lora: LoraConfig | None = None
 ) -> None:
-    """Raise if this backend does not support model, layout or adapters. Reads no weights."""
+    """Raise if the dtensor backend does not support the model. Reads no weights."""
     config = model_config(architecture)
     family, plan = config.model_type, config.base_model_tp_plan or {}
     experts = architecture.num_moe_experts
@@ -58,14 +58,14 @@ def check_backend(
     elif plan:
         reason = "adapters (model.peft.peft_scheme=lora) are not split"
     raise LayoutError(
-        f"{key}: policy.backend=dtensor does not support it, because {reason}. Set it to 1 "
+        f"{key} is not supported by policy.backend=dtensor, because {reason}. Set it to 1 "
         "(data-parallel ranks shard the weights anyway)"
         + (", or use policy.backend=megatron" if architecture.has_table else "")
     )
 
 
 def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[str]:
-    """Return whole parameters inside of modules whose columns are split, which cannot use them."""
+    """Return names of full parameters in modules with split columns, whose widths do not fit."""
     if architecture.has_table:
         return []
     model = empty_model(architecture)
@@ -79,9 +79,9 @@ def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[st
 
 
 def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, trained: bool) -> None:
-    """Raise if transformers' layers would ignore a part of ``model.dropout``.
+    """Raise `ConfigError` if transformers' layers would ignore dropout of hidden states.
 
-    ``trained``: whether the role is trained. Otherwise the checkpoint's dropout (None) is ignored.
+    ``dropout``: value of ``model.dropout``. None is the checkpoint's value, checked if ``trained``.
     """
     hidden = architecture.with_dropout(dropout).hidden_dropout
     family, has_table = model_config(architecture).model_type, architecture.has_table
@@ -90,18 +90,18 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
         shown = f"null, {hidden:g} in the checkpoint" if dropout is None else f"{dropout:g}"
         raise ConfigError(
             f"model.dropout={shown}: policy.backend=dtensor does not support dropout of hidden "
-            f"states for {family} models. Set it to 0"
+            f"states for {family} models. Set model.dropout=0"
             + (", or use policy.backend=megatron" if has_table else "")
         )
 
 
 def plan_name(name: str) -> str:
-    """Return the name in plans of a module of the body, with ``*`` for each index."""
+    """Replace each index in the name of a module by ``*``, as tensor-parallel plans do."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def split_layer(layer: nn.Module, name: str, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Split the linears of decoder layer ``name`` over ``mesh`` as the model's ``plan`` says."""
+    """Split a decoder layer over ``mesh``. ``plan``: transformers' split style by module name."""
     styles = {
         COLUMNS: ColwiseParallel(),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
@@ -111,15 +111,15 @@ def split_layer(layer: nn.Module, name: str, plan: Mapping[str, str], mesh: Devi
     for part, module in list(layer.named_modules(prefix=name)):
         style = styles.get(plan.get(plan_name(part), ""))
         if style is not None:
-            # Every rank has loaded the full weights, so that none must be sent.
+            # Every rank has loaded the full weights, so that torch need not broadcast them.
             parallelize_module(module, mesh, style, src_data_rank=None)
 
 
 @torch.no_grad()
 def check_gradients(shards: Sequence[ParameterShard], parallel: ParallelState) -> None:
-    """Raise if tensor-parallel ranks differ in a gradient of a weight that each of them has whole.
+    """Raise if a replicated weight's gradient differs between tensor-parallel ranks.
 
-    Call it on all ranks, after a backward pass.
+    Call this on all ranks, after a backward pass.
     """
     whole = [shard for shard in shards if shard.split_dim is None and not shard.summed]
     if not whole:
@@ -129,7 +129,7 @@ def check_gradients(shards: Sequence[ParameterShard], parallel: ParallelState) -
         if shard.gradient is not None:
             both = torch.stack([shard.gradient, -shard.gradient])
             dist.all_reduce(both, dist.ReduceOp.MAX, group=parallel.tp_group)
-            # The largest minus the smallest of the ranks' values, and the size of the values.
+            # Norms of the ranks' maximum minus their minimum, and of both stacked.
             sizes[0] = torch.linalg.vector_norm(both.sum(0))
             sizes[1] = torch.linalg.vector_norm(both)
     dist.all_reduce(norms, dist.ReduceOp.MAX)
@@ -145,7 +145,7 @@ def check_gradients(shards: Sequence[ParameterShard], parallel: ParallelState) -
 
 
 def split_vocabulary(embedding: nn.Module, lm_head: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Split the embedding and any output layer by vocabulary. Tied weights stay tied."""
+    """Split the rows of the embedding and of any output layer over ``mesh``. They stay tied."""
     rows = RowwiseParallel(input_layouts=Replicate())
     if lm_head is not None:
         is_tied = lm_head.weight is embedding.weight

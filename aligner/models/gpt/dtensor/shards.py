@@ -1,8 +1,8 @@
-"""One process's share of the parameters, as plain tensors.
+"""Parameter shards of one process, as plain tensors.
 
-A parameter is first split over tensor-parallel ranks along one dimension (or not at all), then over
-data-parallel ranks by rows, both as `torch.chunk` splits. Elementwise code (optimizer, copies, run
-state) uses the local tensors and does not depend on DTensor.
+Tensor-parallel ranks split a parameter along one dimension, or replicate it. Data-parallel ranks
+then split each part by rows. Both splits are those of `torch.chunk`. The optimizer, copies and run
+states use the local tensors and do not depend on DTensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """This process's share of one parameter."""
+    """Shard of one parameter on this process. A part is what a tensor-parallel rank stores."""
 
     name: str
     shape: Shape  # of the full parameter
@@ -37,18 +37,18 @@ class ParameterShard:
 
     @property
     def local(self) -> Tensor:
-        """This process's elements (possibly 0), in the memory of the parameter."""
+        """Elements of this process, possibly none, float32 [rows, ...]. Shares the memory."""
         return _local(self.parameter.detach())
 
     @property
     def gradient(self) -> Tensor | None:
-        """Gradient of the local elements."""
+        """Gradient of `local`, None before the first backward pass."""
         gradient = self.parameter.grad
         return None if gradient is None else _local(gradient)
 
     @property
     def part_shape(self) -> Shape:
-        """Shape of this tensor-parallel rank's part, which its data-parallel ranks share."""
+        """Shape of this tensor-parallel rank's part, before data-parallel ranks split it."""
         shape = list(self.shape)
         if self.split_dim is not None:
             shape[self.split_dim] = len(self._part(self.split_dim))
@@ -59,18 +59,18 @@ class ParameterShard:
 
     @property
     def rows(self) -> range:
-        """Rows of the part that contain the local elements."""
+        """Row indices of `local` in this rank's part."""
         return rows_of(self.part_shape[0], self.parallel.dp_rank, self.parallel.dp_size)
 
     def share_of(self, tensor: Tensor) -> Tensor:
-        """Return a view of this process's elements of the full float tensor [out, in] or [out]."""
+        """Return the view of a full parameter, float [out, in] or [out], that is this shard."""
         if self.split_dim is not None:
             part = self._part(self.split_dim)
             tensor = tensor.narrow(self.split_dim, part.start, len(part))
         return tensor[self.rows.start : self.rows.stop]
 
     def gather(self) -> Tensor:
-        """Gather the full parameter in the forward pass's dtype. All processes must call it."""
+        """Gather the full parameter in `dtype`. All processes must call this method."""
         parallel = self.parallel
         part = _gather(
             self.local.to(self.dtype), 0, self.part_shape[0], parallel.dp_group, parallel.dp_size
@@ -82,7 +82,7 @@ class ParameterShard:
 
 
 class GatheredParameters(Mapping[str, Tensor]):
-    """Full parameters by name. All processes must index the same names in the same order."""
+    """Full parameters by name. To gather one, all processes must read it in the same order."""
 
     def __init__(
         self,
@@ -91,15 +91,15 @@ class GatheredParameters(Mapping[str, Tensor]):
         scale: float = 1.0,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Prepare to gather. Adapters of the weights ``adapted`` are merged, with ``scale``.
+        """Create the mapping. Adapters of the weights ``adapted`` are merged, times ``scale``.
 
-        ``buffers``: tensors [...] that are in the mapping as they are.
+        ``buffers``: additional tensors [...], equal on all processes.
         """
         self._shards = {shard.name: shard for shard in shards}
         self._buffers = buffers or {}
         self._adapted = {weight.parameter: weight for weight in adapted}
         self._scale = scale
-        # Both matrices of each adapter, which have no names in the mapping.
+        # The two matrices of each adapter are removed from the mapping.
         self._matrices = {
             weight.parameter: [self._shards.pop(f"{weight.adapter}.{leaf}") for leaf in "ab"]
             for weight in adapted
@@ -125,10 +125,10 @@ class GatheredParameters(Mapping[str, Tensor]):
 
 
 class SentWeights(Mapping[str, Tensor]):
-    """Weights that rank 0 reads and sends. Index them as `GatheredParameters`."""
+    """Weights by name, broadcast by rank 0 when all processes read the same name."""
 
     def __init__(self, weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
-        """Send names and shapes. ``weights``: float [out, in] or [out], read on rank 0 only."""
+        """Broadcast names and shapes. Only rank 0 reads ``weights``, float [out, in] or [out]."""
         self._weights, self._parallel = weights, parallel
         self._shapes: dict[str, Shape] = on_rank_zero(
             lambda: {name: tuple(weights[name].shape) for name in weights}
@@ -154,13 +154,13 @@ class SentWeights(Mapping[str, Tensor]):
 
 
 def rows_of(total: int, rank: int, ranks: int) -> range:
-    """Return the rows of chunk ``rank`` of ``ranks`` chunks."""
+    """Return the rows of one rank if `torch.chunk` splits ``total`` rows over ``ranks`` ranks."""
     chunk = -(-total // ranks)
     return range(min(rank * chunk, total), min((rank + 1) * chunk, total))
 
 
 def _gather(part: Tensor, dim: int, total: int, group: dist.ProcessGroup, ranks: int) -> Tensor:
-    """Concatenate the chunks of all ranks along ``dim``, to length ``total``."""
+    """Concatenate the chunks of all ranks along ``dim``, whose full length is ``total``."""
     if ranks == 1:
         return part
     part = part.movedim(dim, 0)

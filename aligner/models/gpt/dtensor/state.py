@@ -1,4 +1,4 @@
-"""A sharded model's weights and Adam moments, saved on one layout and restored on any other."""
+"""Run state of a sharded transformers model, which can be loaded on any parallel layout."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +19,12 @@ WEIGHT = "weight"
 def shard_state(
     shards: Sequence[ParameterShard], optimizer: ShardOptimizer | None
 ) -> dict[str, Any]:
-    """Return the state that this process saves. Its tensors share the process's memory.
+    """Return weights and optimizer state of this process. The tensors are views, not copies.
 
-    ``{"backend", "steps": optimizer steps or None, "slices": {name: {"shape": full shape, "split":
-    (dimension or None, part, parts), "first_row": in the part, "tensors": {"weight", "exp_avg",
-    "exp_avg_sq"}}}}``.
+    ``{"backend": name, "steps": number of optimizer steps or None, "slices": {name: slice}}``. A
+    slice is ``{"shape": shape of the full parameter, "split": (split dimension or None, index of
+    this rank's part, number of parts), "first_row": first row in the part, "tensors": {"weight",
+    "exp_avg", "exp_avg_sq"}}``.
     """
     owned = _owned_slices(optimizer)
     slices = {}
@@ -45,17 +46,17 @@ def load_shard_state(
     optimizer: ShardOptimizer | None,
     states: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Restore this process's shard bit for bit from the states of all processes in rank order.
+    """Restore this process's weights and optimizer state from all `shard_state`, in rank order.
 
     Raises:
-        CheckpointError: the state is of another model or backend, or a slice is missing.
+        CheckpointError: another model or backend saved the states, or a slice is missing.
     """
     rank = shards[0].parallel.rank if shards else 0
     state = states[rank if rank < len(states) else 0]
     if state.get("backend") != BACKEND:
         raise CheckpointError(
-            "the run state was not saved with policy.backend=dtensor. Continue with the backend "
-            "that saved it, or use another exp_manager.explicit_log_dir"
+            "the run state was not saved with policy.backend=dtensor. Set policy.backend to the "
+            "backend that saved the state, or set exp_manager.explicit_log_dir to a new directory"
         )
     steps: int | None = state["steps"]
     owned = _owned_slices(optimizer)
@@ -69,7 +70,7 @@ def load_shard_state(
 
 
 def _split(shard: ParameterShard) -> tuple[int | None, int, int]:
-    """Return the dimension that tensor parallelism splits, this rank's index and the parts."""
+    """Return the split dimension, the index of this rank's part, and the number of parts."""
     if shard.split_dim is None:
         return None, 0, 1
     return shard.split_dim, shard.parallel.tp_rank, shard.parallel.config.tensor
@@ -82,7 +83,7 @@ def _owned_slices(optimizer: ShardOptimizer | None) -> dict[str, OwnedSlice]:
 
 
 def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Read this process's elements by kind from the slices of all processes."""
+    """Assemble the tensors of one shard (see "tensors" in `shard_state`) from all slices."""
     box, rank = _box(shard.shape, _split(shard), shard.rows), shard.parallel.rank
     result: dict[str, Tensor] = {}
     missing = torch.ones([len(indices) for indices in box], dtype=torch.bool)
@@ -91,8 +92,8 @@ def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
         if piece is None:
             raise CheckpointError(
                 f"the run state does not contain {shard.name} of the model. If "
-                "model.restore_from_path or model.peft was changed, use another "
-                "exp_manager.explicit_log_dir"
+                "model.restore_from_path or model.peft was changed, set "
+                "exp_manager.explicit_log_dir to a new directory"
             )
         check_shape(f"{shard.name} of the run state", piece["shape"], shard.shape)
         tensors, first = piece["tensors"], piece["first_row"]
@@ -116,14 +117,15 @@ def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
             break
     if missing.any():
         raise CheckpointError(
-            f"the run state does not contain a part of {shard.name}. Resume from an earlier state"
+            f"the run state does not contain all elements of {shard.name}. Delete this state, so "
+            "that the run resumes from an earlier state"
         )
     # This process can have no elements of the parameter.
     return result or {WEIGHT: torch.empty(missing.shape)}
 
 
 def _box(shape: Shape, split: tuple[int | None, int, int], rows: range) -> list[range]:
-    """Return the indices in each dimension of the full tensor of ``rows`` of a part (`_split`)."""
+    """Return the index ranges, in the full parameter, of ``rows`` of a part (``split``)."""
     dim, part_index, parts = split
     box = [rows, *map(range, shape[1:])]
     if dim is not None:
@@ -133,6 +135,6 @@ def _box(shape: Shape, split: tuple[int | None, int, int], rows: range) -> list[
 
 
 def _within(inner: list[range], outer: list[range]) -> tuple[slice, ...]:
-    """Return the slices of ``outer`` that select ``inner``."""
+    """Return the slices that select the ranges ``inner`` from a tensor of the ranges ``outer``."""
     pairs = zip(inner, outer, strict=True)
     return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in pairs)

@@ -1,7 +1,7 @@
-"""Choice of the way in which a loaded transformers model runs and decodes, by tests on its weights.
+"""Choice of how a transformers model runs and decodes, by tests of the loaded model.
 
-A way is refused if sequences of a packed row affect each other, or if log-probs differ from single
-sequences in transformers' attention. No list of types is used.
+A `Way` is refused if packed sequences affect each other, or if log-probs differ from those of
+single sequences with transformers' attention. The tests work for any type of model.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from aligner.models.gpt.forward.token_logprobs import LogitsForm
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Largest difference of float32 log-probs that rounding causes. In 131 small models this is at most
-# 2e-4, known faults of packing cause 0.08 and more, and wrong decoders 0.02 and more.
+# Largest accepted difference of float32 log-probs. In 131 small models, rounding causes at most
+# 2e-4, known faults of packing cause at least 0.08, and wrong decoders at least 0.02.
 _ROUNDING = 1e-3
 _PROMPT_LENGTHS, _STEPS = (9, 5), 4
-_LENGTHS = (18, 27)  # tokens of the tested sequences, longer than small windows
+_LENGTHS = (18, 27)  # lengths of the tested sequences, longer than small attention windows
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -47,10 +47,11 @@ WORDS: dict[Way, str] = {
 
 @dataclass(frozen=True)
 class ModelForm:
-    """Result of the tests: the best way, the form of the logits, and faults of the other ways.
+    """How a model runs, the result of `examine`.
 
-    ``logits`` is None if the logits are no known function of the last hidden state. ``decoder``
-    samples from the model, None for a role that does not sample.
+    ``way``: how sequences are passed to the decoder. ``logits``: scale and soft cap of the logits,
+    None if the logits are another function of the last hidden state. ``faults``: why faster ways
+    were refused. ``decoder``: class that samples, None for a role that does not sample.
     """
 
     way: Way = "aligner"
@@ -59,14 +60,14 @@ class ModelForm:
     decoder: type[TransformersDecoder] | None = None
 
     def in_words(self) -> list[str]:
-        """Describe how the model runs, why it does not run in better ways, and its sampling."""
+        """Return the way, the refused ways with their faults, and the decoder, as phrases."""
         faults = [f"not {WORDS[way]}: {fault}" for way, fault in self.faults.items()]
         sampled = [] if self.decoder is None else [f"sampled {self.decoder.description}"]
         return [WORDS[self.way], *faults, *sampled]
 
 
 def keyed_form(config: Any) -> LogitsForm:
-    """Return the form of the logits that a configuration of transformers describes."""
+    """Read scale and soft cap of the logits from a configuration of transformers."""
 
     def values_of(names: tuple[str, ...]) -> list[float]:
         return [float(value) for name in names if (value := getattr(config, name, None))]
@@ -81,10 +82,10 @@ def keyed_form(config: Any) -> LogitsForm:
 
 @torch.no_grad()
 def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
-    """Choose how sequences enter a model, packed or in rows, by comparing log-probs on the CPU.
+    """Find the fastest `Way` and decoder of a model, by comparing log-probs on the CPU.
 
-    ``model``: a causal language model in float32 and evaluation mode.
-    ``samples``: whether the role samples.
+    ``model``: a float32 causal language model in evaluation mode. ``samples``: whether the role
+    samples, and thus needs a decoder.
 
     Raises:
         CheckpointError: a token's log-probs depend on later tokens.
@@ -98,9 +99,9 @@ def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
     before = _logprobs(model, [changed], "rows")[:-1]
     if (difference := _distance(before, alone[0][:-1])) > _ROUNDING:
         raise CheckpointError(
-            f"{type(model).__name__} of transformers lets tokens attend to later tokens (another "
-            f"last token changes log-probs before it by {difference:.2g}), so that it is not a "
-            "causal language model. Set is_decoder in config.json, or give another model"
+            f"{type(model).__name__} of transformers lets tokens attend to later tokens (a change "
+            f"of the last token changes log-probs before it by {difference:.2g}). This is not a "
+            "causal language model. Set is_decoder=true in config.json, or use another model"
         )
     # Try the fastest way first. One sequence per row is always right.
     faults: dict[Way, str] = {}
@@ -126,7 +127,7 @@ def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
 
 
 def _random_tokens(model: "PreTrainedModel", length: int, seed: int) -> Tensor:
-    """Return int64 ``[length]`` without special tokens, which some models treat in another way."""
+    # Some models treat special tokens differently.
     config = model.config
     ids = torch.arange(config.vocab_size)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -136,19 +137,19 @@ def _random_tokens(model: "PreTrainedModel", length: int, seed: int) -> Tensor:
 
 
 def _logprobs(model: "PreTrainedModel", rows: list[Tensor], way: Way) -> Tensor:
-    """Compute log-probs of the tokens after each token, float32 ``[N, V]``, packed if several."""
+    """Compute log-probs after each of N tokens, float32 ``[N, V]``. Several rows are packed."""
     lengths = np.array([len(row) for row in rows])
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     layout = build_layout(padded, lengths, LayoutRules(len(rows) > 1, 1, 1))
     with running(layout.segments) as current:
         logits = model(**model_inputs(layout, way)).logits[0]
     if way == "aligner" and current.calls == 0:
-        raise LayoutError("the model does not call an attention function that can be replaced")
+        raise LayoutError("the model does not call transformers' replaceable attention function")
     return logits.float().log_softmax(-1)
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
-    """Return the largest difference, infinite if one is not finite."""
+    """Return the largest absolute difference, infinity if a value is NaN."""
     difference = (first - second).abs().max().item()
     return difference if difference == difference else float("inf")
 
@@ -156,17 +157,18 @@ def _distance(first: Tensor, second: Tensor) -> float:
 def _fault(
     model: "PreTrainedModel", way: Way, rows: list[Tensor], alone: list[Tensor]
 ) -> str | None:
-    """Describe the first difference from sequences alone, ``[n, V]`` each. None if none is."""
+    """Describe a fault of ``way``, or return None. ``alone``: `_logprobs` of each single row."""
     single = _distance(_logprobs(model, rows[:1], way), alone[0])
     if single > _ROUNDING:
-        return f"log-probs of one sequence differ by {single:.2g} from the model's own attention"
+        return f"log-probs of one sequence differ by {single:.2g} from transformers' attention"
     for order in ((0, 1), (1, 0)):
         packed = _logprobs(model, [rows[index] for index in order], way)
         difference = _distance(packed, torch.cat([alone[index] for index in order]))
         if difference > _ROUNDING:
-            return f"log-probs of packed sequences differ by {difference:.2g} from sequences alone"
-    # In bfloat16 rounding hides how kernels sum, so that an unaffected sequence changes by 0. Of
-    # experts, whose products have as many rows as tokens, the float32 sums decide.
+            return f"log-probs of packed sequences differ by {difference:.2g} from single sequences"
+    # Does the other sequence of the row change a sequence? In bfloat16, rounding hides the order of
+    # sums, so that the change must be 0. Experts may change it, because the number of tokens for an
+    # expert selects its kernel. For them the float32 change decides.
     changed_rows = [_random_tokens(model, len(rows[0]), seed=7), rows[1]]
     narrow = copy.deepcopy(model).to(torch.bfloat16)
     leaks = []
@@ -182,7 +184,7 @@ def _fault(
 
 
 def _proven_form(model: "PreTrainedModel", row: Tensor) -> LogitsForm | None:
-    """Return the form that gives the model's logits on ``row`` [n] from its last hidden states."""
+    """Return scale and cap that turn the output layer's result into the model's logits, if any."""
     inputs = {"input_ids": row[None], "use_cache": False}
     expected = model(**inputs).logits
     hidden = model.get_submodule(body_path(model))(**inputs).last_hidden_state
@@ -197,10 +199,10 @@ def _proven_form(model: "PreTrainedModel", row: Tensor) -> LogitsForm | None:
 
 
 def choose_decoder(model: nn.Module) -> type[TransformersDecoder]:
-    """Return the fastest decoder whose logits equal those of passes over whole sequences.
+    """Return the fastest decoder whose log-probs equal those of full forward passes.
 
-    The test decodes short sequences of random tokens in float32. A model of another dtype is copied
-    to float32 on its device.
+    The test decodes short random sequences in float32. If the model has another dtype, a float32
+    copy on the same device is tested.
     """
     if next(model.parameters()).dtype != torch.float32:
         model = copy.deepcopy(model).float()
@@ -213,10 +215,10 @@ def choose_decoder(model: nn.Module) -> type[TransformersDecoder]:
 
 
 def decoding_difference(decoder: TransformersDecoder) -> float:
-    """Return the largest difference between log-probs of a decoder and of whole passes.
+    """Return the largest log-prob difference between a decoder and full forward passes.
 
-    ``decoder``: of a float32 model, with 3 slots. The first of two prompts is in two slots. Later
-    its two sequences are copied to slots 0 and 1, and slot 2 begins with its prompt again.
+    ``decoder``: has 3 slots and a float32 model. Two slots begin with the first of two prompts.
+    Halfway, their sequences are copied to slots 0 and 1, and slot 2 restarts from that prompt.
     """
     model, device = decoder.model, decoder.device
     generator = torch.Generator().manual_seed(0)
@@ -225,11 +227,11 @@ def decoding_difference(decoder: TransformersDecoder) -> float:
     tokens = torch.zeros(2, aligned(max(_PROMPT_LENGTHS)), dtype=torch.int64)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    # Sequences, with the logits of the token after each.
+    # Each sequence, with the logits of the token after its end.
     results: list[tuple[Tensor, Tensor]] = []
     with decoder.session():
         logits = decoder.prefill(tokens, _PROMPT_LENGTHS, slots=(0, 1, 2), sources=(0, 1, 0))
-        results += zip(prompts, logits, strict=True)  # of each prompt, not of each slot
+        results += zip(prompts, logits, strict=True)  # one row for each prompt, not for each slot
         sequences = [prompts[0], prompts[1], prompts[0]]
         for step in range(_STEPS):
             if step == _STEPS // 2:

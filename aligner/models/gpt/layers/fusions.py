@@ -55,6 +55,7 @@ class GPTConfig(TransformerConfig):
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     window_rotary_base: float | None = None
+    moe_router_normalizes: bool = True
     rotary_scale: float = 1.0  # by which all rotary angles are divided
 
     @property

@@ -28,7 +28,11 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -215,11 +219,23 @@ def moe_spec(config: TransformerConfig, linears: MLPSubmodules, grouped: bool) -
     experts = ModuleSpec(module=kind, submodules=linears)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     submodules = MoESubmodules(experts=experts, shared_experts=shared)
-    return ModuleSpec(module=MoELayer, submodules=submodules)
+    return _routed(config, ModuleSpec(module=MoELayer, submodules=submodules))
+
+
+def _routed(config: TransformerConfig, experts: ModuleSpec) -> ModuleSpec:
+    if config.moe_router_score_function == "sigmoid":
+        from aligner.models.gpt.layers.sigmoid_router import SigmoidRouter
+
+        experts.submodules.router = SigmoidRouter
+    return experts
 
 
 def local_layer_spec(
-    config: GPTConfig, lora: LoraConfig | None = None, *, fusions: bool = True
+    config: GPTConfig,
+    lora: LoraConfig | None = None,
+    *,
+    fusions: bool = True,
+    has_experts: bool = False,
 ) -> ModuleSpec:
     """Return the spec of a layer of megatron-core linears, `Norm` and `CoreAttention`."""
 
@@ -235,7 +251,7 @@ def local_layer_spec(
         activation_func=SwiGLU,  # used if ``config.use_te_activation_func``
         linear_fc2=linear("mlp.linear_fc2", *row),
     )
-    if config.num_moe_experts:
+    if has_experts:
         mlp = moe_spec(config, linears, fusions and lora is None)
     else:
         mlp = ModuleSpec(module=MLP, submodules=linears)
@@ -286,16 +302,31 @@ def block_spec(
     if uses_transformer_engine(layers.spec, lora, config):
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
-        )
-        # Generation attaches its cache to our core attention, also flash attention on a GPU.
-        layer.submodules.self_attention.submodules.core_attention = CoreAttention
-        if layers.fusions and config.num_moe_experts and can_group(config):
-            linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
-            layer.submodules.mlp = moe_spec(config, linears, grouped=True)
-        final = TENorm if config.logits_divisor == 1.0 else FinalNorm
-        return TransformerBlockSubmodules([layer] * num_local_layers, layer_norm=final)
-    layer = local_layer_spec(config, lora, fusions=layers.fusions)
-    final = Norm if config.logits_divisor == 1.0 else FinalNorm
-    return TransformerBlockSubmodules([layer] * num_local_layers, layer_norm=final)
+        norm = TENorm
+        layer_of = functools.partial(_engine_layer_spec, config, fusions=layers.fusions)
+    else:
+        norm = Norm
+        layer_of = functools.partial(local_layer_spec, config, lora, fusions=layers.fusions)
+    # The MLP of each layer, from the first of this stage.
+    specs = [layer_of(has_experts=config.num_moe_experts is not None)] * num_local_layers
+    if isinstance(config.moe_layer_freq, list):
+        first = get_transformer_layer_offset(config)
+        flags = config.moe_layer_freq[first : first + num_local_layers]
+        specs = [layer_of(has_experts=bool(flag)) for flag in flags]
+    final = norm if config.logits_divisor == 1.0 else FinalNorm
+    return TransformerBlockSubmodules(specs, layer_norm=final)
+
+
+def _engine_layer_spec(config: GPTConfig, *, fusions: bool, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm,
+    )
+    # Generation attaches its cache to our core attention, also flash attention on a GPU.
+    layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    if has_experts:
+        _routed(config, layer.submodules.mlp)
+    if fusions and has_experts and can_group(config):
+        linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        layer.submodules.mlp = moe_spec(config, linears, grouped=True)
+    return layer

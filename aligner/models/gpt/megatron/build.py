@@ -145,6 +145,20 @@ def _experts(architecture: GPTArchitecture, fp8: str | None) -> dict[str, Any]:
         # a pretrained router is balanced already.
         "moe_router_load_balancing_type": "none",
         "moe_router_padding_for_quantization": is_moe and fp8 is not None,
+    } | _sigmoid_router(architecture)
+
+
+def _sigmoid_router(architecture: GPTArchitecture) -> dict[str, Any]:
+    if not architecture.moe_router_sigmoid:
+        return {}
+    dense = architecture.layers_without_experts
+    return {
+        "moe_layer_freq": layer_flags(dense, architecture, invert=True) or 1,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": architecture.moe_router_groups,
+        "moe_router_group_topk": architecture.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": architecture.moe_router_scale,
+        "moe_router_normalizes": architecture.moe_router_normalizes,
     }
 
 

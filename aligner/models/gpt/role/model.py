@@ -1,4 +1,4 @@
-"""`RoleModel`, the phases, passes over a batch and updates of a role on any backend."""
+"""`RoleModel`: base class of the roles, with their phases, passes over batches, and updates."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.errors import ConfigError, NonFiniteError, current_step
-from aligner.losses.interfaces import AnyLossFunction, PublishedLoss
+from aligner.losses.interfaces import AnyLossFunction, to_loss_function
 from aligner.models.gpt.forward.schedule import (
     Head,
     Microbatch,
@@ -38,18 +38,18 @@ Optimizer = TypeVar("Optimizer")
 
 
 class RoleModel(ABC):
-    """A role's share of a model on this process, for any backend."""
+    """One process's shards of a role's model, on any backend."""
 
     role_name = "model"  # in reports
     backend: ClassVar[str] = "megatron"
-    loss_fn: LossFunction | None = None  # default of calls
+    loss_fn: LossFunction | None = None  # loss of calls that pass no loss
     settings: RoleSettings
     architecture: GPTArchitecture
     tokenizer: Tokenizer | None
     parallel: ParallelState
     model: nn.Module  # including wrappers for training
     optimizer: StepOptimizer | None  # None before `setup_training` and for frozen roles
-    has_fresh_adapters: bool  # which have no effect
+    has_fresh_adapters: bool  # the adapters are new, and thus have no effect
 
     @property
     @abstractmethod
@@ -60,17 +60,17 @@ class RoleModel(ABC):
 
     @property
     def head_outputs(self) -> int:
-        """Number of the head's outputs for a token, 0 without a head."""
+        """Number of outputs that a head computes for each token, 0 without a head."""
         return 0
 
     @abstractmethod
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Compute the role's outputs for each token from the final hidden states, float.
+        """Compute the role's outputs for each token of a micro-batch.
 
-        ``hidden``: ``[n, L, H]`` of megatron-core, or ``[n * L, H]`` of a transformers model, whose
-        forward pass makes this call.
+        ``hidden``: final hidden states, float ``[n, L, H]`` from megatron-core or ``[n * L, H]``
+        from transformers. ``with_entropy``: also compute entropies. Only a policy has entropies.
         """
 
     def loss_outputs(
@@ -88,11 +88,11 @@ class RoleModel(ABC):
         loss_fn: AnyLossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> tuple[float, dict[str, float]]:
-        """Compute loss and metrics of one global batch, of which ``batch`` is this rank's share.
+        """Compute loss and metrics of a global batch. Gradients are added unless ``forward_only``.
 
-        ``batch`` contains the columns that the loss reads (`aligner.types`), including float32
-        ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``. Gradients are accumulated unless
-        ``forward_only``. Default of ``loss_fn``: the role's loss.
+        ``batch``: this rank's rows of the global batch, with the columns that the loss reads
+        (`aligner.types`), including float32 ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``.
+        For the other arguments see `training_update`.
         """
         metrics = self.run_batch(batch, forward_only, loss_fn, mbs)
         del metrics["valid_tokens"]
@@ -109,16 +109,16 @@ class RoleModel(ABC):
 
         Returns the metrics of the loss, and ``grad_norm``, ``lr``, ``skipped`` and ``empty``.
 
-        A loss or gradient that is not finite never reaches the weights: the step is skipped or the
-        run stopped (`NonFiniteError`), and the offending samples are written to disk either way. A
+        If the loss or the gradient is not finite, the weights do not change and the samples are
+        written to disk. Then the run continues, or `NonFiniteError` is raised (``non_finite``). A
         global batch without a valid token (``empty`` is 1) changes neither weights nor schedule.
 
         Args:
             batch: see `get_loss_and_metrics`.
-            number: index of the mini-batch in the pass, for the report of a non-finite loss.
+            number: index of the mini-batch in the epoch, for the report of a non-finite loss.
             loss_fn: loss to minimise. Default: the role's loss.
-            mbs: number of sequences per forward-backward pass, or the rows of each pass. Default:
-                ``micro_batch_size``.
+            mbs: number of sequences per micro-batch, or the row range of each micro-batch.
+                Default: ``micro_batch_size``.
         """
         optimizer = require_optimizer(self.optimizer)
         optimizer.zero_grad()
@@ -169,9 +169,8 @@ class RoleModel(ABC):
     def split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
         """Split this rank's ``batch``, [B] or [B, S, ...] columns, into micro-batches.
 
-        If `passes_are_collective`, all ranks get the same number, some of them without rows.
+        If `passes_are_collective`, ranks with fewer micro-batches than others get empty ones.
         """
-        # Empty micro-batches are appended, so that they change no row.
         bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
         if self.passes_are_collective:
             count = torch.tensor(len(bounds), device=batch["input_ids"].device)
@@ -181,14 +180,14 @@ class RoleModel(ABC):
         return split_microbatches(batch, bounds, self.layout_rules)
 
     def require_loss(self, loss_fn: AnyLossFunction | None) -> LossFunction:
-        """Return ``loss_fn``, or else the role's loss, or else raise `ConfigError`.
+        """Return ``loss_fn``, or the role's loss if it is None. Raises `ConfigError` without both.
 
-        A published loss is converted.
+        A loss of NeMo-RL's interface is wrapped in `PublishedLoss`.
         """
         loss_fn = loss_fn or self.loss_fn
         if loss_fn is None:
             raise ConfigError(f"loss_fn: the {self.role_name} has no default loss. Pass loss_fn")
-        return loss_fn if isinstance(loss_fn, LossFunction) else PublishedLoss(loss_fn)
+        return to_loss_function(loss_fn)
 
     @abstractmethod
     def run_batch(
@@ -198,11 +197,11 @@ class RoleModel(ABC):
         loss_fn: AnyLossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> dict[str, float]:
-        """Run the passes over ``batch``. For the arguments see `get_loss_and_metrics`.
+        """Run forward and backward passes over ``batch`` (see `get_loss_and_metrics`).
 
         Returns the metrics over all ranks, with ``loss`` and the global count ``valid_tokens``.
-        Denominators are counted over all data-parallel ranks before the first micro-batch, so that
-        loss and gradient do not depend on micro-batch size or layout.
+        Means divide by counts over all data-parallel ranks. Loss and gradient therefore do not
+        depend on micro-batch size or layout.
         """
 
     def infer_tokens(
@@ -216,9 +215,9 @@ class RoleModel(ABC):
         Args:
             batch: ``input_ids`` ``[B, S]``, ``input_lengths`` ``[B]`` and the columns that the role
                 reads.
-            micro_batches: number of sequences per forward pass, or the rows of each pass (without
-                gaps). Default: ``forward_micro_batch_size``.
-            model: model of the backend. Default: this role's model.
+            micro_batches: number of sequences per micro-batch, or the row range of each
+                micro-batch. Default: ``forward_micro_batch_size``.
+            model: model that computes the hidden states. Default: this role's model.
 
         Returns:
             float32 ``[B, S]`` (``[B, S, K]`` for a head with K outputs) on every process of the
@@ -248,17 +247,17 @@ class RoleModel(ABC):
         micro_batches: MicroBatches | None = None,
         model: Any = None,
     ) -> None:
-        """Fill ``frames`` ``[B, S, ...]`` with the outputs of ``head`` for hidden states.
+        """Run the model without gradients, and write the outputs of ``head`` to ``frames``.
 
-        ``head`` returns, for a micro-batch, one tensor ``[b, s, ...]`` per frame. For the other
-        arguments see `infer_tokens`.
+        ``head``: function of hidden states and a micro-batch. Returns a tensor ``[b, s, ...]`` for
+        each of the ``frames``, ``[B, S, ...]``. For the other arguments see `infer_tokens`.
         """
 
     # Phases -----------------------------------------------------------------------------------
 
     @abstractmethod
     def setup_training(self) -> None:
-        """Create the optimizer, once, after the weights are loaded."""
+        """Create the optimizer, if there is none yet, after the weights are loaded."""
 
     def prepare_for_training(self) -> None:
         """Create the optimizer or move its state to the device, and enter training mode."""
@@ -267,7 +266,7 @@ class RoleModel(ABC):
         self.model.train()
 
     def finish_training(self) -> None:
-        """End training. The next phase moves weights and optimizer state."""
+        """End training, and collect the weights (see `collect_weights`)."""
         self.collect_weights()
 
     def prepare_for_inference(self) -> None:
@@ -285,12 +284,12 @@ class RoleModel(ABC):
         accelerator.release_shared_memory()
 
     def collect_weights(self) -> None:
-        """Gather weights that other ranks updated, if updates defer it. All ranks must call it."""
+        """Gather weights that other ranks updated, if steps do not. All ranks must call it."""
         if self.optimizer is not None:
             self.optimizer.collect_weights()
 
     def drop_reused_forward(self) -> None:  # noqa: B027 - optional for a backend
-        """Free the graph that a scoring pass keeps for training, if any."""
+        """Free the autograd graph that a scoring pass kept for training, if any."""
 
     def release_generator(self) -> None:  # noqa: B027 - optional for a role
         """Free the memory that sampling keeps on the device between rollouts, if any."""
@@ -299,7 +298,7 @@ class RoleModel(ABC):
 
     @classmethod
     def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
-        """Return ``settings``, completed by those that the role reads from the file."""
+        """Return ``settings`` with the values that the role reads from the checkpoint."""
         del checkpoint
         return settings
 
@@ -308,11 +307,11 @@ class RoleModel(ABC):
 
     @abstractmethod
     def run_state(self) -> dict[str, Any]:
-        """Return this process's exact share of weights and optimizer state."""
+        """Return this process's shards of weights and optimizer state."""
 
     @abstractmethod
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore a `run_state` from the shares of all processes of the saved run."""
+        """Restore this process's shards. ``states``: `run_state` of all ranks that saved."""
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo` file. Call it on every rank: rank 0 writes, and all raise its error."""
@@ -327,11 +326,11 @@ class RoleModel(ABC):
         )
 
     def nemo_keys(self) -> dict[str, Any]:
-        """Return the role's keys of the `.nemo` file's ``model_config.yaml``."""
+        """Return the keys that the role adds to ``model_config.yaml`` in a `.nemo` file."""
         return {}
 
     def nemo_artifacts(self) -> dict[str, Path]:
-        """Return extra files of the `.nemo` file, by their key in ``model_config.yaml``."""
+        """Return additional files for the `.nemo` file, by their key in ``model_config.yaml``."""
         return {}
 
     @abstractmethod
@@ -340,9 +339,9 @@ class RoleModel(ABC):
 
     @abstractmethod
     def load_whole_weights(self, weights: Weights, strict: bool = True) -> None:
-        """Load this process's share of canonical weights, [out, in], on every rank.
+        """Load this process's shards from canonical weights, [out, in]. Call it on every rank.
 
-        ``strict=False`` keeps a head that is missing in ``weights`` or of another shape.
+        ``strict=False``: a head keeps its values if ``weights`` do not contain it in its shape.
         """
 
     @abstractmethod
@@ -354,7 +353,7 @@ class RoleModel(ABC):
         """Load adapters and head from a file of `save_adapters`. Call it on every rank."""
 
     def way_in_words(self) -> str:
-        """Describe how the model runs, empty if its type determines it."""
+        """Describe how the model runs, empty if this depends only on the model's type."""
         return ""
 
     @abstractmethod
@@ -363,14 +362,14 @@ class RoleModel(ABC):
 
 
 class ValueModel(RoleModel):
-    """A role that estimates the values of states with a scalar head."""
+    """A critic or reward model, whose head computes outputs for each token."""
 
-    # Whether an output belongs to the next token. That of a reward model belongs to its token.
+    # True: the output at token t is column t + 1 of results (critic). False: it is column t.
     right_shift: ClassVar[bool] = True
 
     @property
     def head_outputs(self) -> int:
-        """Number of the head's outputs for a token."""
+        """Number of outputs that the head computes for each token."""
         return 1
 
     def get_values(
@@ -388,7 +387,7 @@ class ValueModel(RoleModel):
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
     """Return the optimizer, or raise `ConfigError` if it is None."""
     if optimizer is None:
-        raise ConfigError("optim: this role was built without an optimizer. Add an optim section")
+        raise ConfigError("optim: this role was built without an optimizer. Add a section optim")
     return optimizer
 
 
@@ -400,7 +399,7 @@ def _report_non_finite(
     loss: float,
     outcome: StepOutcome,
 ) -> None:
-    """Write the samples of a non-finite update to disk, and raise if configured."""
+    """Write the samples of a skipped update to disk, and raise if ``non_finite`` is ``stop``."""
     location = "not written (no log directory is set)"
     # The report contains the samples as text if the role knows a tokenizer.
     if role.settings.non_finite_dir is not None:

@@ -1,4 +1,4 @@
-"""Policy on any backend: scoring of tokens, sampling of responses, and the frozen reference."""
+"""Policy on any backend: scores tokens, samples responses, and keeps a frozen reference."""
 
 import contextlib
 from abc import abstractmethod
@@ -34,16 +34,15 @@ from aligner.types import LossFunction, TokenOutputs
 
 
 class ReferencePolicy(LightningModule, Inferrable):
-    """Frozen policy that scores tokens with the initial weights, which are not its parameters.
+    """Reference policy: scores tokens with the weights of the policy at construction.
 
-    ``keep``: the initial weights are a second model on the device. ``swap``: they are in host
-    memory, and are exchanged with the policy's weights to score, which costs two copies and no
-    device memory. ``bare``: the policy scores without its adapters, which must have started from
-    zero.
+    ``mode="keep"``: a second model on the device has these weights. ``mode="swap"``: they are in
+    host memory. Scoring exchanges them with the policy's weights twice, without more device memory.
+    ``mode="bare"``: the policy scores with its adapters off. They must have had no effect.
     """
 
     def __init__(self, policy: "SamplingPolicy", mode: Literal["keep", "swap", "bare"]) -> None:
-        """Store the present weights of ``policy``. ``mode``: where, see the class."""
+        """Store the present weights of ``policy``, as ``mode`` says (see the class)."""
         super().__init__()
         self._policy = (policy,)  # a tuple, so that the module is not registered here
         self.gpt = policy.copied_model().requires_grad_(False) if mode == "keep" else None
@@ -63,7 +62,7 @@ class ReferencePolicy(LightningModule, Inferrable):
     def infer(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Compute `SamplingPolicy.get_logprobs`, ``[B, S]``, under the initial weights."""
+        """Compute log-probs, float32 ``[B, S]``, as `SamplingPolicy.get_logprobs` does."""
         with self.initial_model() as initial:
             return self._policy[0].infer_tokens(batch, micro_batches, initial)
 
@@ -91,7 +90,7 @@ class SamplingPolicy(RoleModel):
     _generator: Generator | None = None
 
     def configure_sampling(self) -> None:
-        """Apply the settings, without a reference policy. Call it at the end of a constructor."""
+        """Configure sampling from the settings. Subclasses call this after building the model."""
         self.__dict__["_reference"] = None  # bypasses nn.Module, so that it is not trained
         settings = self.settings
         self.configure_generation(
@@ -102,19 +101,19 @@ class SamplingPolicy(RoleModel):
 
     @property
     def vocab_group(self) -> dist.ProcessGroup | None:
-        """Group that shards the vocabulary, or None."""
+        """Process group whose ranks split the vocabulary. None if one rank has all of it."""
         return self.parallel.tp_group if self.parallel.config.tensor > 1 else None
 
     @abstractmethod
     def output_layer(self, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two factors of the logits.
+        """Return hidden states and weight, whose product are the logits of this rank.
 
-        These are the rows of hidden states, float ``[n * L, H]``, whose gradient is summed over
-        tensor-parallel ranks, and the output layer's weight, float ``[V / tp, H]``.
+        Hidden states: float ``[n * L, H]``, with gradients that are summed over tensor-parallel
+        ranks. Weight: this rank's rows of the output layer, float ``[V / tp, H]``.
         """
 
     def projection(self, model: Any, hidden: Tensor) -> Projection:
-        """Combine `output_layer` of ``hidden`` [n, L, H] with vocabulary and temperature."""
+        """Return the `Projection` of ``hidden`` [n, L, H] to logits at the sampling temperature."""
         factors = self.output_layer(model, hidden)
         cap, size = self.logits_form.cap, self.architecture.vocab_size
         cap = None if cap is None else cap / self.sampling_params.temperature
@@ -123,13 +122,13 @@ class SamplingPolicy(RoleModel):
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Compute log-probs and entropy where ``token_mask`` is 1 (see `RoleModel.token_outputs`).
+        """Compute log-probs and any entropy where ``token_mask`` is 1 (see `RoleModel`).
 
-        If the batch has a column ``teacher_topk_indices``, these tokens are scored instead.
+        If the batch has a column ``teacher_topk_indices``, int64 ``[b, s, k]``, the log-probs are
+        those of its k tokens per position, not of the sampled tokens.
         """
         columns, selected, layout = microbatch.columns, microbatch.selected, microbatch.layout
         projection = self.projection(model, hidden)
-        # In distillation, the teacher's candidates are scored instead of the sampled tokens.
         if "teacher_topk_indices" in columns:
             candidates = columns["teacher_topk_indices"]
             return candidate_logprobs(
@@ -179,8 +178,8 @@ class SamplingPolicy(RoleModel):
         """Return the ``k`` most likely of the first ``vocab_size`` tokens at each position.
 
         ``batch``: see `get_logprobs`. Returns logits divided by the sampling temperature, float32
-        ``[B, S, k]`` in descending order, and ids, int64 ``[B, S, k]``. Position t is about token
-        t. Both are 0 where ``token_mask`` is 0.
+        ``[B, S, k]`` in descending order, and token ids, int64 ``[B, S, k]``. Column t contains the
+        candidates for token t. Both are 0 where ``token_mask`` is 0.
         """
 
         def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -204,15 +203,15 @@ class SamplingPolicy(RoleModel):
 
     @abstractmethod
     def trained_weights(self) -> dict[str, Tensor]:
-        """Return the parameters that training updates by name, this process's elements."""
+        """Return this process's elements of the trained parameters, by name."""
 
     @abstractmethod
     def copied_model(self) -> nn.Module:
-        """Build a second model with the present weights."""
+        """Build a second model with the current weights."""
 
     @property
     def reference(self) -> ReferencePolicy:
-        """Policy with the initial weights. Before `keep_reference`, raises `ConfigError`."""
+        """Reference policy. Raises `ConfigError` before `keep_reference` is called."""
         reference: ReferencePolicy | None = self.__dict__["_reference"]
         if reference is None:
             raise ConfigError(
@@ -226,10 +225,10 @@ class SamplingPolicy(RoleModel):
     def configure_generation(
         self, length: LengthParams, sampling: SamplingParams, rollout_micro_batch_size: int
     ) -> None:
-        """Configure `generator`. The sampling temperature also applies to all log-probs."""
+        """Configure `generator`. All log-probs are computed at the sampling temperature."""
         self.length_params = length
         self.sampling_params = sampling
-        # The distribution of all log-probs. A target outside of the filter counts as kept.
+        # Log-probs use the distribution after top-k and top-p, to which the target always belongs.
         temperature = sampling.temperature / self.logits_form.scale
         self.scored_sampling = TrainingSamplingParams(
             sampling.top_k, sampling.top_p, temperature, keep_target=True
@@ -252,13 +251,13 @@ class SamplingPolicy(RoleModel):
         return self._generator is not None or not self.samples_from_a_copy
 
     def prepare_for_generation(self) -> None:
-        """Enter evaluation mode. If a copy of the model samples, copy the weights on all ranks."""
+        """Enter evaluation mode, and build the second model that samples, if any, on all ranks."""
         self.prepare_for_inference()
         if self.samples_from_a_copy:
             self._generator = self._make_generator()
 
     def finish_generation(self) -> None:
-        """Leave evaluation, and free the copy of the weights."""
+        """End generation, and free the second model that samples, if any."""
         if self.samples_from_a_copy:
             self._generator = None
         self.finish_inference()
@@ -270,16 +269,16 @@ class SamplingPolicy(RoleModel):
 
     @abstractmethod
     def model_to_sample_from(self) -> GPTModel | SampledModel:
-        """Return a model with the current weights. All ranks must call it if it is a copy."""
+        """Return the model that samples: this model, or a copy of it, which all ranks build."""
 
     @abstractmethod
     def hugging_face_weights(self) -> Mapping[str, Tensor]:
-        """Return full weights by Hugging Face name, gathered when all ranks index a name."""
+        """Return full weights by Hugging Face name. A weight is gathered when all ranks read it."""
 
     def _make_generator(self) -> Generator:
         if self.tokenizer is None:
             raise ConfigError(
-                "tokenizer: the model was built without a tokenizer. Generation needs a tokenizer"
+                "tokenizer: the model was built without a tokenizer. To generate, build it with one"
             )
         return Generator(
             self.model_to_sample_from(),

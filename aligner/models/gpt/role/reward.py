@@ -1,4 +1,4 @@
-"""Reward models on any backend: a head that scores a sequence at its last token."""
+"""Reward models on any backend: a head scores a sequence at its last token."""
 
 import dataclasses
 import enum
@@ -25,20 +25,20 @@ _SEQUENCES = "reward_sequences"
 class SequenceForm:
     """First and last token of training sequences. Scores of other sequences are unreliable."""
 
-    add_bos: bool
+    add_bos: bool  # sequences begin with the BOS token
     end_id: int | None  # token at which sequences are scored, or None if it varies
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
-        """Read the form, None if missing. `CheckpointError` for invalid values."""
+        """Read ``model_config.yaml``, None without the key. Raises `CheckpointError` if invalid."""
         match section := config.get(_SEQUENCES):
             case None:
                 return None
             case {"add_bos": bool(add_bos), "end_id": int() | None as end_id}:
                 return cls(add_bos, end_id)
         raise CheckpointError(
-            f"{_SEQUENCES} of model_config.yaml is {section!r}. It must contain add_bos, true or "
-            "false, and end_id, a token id or null"
+            f"{_SEQUENCES} of model_config.yaml is {section!r}. Set its key add_bos to true or "
+            "false, and its key end_id to a token id or null"
         )
 
 
@@ -51,17 +51,18 @@ class RewardModelType(enum.Enum):
 
 @dataclass(frozen=True)
 class Standardization:
-    """``(reward - mean) / std``, with statistics of rewards on a fixed data set."""
+    """Map of a reward to ``(reward - mean) / std``, measured on a fixed data set."""
 
     mean: float
     std: float
 
     @classmethod
     def measure(cls, rewards: Tensor) -> "Standardization":
-        """Compute mean and unbiased standard deviation of float ``[N]``."""
+        """Compute mean and unbiased standard deviation of ``rewards``, float ``[N]``."""
         if rewards.numel() < 2 or not rewards.std() > 0:
             raise CheckpointError(
-                f"{rewards.numel()} rewards without any spread cannot be standardised. Set "
+                f"{rewards.numel()} rewards without any spread cannot be standardised, because "
+                "their standard deviation is 0 or undefined. Set "
                 "trainer.reward_model.standardize_on=null, or train for longer"
             )
         double = rewards.double()
@@ -69,7 +70,7 @@ class Standardization:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "Standardization | None":
-        """Read mean and deviation, None if off or missing. `CheckpointError` if invalid."""
+        """Read ``model_config.yaml``, None without the key. Raises `CheckpointError` if invalid."""
         section = config.get(_STANDARDIZATION) or {}
         if not section.get("enable"):
             return None
@@ -79,8 +80,8 @@ class Standardization:
             ):
                 return cls(float(mean), float(std))
         raise CheckpointError(
-            f"{_STANDARDIZATION} of model_config.yaml contains mean={section.get('mean')!r} and "
-            f"std={section.get('std')!r}. Both must be finite numbers and std above 0"
+            f"{_STANDARDIZATION} of model_config.yaml has mean={section.get('mean')!r} and "
+            f"std={section.get('std')!r}. Set both to finite numbers, and std above 0"
         )
 
     def __call__(self, rewards: Tensor) -> Tensor:
@@ -89,10 +90,10 @@ class Standardization:
 
 
 class RewardRole(ValueModel):
-    """Model that scores sequences. The output at a token scores the text up to that token.
+    """Reward model. The head's output at a token scores the text that ends with this token.
 
-    Training on comparisons needs one output, on ratings one per attribute in
-    ``settings.attributes``.
+    A model trained on comparisons has one output per token. A model trained on ratings has one
+    output for each of ``settings.attributes``.
     """
 
     role_name = "reward model"
@@ -107,7 +108,7 @@ class RewardRole(ValueModel):
 
     @property
     def head_outputs(self) -> int:
-        """Number of the head's outputs for a token."""
+        """Number of outputs that the head computes for each token."""
         return max(1, len(self.attributes))
 
     def infer(
@@ -135,9 +136,9 @@ class RewardRole(ValueModel):
         self.standardization = Standardization(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Set the BOS and end token of training sequences, which are saved with the model.
+        """Set `sequence_form`, which is saved with the model.
 
-        After training on comparisons, the bias is set to 0: no comparison depends on it.
+        The head's bias is set to 0 after training on comparisons, which do not depend on it.
         """
         self.sequence_form = SequenceForm(add_bos, end_id)
         for name, parameter in () if self.attributes else self.model.named_parameters():
@@ -152,7 +153,7 @@ class RewardRole(ValueModel):
 
     @classmethod
     def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
-        """Return ``settings``, with the file's attributes if ``settings.attributes`` is None."""
+        """Return ``settings``. If their attributes are None, those of the checkpoint are used."""
         if settings.attributes is not None:
             return settings
         return dataclasses.replace(settings, attributes=saved_attributes(checkpoint) or ())
@@ -185,10 +186,10 @@ class RewardRole(ValueModel):
 
 
 def saved_attributes(checkpoint: ModelSource) -> tuple[str, ...] | None:
-    """Return the attributes that a saved head rates, None without a head.
+    """Return names of the attributes that a checkpoint's head rates, None without a head.
 
-    The tuple is empty for a head trained on comparisons. The head's shape determines the count and
-    the configuration the names.
+    The tuple is empty for a head trained on comparisons. The head's shape sets the number of
+    attributes. Their names are in the checkpoint's configuration, or ``attribute_0`` and so on.
     """
     if REWARD_HEAD[0] not in checkpoint.weights:
         return None

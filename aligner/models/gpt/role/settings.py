@@ -1,4 +1,4 @@
-"""Settings of a role, built from hydra's section, a mapping, or a configuration dataclass."""
+"""Settings of a role, read from a configuration: Hydra's, a mapping, or a dataclass."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -32,19 +32,19 @@ Precision = Literal["32", "bf16"]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings that all roles of a run share and that are in no role's section."""
+    """Settings that all roles of a run share."""
 
     precision: Precision = "32"
     gradient_clip_val: float = 1.0  # 0 turns clipping off
     non_finite: Literal["skip", "stop"] = "skip"
-    non_finite_dir: Path | None = None  # directory of offending batches, None to write none
+    non_finite_dir: Path | None = None  # for batches with a non-finite loss. None: not written
     seed: int = 1234
     cuda_graphs: bool = True  # of decoding steps, on GPUs
     max_optimizer_steps: int | None = None  # length of a schedule without max_steps
 
     @classmethod
     def of(cls, role: PublishedRole) -> "RunSettings":
-        """Read the settings from a published mapping. Missing settings get their defaults."""
+        """Return the settings in ``role``, with defaults for those that it does not contain."""
         return cls(precision=role.precision, gradient_clip_val=role.gradient_clip_val)
 
 
@@ -69,7 +69,7 @@ class RoleSettings(RunSettings):
     length_params: LengthParams = field(default_factory=LengthParams)  # of responses
     sampling_params: SamplingParams = field(default_factory=SamplingParams)  # also of scoring
     rollout_micro_batch_size: int = 64  # sequences that are generated concurrently
-    record_kept: int = 0  # maximum of recorded tokens that top-k and top-p kept, per sampled token
+    record_kept: int = 0  # maximum number of top-k and top-p candidates recorded for each token
     # Pack the sequences of a micro-batch into one row. auto: if the dtensor model can.
     sequence_packing: bool | Literal["auto"] = False
     sequence_length_round: int = 1  # multiple to which micro-batches are padded
@@ -89,7 +89,7 @@ class RoleSettings(RunSettings):
 
 
 def policy_settings(model: TrainedModelConfig, run: RunSettings) -> RoleSettings:
-    """Return the settings of the actor."""
+    """Return the policy's settings from its configuration section."""
     rollout = model.rollout
     return dataclasses.replace(
         _settings(model, model, run),
@@ -103,7 +103,7 @@ def policy_settings(model: TrainedModelConfig, run: RunSettings) -> RoleSettings
 def critic_settings(
     critic: CriticConfig, model: TrainedModelConfig, run: RunSettings
 ) -> RoleSettings:
-    """Return the settings of the critic. Layout and adapters default to the policy's."""
+    """Return the critic's settings. ``model``: policy, whose layout and adapters are defaults."""
     settings = _settings(critic, critic.with_layout(model), run)
     if critic.restore_from_path is None:
         return settings
@@ -116,7 +116,7 @@ def reward_settings(
     attributes: tuple[str, ...] | None = None,
     learns: bool = True,
 ) -> RoleSettings:
-    """Return the settings of a reward model. ``attributes``: see `RoleSettings`."""
+    """Return a reward model's settings. ``learns``: False builds no optimizer."""
     settings = _settings(model, model, run)
     optim = settings.optim if learns else None
     return dataclasses.replace(settings, attributes=attributes, optim=optim)
@@ -125,9 +125,10 @@ def reward_settings(
 def settings_to_continue(
     settings: RoleSettings, weights_path: str | None
 ) -> tuple[RoleSettings, str | None]:
-    """Return settings and the path of full weights with which a role continues.
+    """Return settings and full-weights path of a role that continues from ``weights_path``.
 
-    With adapters, the role loads its frozen weights and the adapters next to ``weights_path``.
+    A role with adapters loads the adapters next to this path. Its frozen weights are those of the
+    original model, and the returned path is None.
     """
     if weights_path is None or settings.lora is None:
         return settings, weights_path
@@ -138,7 +139,7 @@ def settings_to_continue(
 def _settings(
     trained: TrainedModelConfig | CriticConfig, model: TrainedModelConfig, run: RunSettings
 ) -> RoleSettings:
-    """Combine the sections of training and of scoring with settings that the roles share."""
+    """Combine the section of a role (``trained``) with the sections that all roles share."""
     scoring = trained if isinstance(trained, CriticConfig) else trained.rollout
     return RoleSettings(
         **vars(run),
@@ -182,7 +183,7 @@ _RUN_KEYS = (
 def run_section(
     cfg: SectionConfig | Mapping[str, Any], kinds: Sequence[SectionType], path: Any = None
 ) -> SectionConfig:
-    """Parse ``cfg`` as a section of a run's configuration, one of ``kinds``.
+    """Parse a role's section of a run's configuration as one of the dataclasses ``kinds``.
 
     ``path`` replaces ``restore_from_path``. Raises `ConfigError` for invalid keys and values.
     """
@@ -190,8 +191,8 @@ def run_section(
         return cfg
     if not isinstance(cfg, Mapping):
         raise ConfigError(
-            f"cfg is {type(cfg).__name__}. Pass a run's section (hydra's, a mapping, or "
-            f"{', '.join(kind.__name__ for kind in kinds)}), RoleSettings, or None"
+            f"cfg is {type(cfg).__name__}. Pass a role's section of a configuration (Hydra's, a "
+            f"mapping, or {', '.join(kind.__name__ for kind in kinds)}), RoleSettings, or None"
         )
     values = plain_mapping(cfg)
     if path is not None:
@@ -200,7 +201,7 @@ def run_section(
 
 
 def settings_of_section(config: SectionConfig, trainer: Any = None) -> RoleSettings:
-    """Return a separate role's settings, with the Lightning trainer's precision and clipping."""
+    """Return the settings of a role outside of a run. ``trainer``: see `_run_settings`."""
     run = _run_settings(trainer)
     # A separate critic has no policy whose layout it could share.
     if isinstance(config, CriticConfig):
@@ -229,7 +230,7 @@ def settings_from_model_config(
 
 
 def _run_settings(trainer: Any) -> RunSettings:
-    """Read a Lightning trainer's precision and clipping, with our defaults for unset values."""
+    """Read precision and gradient clipping of a Lightning trainer, or use defaults for None."""
     precision = getattr(trainer, "precision", None)
     clip = getattr(trainer, "gradient_clip_val", None)
     run = RunSettings()

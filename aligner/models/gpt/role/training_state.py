@@ -1,7 +1,7 @@
-"""State of a role in training: its optimizer, the schedule, and their offload to host memory.
+"""Optimizer steps, learning-rate schedule, and offload of training state to host memory.
 
 Storages are offloaded, not tensors, because a parameter, its shard in the distributed optimizer and
-a tied copy are views of one storage. They remain views of it.
+a tied copy are views of one storage. They remain views of this storage.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from aligner.models.gpt.role.settings import RoleSettings
 def learning_rate(step: int, peak: float, sched: SchedConfig, total_steps: int | None) -> float:
     """Compute the learning rate of optimizer step ``step`` (0-based).
 
-    Warm-up rises as ``peak * (step + 1) / (warmup_steps + 1)``. ``cosine`` then falls by half a
-    cosine to ``min_lr``, constant for the last ``constant_steps``. ``linear`` falls linearly.
+    In the warm-up it is ``peak * (step + 1) / (warmup_steps + 1)``. ``cosine`` then falls along
+    half a cosine to ``min_lr``, which the last ``constant_steps`` use. ``linear`` falls linearly.
     """
     if step < sched.warmup_steps:
         return peak * (step + 1) / (sched.warmup_steps + 1)
@@ -79,7 +79,7 @@ class StepOptimizer(ABC):
 
     @abstractmethod
     def moment_states(self) -> Iterator[dict[str, Any]]:
-        """Yield the optimizer state of each updated tensor."""
+        """Yield torch's optimizer state of each updated tensor, a dict of tensors by name."""
 
     def offload(self) -> None:
         """Move the Adam moments from the device to host memory."""
@@ -92,7 +92,7 @@ class StepOptimizer(ABC):
         self._offloaded = True
 
     def park_gradients(self) -> None:  # noqa: B027 - no effect if a step frees them
-        """Free the gradient buffers, if any exist between steps."""
+        """Free the buffers that keep gradients between steps, if any."""
 
     def park(self) -> None:
         """Free all device memory of the optimizer: `park_gradients` and `offload`."""
@@ -124,7 +124,7 @@ class StepOptimizer(ABC):
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """Elements of a parameter that this process updates, either all or a contiguous range."""
+    """Elements of a parameter that this process updates, all of them or a contiguous range."""
 
     parameter: nn.Parameter
     start: int  # index of the first element in the flattened parameter
@@ -132,7 +132,7 @@ class OwnedSlice:
     inner: torch.optim.Optimizer | None  # contains the moments. None for a frozen role
 
     def moments(self) -> dict[str, Tensor]:
-        """Return optimizer state of the shape of ``main``, empty before the first update."""
+        """Return Adam's moments by name, in ``main``'s shape. Empty before the first update."""
         state = {} if self.inner is None else self.inner.state.get(self.main, {})
         return {
             name: value
@@ -141,7 +141,7 @@ class OwnedSlice:
         }
 
     def set_moments(self, moments: Mapping[str, Tensor], steps: int) -> None:
-        """Set the optimizer state after ``steps`` updates to copies of ``moments``, [n] each."""
+        """Set the optimizer state to copies of ``moments``, [n] each, and to ``steps`` updates."""
         assert self.inner is not None
         self.inner.state.pop(self.main, None)
         if not moments:
@@ -160,7 +160,7 @@ class OwnedSlice:
 
 
 class _Parked(NamedTuple):
-    """Freed device memory of a storage."""
+    """A storage whose device memory is freed, and its content."""
 
     storage: torch.UntypedStorage
     device: torch.device
@@ -169,7 +169,7 @@ class _Parked(NamedTuple):
 
 
 class ModelOffload:
-    """Offload of the storages of one model."""
+    """Moves weights and gradients of one model between device and host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -177,7 +177,7 @@ class ModelOffload:
         self._memory = CopyMemory()
 
     def to_host(self, *, params: bool, grads: bool) -> None:
-        """Free the device memory of weights, after copying, and of gradients, without copying."""
+        """Move the weights (``params``) to host memory, and free the gradients (``grads``)."""
         weights = [
             value.to_local() if isinstance(value, DTensor) else value
             for value in (parameter.data for parameter in self._model.parameters())
@@ -190,7 +190,10 @@ class ModelOffload:
         self.park(copied=weights if params else [], freed=buffers if grads else [])
 
     def park(self, *, copied: Iterable[Tensor], freed: Iterable[Tensor]) -> None:
-        """Free memory of tensors [...]. `to_device` restores ``copied`` and zeros ``freed``."""
+        """Free device memory. `to_device` restores the tensors ``copied``, and zeros for ``freed``.
+
+        The tensors have any shape and dtype.
+        """
         # Copy before any storage is freed, because tensors can share a storage.
         storages = _storages(copied)
         copies = self._memory.copies([storage_bytes(*storage) for storage in storages])
@@ -206,7 +209,7 @@ class ModelOffload:
         accelerator.release_memory()
 
     def to_device(self) -> None:
-        """Restore all parked memory, with gradients of zero."""
+        """Restore the device memory that `park` freed."""
         for storage, device, size, copy in self._parked:
             storage.resize_(size)
             content = storage_bytes(storage, device)
@@ -230,10 +233,7 @@ def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, tor
 
 
 class SwappedWeights:
-    """Second values of parameters in host memory, initially copies of the present values.
-
-    On a GPU an exchange costs two copies of the weights and no device memory.
-    """
+    """Second values of parameters, in host memory. They begin as copies of the present values."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         """Copy ``parameters``, tensors of any shape and float dtype by their names."""
@@ -243,7 +243,7 @@ class SwappedWeights:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchange the values of the parameters with the copies."""
+        """Exchange the values of the parameters with the second values."""
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             current = parameter.clone()
             parameter.copy_(copy, non_blocking=True)
@@ -252,7 +252,7 @@ class SwappedWeights:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Exchange the values for the duration of a block."""
+        """Exchange the values, and exchange them back at the end of the block."""
         self.exchange()
         try:
             yield
