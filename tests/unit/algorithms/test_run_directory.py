@@ -18,6 +18,7 @@ import pytest
 from newest_state import newest, snapshot
 from omegaconf import OmegaConf
 from recipes import composed
+from settings import pairs
 
 from aligner.algorithms.run.directory import RunDirectory
 from aligner.algorithms.run.identity import RunIdentity, file_fingerprint
@@ -104,7 +105,7 @@ def test_another_algorithm_is_refused(configured, first, second, words, knows_id
 
 
 def test_an_estimator_may_be_changed_on_purpose_and_a_critic_may_not(configured):
-    accepted = {"exp_manager__accept_changed": ["algorithm"]}
+    accepted = {"exp_manager.accept_changed": ["algorithm"]}
     begun(configured("grpo"))
     with pytest.raises(ConfigError, match=r"accept_changed=\[algorithm\]"):
         prepared(configured("rloo"))
@@ -121,12 +122,11 @@ def test_a_model_may_be_moved_and_another_one_is_refused(configured, model, tmp_
     moved.write_bytes(content)
     content[len(content) // 2] ^= 1
     other.write_bytes(content)
-    key = "model__restore_from_path"
-    assert prepared(configured("ppo", **{key: str(moved)})) == []
+    assert prepared(configured("ppo", model__restore_from_path=str(moved))) == []
+    changed = {"model.restore_from_path": str(other)}
     with pytest.raises(ConfigError, match=r"other\.nemo has another content.*changed=\[model\]"):
-        prepared(configured("ppo", **{key: str(other)}))
-    accepted = {"exp_manager__accept_changed": ["model"]}
-    assert prepared(configured("ppo", **{key: str(other)}, **accepted)) == []
+        prepared(configured("ppo", **changed))
+    assert prepared(configured("ppo", **changed, exp_manager__accept_changed=["model"])) == []
 
 
 def test_data_may_be_moved_and_other_data_are_refused(configured, tmp_path):
@@ -270,20 +270,14 @@ def test_blocks_of_a_large_file_tell_it_from_another(tmp_path):
     assert file_fingerprint(path) not in found
 
 
-CHANGED = {
-    "model.ppo.ratio_eps": 0.3,
-    "model.ppo.loss_aggregation": "sequence_mean",
-    "model.ppo.num_rollouts_per_prompt": 2,
-    "model.ppo.sampling_params.temperature": 0.5,
-    "model.ppo.kl_loss.coef": 0.5,
-    "trainer.ppo.reward.scale": 2.0,
-    "trainer.ppo.initial_policy_kl_penalty": 0.5,
-    "trainer.ppo.gae_lambda": 0.5,
-    "reward.kwargs.pattern": "x",
-    "data.chat": True,
-    "data.system_prompt": "Count.",
-    "trainer.precision": "bf16",
-}
+CHANGED = pairs(
+    "model.ppo.ratio_eps=0.3 model.ppo.loss_aggregation=sequence_mean "
+    "model.ppo.num_rollouts_per_prompt=2 model.ppo.sampling_params.temperature=0.5 "
+    "model.ppo.kl_loss.coef=0.5 trainer.ppo.reward.scale=2.0 trainer.precision=bf16 "
+    "trainer.ppo.initial_policy_kl_penalty=0.5 trainer.ppo.gae_lambda=0.5 data.chat=True "
+    "reward.kwargs.pattern=x data.system_prompt=Count. data.train.arguments.high=9 "
+    "model.peft.peft_scheme=lora"
+)
 
 
 @pytest.mark.parametrize("knows_identity", [True, False], ids=["new state", "old state"])
@@ -301,22 +295,14 @@ def test_what_defines_the_objective_changes_on_purpose_alone(configured, knows_i
         assert prepared(configured("ppo", **CHANGED, exp_manager__resume_changed=[*accepted])) == []
 
 
-FREE = {
-    "trainer.ppo.max_steps": 7,
-    "trainer.ppo.max_epochs": 3,
-    "trainer.ppo.save_interval": 1,
-    "model.global_batch_size": 32,
-    "model.ppo.num_rollout_samples": 128,
-    "model.ppo.rollout_micro_batch_size": 16,
-    "model.optim.lr": 1e-5,
-    "model.optim.sched.max_steps": 100,
-    "model.sequence_packing.enabled": True,
-    "trainer.devices": 2,
-    "exp_manager.save_last_k": 5,
-    "exp_manager.create_tensorboard_logger": False,
-    "reward.time_limit_s": 5.0,
-    "cluster.timeout_s": 60.0,
-}
+FREE = pairs(
+    "trainer.ppo.max_steps=7 trainer.ppo.max_epochs=3 trainer.ppo.save_interval=1 "
+    "model.global_batch_size=32 model.ppo.num_rollout_samples=128 "
+    "model.ppo.rollout_micro_batch_size=16 model.optim.lr=0.00001 "
+    "model.optim.sched.max_steps=100 model.sequence_packing.enabled=true trainer.devices=2 "
+    "exp_manager.save_last_k=5 exp_manager.create_tensorboard_logger=false "
+    "reward.time_limit_s=5.0 cluster.timeout_s=60.0"
+)
 
 
 def test_sizes_saving_layout_and_waits_may_change(configured):
@@ -329,7 +315,7 @@ def test_sizes_saving_layout_and_waits_may_change(configured):
 
 def test_a_changed_reward_is_seen_and_a_moved_one_is_the_same(configured, tmp_path, monkeypatch):
     text = "def reward(prompts, responses, ground_truths):\n    return [1.0] * len(prompts)\n"
-    first, moved = tmp_path / "mine.py", tmp_path / "elsewhere.py"
+    first, moved = tmp_path / "my_own_rewards.py", tmp_path / "elsewhere.py"
     first.write_text(text)
     moved.write_text(text)
 
@@ -340,37 +326,20 @@ def test_a_changed_reward_is_seen_and_a_moved_one_is_the_same(configured, tmp_pa
     assert prepared(scored_by(first)) == []
     assert prepared(scored_by(moved)) == []
     first.write_text(text.replace("1.0", "0.0"))
-    with pytest.raises(ConfigError, match=r"reward\.function was .*mine\.py.* another content"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.function was .*my_own_rewards\.py.* another content"
+    ):
         prepared(scored_by(first))
-    accepted = {"exp_manager__resume_changed": ["reward.function"]}
-    assert prepared(scored_by(first, **accepted)) == []
+    assert prepared(scored_by(first, exp_manager__resume_changed=["reward.function"])) == []
     # A module of the user's.
     monkeypatch.syspath_prepend(tmp_path)
-    module = tmp_path / "my_own_rewards.py"
-    module.write_text(text)
-    log_dir = {"exp_manager__explicit_log_dir": str(tmp_path / "other")}
-    named = {"reward__function": "my_own_rewards:reward", "reward__kwargs": {}, **log_dir}
-    config = configured("ppo", **named)
+    first.write_text(text)
+    config = scored_by("my_own_rewards", exp_manager__explicit_log_dir=str(tmp_path / "other"))
     begun(config)
     assert prepared(config) == []
-    module.write_text(text.replace("1.0", "0.0"))
+    first.write_text(text.replace("1.0", "0.0"))
     with pytest.raises(ConfigError, match=r"reward\.function was my_own_rewards:reward"):
         prepared(config)
-
-
-def test_adapters_and_arguments_of_generators_are_part_of_it(configured):
-    begun(configured("ppo"))
-    change = {"data__train__arguments__high": 9}
-    with pytest.raises(ConfigError, match=r"resume_changed=\[data\.train\.arguments\.high\]"):
-        prepared(configured("ppo", **change))
-    accepted = {"exp_manager__resume_changed": ["data.train.arguments.high"]}
-    assert prepared(configured("ppo", **change, **accepted)) == []
-    begun(configured("ppo"))
-    lora = {"model__peft__peft_scheme": "lora"}
-    with pytest.raises(ConfigError, match=r"peft_scheme: None -> lora"):
-        prepared(configured("ppo", **lora))
-    accepted = {"exp_manager__resume_changed": ["model.peft"]}
-    assert prepared(configured("ppo", **lora, **accepted)) == []
 
 
 GAME = {"kind": "messages", "factory": "aligner.examples.tasks.games:GuessingGame"}
