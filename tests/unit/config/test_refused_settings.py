@@ -70,7 +70,7 @@ cluster.address=a:1 | cluster.address=a:1 | local | cluster.engine=ray
     | tensor_model_parallel_size | granularity=full | or policy.backend=megatron
 {DTENSOR} model.num_layers_in_last_pipeline_stage=2 | stage=2 | policy.backend=megatron
 {DTENSOR} model.freeze_moe_router=true | freeze_moe_router=true | policy.backend=megatron
-generation.backend=vllm | generation.backend=vllm | megatron
+generation.backend=vllm | cluster.engine=local cannot start vLLM's workers
 generation.async_rollouts=true | generation.async_rollouts=true needs an engine | vllm
 # The critic's layout.
 trainer.devices=2 {OWN} | {OWN}: with cluster.engine=local | engine=ray
@@ -113,7 +113,7 @@ model.ppo.record_kept_tokens=8 | tokens=8: top_k=0 and top_p=1 keep all
 {KEPT} {VLLM} | record_kept_tokens=8 with | vllm: | but {TOP_K}=0
 {KEPT} {VLLM} {TOP_K}=8 validation.top_k=0 | but validation.top_k=0. Set top_k
 {KEPT} {VLLM} {TOP_K}=8 model.ppo.sampling_params.use_greedy=true
-    | use_greedy=true as top_k=1 | Set it to false
+    | use_greedy=true as top_k=1 | Set use_greedy=false
 # Corrections.
 {CORRECTION}.weight=token | correction.weight | Did you mean | weights
 {WEIGHTS}=token {CORRECTION}.bounds=[2,0.5] | bounds=[2,0.5] | low <= 1
