@@ -56,6 +56,13 @@ def test_a_model_with_a_nan_that_nobody_reads_is_not_written(run, tmp_path, tiny
     assert newest(RunStateStore(tmp_path / "run_state"))
 
 
+def test_ppo_whose_rewards_overflow_ends(run, tmp_path):
+    short = ["trainer.ppo.max_steps=1", "data.validation=null", "trainer.ppo.reward.scale=3e38"]
+    with pytest.raises(NonFiniteError, match=r"no update of the .*Check the rewards"):
+        run("ppo", *short)
+    assert not (tmp_path / "policy.nemo").exists()
+
+
 def test_a_short_run_says_why_and_a_finished_one_that_nothing_is_left(run, tmp_path):
     said = run("sft", "trainer.sft.max_steps=9", "data.train.arguments.size=64")
     assert "Fine-tuning on 1 process" in said

@@ -95,6 +95,8 @@ def test_a_calculation_with_calls():
     assert env.step(say(call % "calculator")).score == 0.1
     assert env.step(say("so it is 41")).reward == {"reward": 0.0, "accuracy": 0.0}
     assert env.step(say("so it is 42")).score == 1.0
+    env = Calculation(seed=0, prompt="6*7=", ground_truth="42", form="plain")
+    assert env.step(say("call calculator {")).info["calls"].startswith("calculator(): ")
 
 
 def test_the_guessing_game():
