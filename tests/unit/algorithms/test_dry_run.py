@@ -1,6 +1,7 @@
 """``dry_run=true``: the longest batch goes through the real step, and nothing is left behind."""
 
 import tempfile
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -8,7 +9,7 @@ import recipes
 import torch
 from newest_state import snapshot
 
-from aligner.algorithms.run.dry_run import dry_config, fullest, longest_set
+from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.config import load_config
 from aligner.data.batches import Shares
@@ -17,6 +18,7 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
 from aligner.device.accelerator import MemoryUse, is_out_of_memory
 from aligner.device.host_memory import private_memory, reset_peak_resident
+from aligner.distributed.batched_data_dict import BatchedDataDict as Batch
 from aligner.errors import ConfigError, DataError, DeviceMemoryError, WorkerError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.policy.lm_policy import Policy
@@ -269,6 +271,15 @@ def test_the_fullest_card_is_that_of_all_processes_on_it():
     beside = [(0, one), (0, gpu("host 3", "card 0", 10, 12, 2, 41))]
     peak = fullest(beside)  # 80 - 41 free, of which 37 are held by the two
     assert (peak.allocated, peak.reserved, peak.uncounted) == (40 * GIB, 52 * GIB, 2 * GIB)
+
+
+def test_a_reward_model_with_fewer_positions_scores_shorter_sequences():
+    encoder = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=7), max_length=9, collate=list)
+    reward = SimpleNamespace(model=Mock(), encoder=encoder, micro_batch_size=2)
+    data = Batch({"input_lengths": torch.tensor([5, 12, 5])})
+    assert MadeUpRewards(reward, seed=1).get_rewards(data).rewards.tolist() == [0, 1, 0]
+    rows, size = reward.model.get_rewards.call_args.args
+    assert (size, [len(row) for row in rows]) == (2, [5, 9, 5])
 
 
 def test_the_batch_of_a_dry_run_has_the_shares_of_the_sources(tiny_nemo, tmp_path):
