@@ -38,8 +38,8 @@ class SampledTokens(NamedTuple):
     tokens: Tensor  # int64 [b]
     logprobs: Tensor  # float32 [b], under the distribution of the draw
     wide: Tensor | None = None  # bool [], see `sample_tokens`. None is False
-    # int32 [b, k], ids that top-k and top-p kept, padded with -1, all -1 for more than k ids. None if
-    # not recorded.
+    # int32 [b, k], ids that top-k and top-p kept, padded with -1, all -1 for more than k ids. None
+    # if not recorded.
     kept_ids: Tensor | None = None
 
 
