@@ -99,7 +99,8 @@ _SAME_NAMES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("kv_channels", "layernorm_epsilon", "qk_norm_over_heads", "branch_norms"),
     *("embedding_multiplier", "residual_multiplier", "logits_divisor", "window_rotary_base"),
-    *("attention_dropout", "hidden_dropout"),
+    *("attention_dropout", "hidden_dropout", "q_lora_rank", "kv_lora_rank", "value_channels"),
+    "rotated_channels",
 )
 
 
