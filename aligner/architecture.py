@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from aligner.errors import CheckpointError
 
-# Limit of layers times experts, whose names of tensors would exhaust the memory.
+# Maximum of layers * experts. The tensor names of a larger model would exhaust the memory.
 _MOST_BLOCKS = 100_000
 _SHARES = ("attention_dropout", "hidden_dropout", "rotary_percent")
 
@@ -26,11 +26,11 @@ PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rope.
+    """Scaling of the frequencies of rotary position embeddings (rope).
 
-    ``linear`` interpolates by ``factor`` only. ``llama3`` and ``yarn`` (Peng et al. 2023) scale by
-    frequency. ``longrope`` (Ding et al. 2024) divides each frequency by its short factor, because
-    sequences are limited to the original length.
+    ``linear`` divides all frequencies by ``factor``. ``llama3`` and ``yarn`` (Peng et al. 2023)
+    divide only low frequencies. ``longrope`` (Ding et al. 2024) divides each frequency by its
+    ``short_factor``. Sequences beyond the original length, with ``long_factor``, are not supported.
     """
 
     factor: float
@@ -40,7 +40,7 @@ class RopeScaling:
     kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # of rotated queries and keys (None: of the method)
+    attention_factor: float | None = None  # see `concentration`. None: computed by ``kind``
     mscale: float | None = None  # of ``yarn``, in place of an attention factor (DeepSeek-V3)
     mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] = ()
@@ -56,11 +56,11 @@ class RopeScaling:
         kinds = ("llama3", "linear", "yarn", "longrope")
         _check("rope_scaling.kind", self.kind, self.kind in kinds, f"one of {', '.join(kinds)}")
         for factor in (*self.short_factor, *self.long_factor, self.concentration):
-            _check("rope_scaling", factor, _is_number(factor) and factor > 0, "of positive factors")
+            _check("rope_scaling", factor, _is_number(factor) and factor > 0, "positive numbers")
 
     @property
     def concentration(self) -> float:
-        """Factor of rotated queries and keys."""
+        """Factor by which rotated queries and keys are multiplied."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -77,10 +77,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class GPTArchitecture:
-    """Shape and kind of a decoder-only transformer. Sizes are global, not per rank.
+    """Sizes and options of a decoder-only transformer. Sizes are global, not per rank.
 
-    ``vocab_size`` is the size of the tokenizer's vocabulary. The embedding has
-    ``padded_vocab_size(tp)`` rows, and softmax ignores the additional columns of the output layer.
+    ``vocab_size`` is the size of the tokenizer's vocabulary. The embedding and the output layer
+    have ``padded_vocab_size(tp)`` rows, and softmax ignores the padded logits.
     """
 
     num_layers: int
@@ -161,13 +161,14 @@ class GPTArchitecture:
             elif kind is bool:
                 _check(name, value, isinstance(value, bool), "true or false")
         kinds = ("before", "after", "both")
-        _check("branch_norms", self.branch_norms, self.branch_norms in kinds, ", ".join(kinds))
+        expected = f"one of {', '.join(kinds)}"
+        _check("branch_norms", self.branch_norms, self.branch_norms in kinds, expected)
 
         # Numbers of layers, experts and heads.
         blocks = self.num_layers * (self.num_moe_experts or 1)
         name = "num_layers" if self.num_layers > _MOST_BLOCKS else "num_moe_experts"
-        most = f"at most {_MOST_BLOCKS} layers and experts"
-        _check(name, getattr(self, name), blocks <= _MOST_BLOCKS, most)
+        smaller = f"smaller: the model may have at most {_MOST_BLOCKS} layers * experts"
+        _check(name, getattr(self, name), blocks <= _MOST_BLOCKS, smaller)
         divides = self.num_attention_heads % self.num_query_groups == 0
         divisor = f"a divisor of num_attention_heads={self.num_attention_heads}"
         _check("num_query_groups", self.num_query_groups, divides, divisor)
@@ -183,11 +184,11 @@ class GPTArchitecture:
         for name in ("layers_without_rope", "layers_without_window", "layers_without_experts"):
             layers = getattr(self, name)
             valid = all(_is_number(n) and 0 <= n < self.num_layers for n in layers)
-            _check(name, layers, valid, "numbers of layers")
+            _check(name, layers, valid, f"layer numbers below num_layers={self.num_layers}")
         scaling = self.rope_scaling
         is_long = scaling is not None and scaling.kind == "longrope"
         valid = self.window_rotary_base is None or (self.rotary_percent == 1.0 and not is_long)
-        expected = "null with partial rotation or longrope"
+        expected = "null if rotary_percent < 1 or the rope type is longrope"
         _check("window_rotary_base", self.window_rotary_base, valid, expected)
         if scaling is not None and is_long:
             count = self.rotated_channels // 2
@@ -197,7 +198,7 @@ class GPTArchitecture:
 
     @cached_property
     def rope_concentration(self) -> float:
-        """Factor of rotated queries and keys."""
+        """Factor by which rotated queries and keys are multiplied, 1 without `rope_scaling`."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.concentration
 
     @property
@@ -207,31 +208,31 @@ class GPTArchitecture:
 
     @property
     def gated(self) -> bool:
-        """True if fc1 is ``[gate; up]``."""
+        """Whether the first MLP linear (fc1) has the rows ``[gate; up]`` of a gated activation."""
         return self.activation in ("swiglu", "geglu", "geglu_tanh")
 
     @property
     def expert_ffn_hidden_size(self) -> int:
-        """Inner width of one expert."""
+        """Hidden width of one expert's MLP."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def with_dropout(self, probability: float | None) -> "GPTArchitecture":
-        """Return the architecture with a probability of dropout. None returns it unchanged."""
+        """Return a copy with this attention and hidden dropout, or this object for None."""
         if probability is None:
             return self
         return dataclasses.replace(self, attention_dropout=probability, hidden_dropout=probability)
 
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
-        """Return the number of embedding rows: the vocabulary, padded to divide over the ranks."""
+        """Return the number of embedding rows: ``vocab_size``, padded to equal shares per rank."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class TransformersArchitecture(GPTArchitecture):
-    """Architecture of a model that only transformers builds, from a Hugging Face directory.
+    """Architecture of a model that transformers can build, but megatron-core cannot.
 
-    The fields of `GPTArchitecture` are sizes for estimates, 1 where the model has no such size.
+    Memory estimates use the inherited sizes, which are 1 where the model has no such size.
     """
 
     settings: str = "{}"  # text of ``config.json``
@@ -243,7 +244,10 @@ class TransformersArchitecture(GPTArchitecture):
 def layer_flags(
     layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
 ) -> list[int] | None:
-    """Return 1 for ``layers`` (or with ``invert`` for the others) and 0, or None without any."""
+    """Return for each layer 1 if it is in ``layers``, else 0. ``invert`` swaps 0 and 1.
+
+    Returns None if ``layers`` is empty.
+    """
     flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
     return flags if layers else None
 

@@ -39,7 +39,7 @@ _open_models = 0
 
 
 class _Loaded:
-    """Tokenization, padding and the end of a loaded model or critic."""
+    """Base class of `Model` and `CriticModel`: tokenization, padding and `close`."""
 
     def __init__(self, loaded: InferenceModel, closing: ExitStack) -> None:
         self._loaded = loaded
@@ -47,7 +47,7 @@ class _Loaded:
         self.tokenizer = loaded.tokenizer
 
     def close(self) -> None:
-        """Release the weights, and after the last model the process groups of this process."""
+        """Free the weights. The last open model also destroys the process groups."""
         self._end()
 
     def __enter__(self) -> Any:
@@ -58,24 +58,24 @@ class _Loaded:
 
     def _prompts(self, prompts: Sequence[Text]) -> list[Prompt]:
         if isinstance(prompts, str):
-            raise DataError("prompts: a text, not a list of texts. Write [prompt]")
+            raise DataError("prompts is a single text. Give a list of texts: [prompt]")
         columns = self._loaded.run.data
         return [
             make_prompt(DataRow(f"prompts[{i}]", {"prompt": text}), i, self.tokenizer, columns)
             for i, text in enumerate(prompts)
         ]
 
-    def _of_tokens(
+    def _token_values(
         self,
         role: Policy | Value,
         compute: Callable[[BatchedDataDict], torch.Tensor],
         prompts: Sequence[Text],
         responses: Sequence[str],
     ) -> list[list[float]]:
-        """Return the values of each response's tokens, which ``compute`` returns as [B, S]."""
+        """Call ``compute``, which returns [B, S]. Return its values for the responses' tokens."""
         if len(prompts) != len(responses):
             raise DataError(
-                f"{len(prompts)} prompts and {len(responses)} responses. Give a response per prompt"
+                f"{len(prompts)} prompts, but {len(responses)} responses. Give one per prompt"
             )
         if not prompts:
             return []
@@ -98,7 +98,7 @@ class _Loaded:
 
 
 class Model(_Loaded):
-    """A language model in this process. `close` it, or use it as a context manager."""
+    """A language model in this process. Call `close` when done, or use a ``with`` block."""
 
     def __init__(self, loaded: InferenceModel, policy: Policy, closing: ExitStack) -> None:
         super().__init__(loaded, closing)
@@ -116,17 +116,17 @@ class Model(_Loaded):
         stop: Sequence[str] = (),
         seed: int = 1234,
     ) -> list[str]:
-        """Generate one response for each prompt, as text without the tokens that end it.
+        """Generate one response for each prompt. Returns texts without the end token.
 
         Args:
-            prompts: texts, or lists of chat messages. Two equal prompts get different responses.
-            max_new_tokens: most tokens of a response.
+            prompts: texts, or lists of chat messages. Equal prompts are sampled independently.
+            max_new_tokens: maximum number of tokens in a response.
             temperature: divisor of the logits.
-            top_p: total probability of the tokens to sample from. 1 means all tokens.
+            top_p: sample from the most probable tokens, whose probabilities sum to ``top_p``.
             top_k: number of most probable tokens to sample from. 0 means all tokens.
-            greedy: select the most probable token.
+            greedy: always select the most probable token.
             stop: strings that end a response.
-            seed: seed of sampling. The same seed and prompts give the same responses.
+            seed: random seed. The same seed and prompts give the same responses.
 
         Raises:
             DataError: a prompt is neither text nor messages.
@@ -151,31 +151,32 @@ class Model(_Loaded):
         positions = self._loaded.architecture.max_position_embeddings
         if dataset.max_length + max_new_tokens > positions:
             raise ConfigError(
-                f"max_new_tokens={max_new_tokens}: the longest prompt has {dataset.max_length} "
-                f"tokens and the model {positions} positions. Lower max_new_tokens"
+                f"max_new_tokens={max_new_tokens} is too large: the longest prompt has "
+                f"{dataset.max_length} tokens, and the model has {positions} positions. Lower "
+                "max_new_tokens"
             )
         sampling = self._loaded.sampling(self._policy, 1)
         sampling = replace(sampling, seed=seed, sampling_options=options)
         return response_texts(self.tokenizer, sample_responses(sampling, dataset))
 
     def logprobs(self, prompts: Sequence[Text], responses: Sequence[str]) -> list[list[float]]:
-        """Return the natural log-prob of each token of each response, at temperature 1.
+        """Return one list per response: the log-prob of each token, at temperature 1.
 
         Args:
             prompts: texts, or lists of chat messages.
-            responses: a text for each prompt, tokenized without the prompt.
+            responses: one text per prompt. Prompt and response are tokenized separately.
         """
 
         def compute(batch: BatchedDataDict) -> torch.Tensor:
             self._policy.prepare_for_lp_inference()
             return self._policy.get_logprobs(batch)["logprobs"]
 
-        return self._of_tokens(self._policy, compute, prompts, responses)
+        return self._token_values(self._policy, compute, prompts, responses)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a ``.nemo`` file, or a Hugging Face directory for other names.
+        """Write a ``.nemo`` file if ``path`` ends in ``.nemo``, else a Hugging Face directory.
 
-        Raises `ConfigError` if ``path`` exists.
+        Returns ``path``. Raises `ConfigError` if ``path`` exists.
         """
         target = Path(path)
         if target.exists():
@@ -191,14 +192,14 @@ class Model(_Loaded):
 
 
 class CriticModel(_Loaded):
-    """The critic of a run in this process. `close` it, or use it as a context manager."""
+    """A run's critic in this process. Call `close` when done, or use a ``with`` block."""
 
     def __init__(self, loaded: InferenceModel, value: Value, closing: ExitStack) -> None:
         super().__init__(loaded, closing)
         self._value = value
 
     def values(self, prompts: Sequence[Text], responses: Sequence[str]) -> list[list[float]]:
-        """Return the predicted return before each token of each response.
+        """Return one list per response: the return that the critic predicts before each token.
 
         ``prompts`` and ``responses``: as in `Model.logprobs`.
         """
@@ -207,13 +208,13 @@ class CriticModel(_Loaded):
             self._value.prepare_for_inference()
             return self._value.get_values(batch)["values"]
 
-        return self._of_tokens(self._value, compute, prompts, responses)
+        return self._token_values(self._value, compute, prompts, responses)
 
 
 def load_model(path: str | os.PathLike[str], *, download: bool = False) -> Model:
     """Load a ``.nemo`` file, a Hugging Face directory, or the newest state of a run's directory.
 
-    ``path`` may also be the name of a model of Hugging Face's hub. The model must be in the local
+    ``path`` may also be a model name on the Hugging Face hub. Such a model must be in the local
     cache, unless ``download`` is true. Raises `CheckpointError` if ``path`` contains no language
     model.
     """
@@ -225,7 +226,7 @@ def load_model(path: str | os.PathLike[str], *, download: bool = False) -> Model
 
 
 def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
-    """Load the critic from the newest state of the run in ``folder``; None without a critic."""
+    """Load the critic from a run's newest state. Returns None if the run has no critic."""
     states = RunStateStore(Path(folder) / "run_state").states()
     if not states or not (states[-1].path / "value").is_dir():
         return None
@@ -256,7 +257,6 @@ def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
 def _open(
     path: str | os.PathLike[str], closing: ExitStack, download: bool = False
 ) -> InferenceModel:
-    """Open the model at ``path``. The process groups end with ``closing``."""
     model = {"restore_from_path": os.fspath(path)}
     values = {"model": model, "sampling": {"max_length": 1}, "download": download}
     closing.enter_context(_groups())
@@ -265,7 +265,7 @@ def _open(
 
 @contextmanager
 def _unchanged() -> Iterator[None]:
-    """Restore the random generators and the hook that prints tracebacks after the block."""
+    """Restore the random generators and ``sys.excepthook`` after the block."""
     hook = sys.excepthook
     with torch.random.fork_rng():
         yield
@@ -274,7 +274,7 @@ def _unchanged() -> Iterator[None]:
 
 @contextmanager
 def _groups() -> Iterator[None]:
-    """Destroy the process groups with the last model, unless the caller had made them."""
+    """Destroy the process groups when the last model closes, unless the caller made them."""
     global _open_models
     had_groups = torch.distributed.is_initialized() and _open_models == 0
     _open_models += 1

@@ -1,8 +1,8 @@
-"""Python objects as values of configuration keys: functions, classes and rows become files.
+"""Writes functions, classes and rows to files, whose paths are values of configuration keys.
 
 An importable function or class becomes its path, ``package.module:name``. Any other object, such as
 a function of a notebook, becomes a pickle and a module that loads the pickle. The module contains
-the source as a comment, so that the identity of the run changes with the code.
+the source as a comment. A run that is continued compares the module, and so notices changed code.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ _PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
 
 
 def as_setting(key: str, value: Any, folder: Path) -> Any:
-    """Return a value of the configuration ``key``, with paths instead of functions and classes.
+    """Return the ``value`` of configuration key ``key`` with functions and classes as paths.
 
-    Files for objects are written to ``folder``. Raises `ConfigError` if an object has no pickle.
+    Writes objects that are not importable to ``folder``. Raises `ConfigError` if pickling fails.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -57,17 +57,17 @@ def _importable_path(value: Any) -> str | None:
 
 
 def _is_on_path(module: str) -> bool:
-    """Return whether another process finds ``module``, unlike a script that ``runpy`` executes."""
+    """Return whether another process can import ``module``. False for a script run by ``runpy``."""
     package = module.partition(".")[0]
     return any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
 
 
 def _write_object(key: str, value: Any, folder: Path) -> str:
-    """Pickle ``value`` below ``folder`` and return the path by which a run imports the object."""
+    """Pickle ``value`` in ``folder``. Returns the import path, ``FILE.py:NAME``."""
     stem = key.replace(".", "_")
     name = getattr(value, "__name__", "")
     name = name if name.isidentifier() else "value"
-    # Code of a module that the run cannot import travels in the pickle.
+    # The pickle contains the code of a module that the run cannot import.
     module = sys.modules.get(getattr(value, "__module__", None) or "__main__")
     by_value = module is not None and not _is_on_path(module.__name__)
     try:
@@ -76,7 +76,7 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
         pickled = cloudpickle.dumps(value)
     except Exception as error:
         raise ConfigError(
-            f"{key}: {value!r} cannot be sent to the run's process: {type(error).__name__}: "
+            f"{key}: {value!r} cannot be pickled for the run's process: {type(error).__name__}: "
             f"{error}. Create files, connections and locks inside the function"
         ) from error
     finally:
@@ -96,7 +96,7 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
 
 
 def _sources(name: str, value: Any) -> Iterator[str]:
-    """Yield the sources of ``value`` and all that it refers to, or names of importable objects."""
+    """Yield the source of ``value`` and of each object it uses. Importable ones yield a path."""
     # Breadth first, so that the order does not depend on memory addresses.
     pending, visited = [(name, value)], set[int]()
     while pending:
@@ -135,7 +135,7 @@ def _sources(name: str, value: Any) -> Iterator[str]:
 
 
 def _plain_text(value: Any) -> str:
-    """Return a plain value as JSON, or the digest of the JSON if that is long."""
+    """Return ``value`` as JSON. JSON of over 1000 characters is replaced by its SHA-256 digest."""
     try:
         text = json.dumps(value, sort_keys=True, default=lambda item: type(item).__qualname__)
     except (TypeError, ValueError):  # keys of several types, or a circle
@@ -144,7 +144,6 @@ def _plain_text(value: Any) -> str:
 
 
 def _function_source(function: FunctionType) -> str:
-    """Return the source of a function, or the byte code if the source is unknown."""
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
@@ -153,7 +152,6 @@ def _function_source(function: FunctionType) -> str:
 
 
 def _codes(function: FunctionType) -> Iterator[CodeType]:
-    """Yield the code of a function and of the functions and comprehensions inside."""
     pending = [function.__code__]
     for code in pending:
         yield code
@@ -161,7 +159,7 @@ def _codes(function: FunctionType) -> Iterator[CodeType]:
 
 
 def _references(function: FunctionType) -> dict[str, Any]:
-    """Return the global and enclosing variables and the defaults that a function reads."""
+    """Return the global variables, enclosing variables and defaults that a function uses."""
     names = {name for code in _codes(function) for name in code.co_names}
     outer = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -173,10 +171,11 @@ def _references(function: FunctionType) -> dict[str, Any]:
 
 
 def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
-    """Write rows of ``key`` as JSON lines below ``folder``. Return the path and the columns' names.
+    """Write ``rows`` to ``folder`` as JSON lines. Return the file's path and the column names.
 
-    ``rows``: mappings of column to value in a list, a ``datasets.Dataset``, a generator or a
-    ``pandas.DataFrame``. Raises `DataError` without rows, or for a row that JSON cannot represent.
+    ``rows``: a list, ``datasets.Dataset`` or generator of mappings from column to value, or a
+    ``pandas.DataFrame``. ``key``: the configuration key, which gives the file's name. Raises
+    `DataError` if there are no rows, or a row cannot be written as JSON.
     """
     if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):
         rows = rows.to_dict("records")
@@ -187,7 +186,7 @@ def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
         for index, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise DataError(
-                    f"{key}: row {index} must be a mapping of column to value, got "
+                    f"{key}: row {index} must be a mapping from column to value, got "
                     f"{type(row).__name__}"
                 )
             columns |= row.keys()
@@ -200,7 +199,7 @@ def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
 
 
 def has_ground_truth(columns: set[str]) -> bool:
-    """Return whether the run finds ground truths in rows with these columns."""
+    """Return whether one of ``columns`` contains the ground truths."""
     from aligner.data.columns import NAMES  # imports torch
 
     others = {name.partition(".")[0] for name in NAMES["ground_truth_column"]}
@@ -215,7 +214,7 @@ def _as_json(value: Any) -> Any:
 
 
 def is_rows(data: Any) -> bool:
-    """Return whether ``data`` contains rows, rather than naming files or a generator function."""
+    """Return whether ``data`` contains rows. False for paths and for a generator function."""
     if isinstance(data, str | os.PathLike) or callable(data):
         return False
     return not (isinstance(data, list | tuple) and data and isinstance(data[0], str | os.PathLike))

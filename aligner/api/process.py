@@ -1,11 +1,11 @@
-"""A script of the command line in another process: output, errors and Ctrl-C.
+"""Runs a command-line script in another process. Passes on its output, its errors and Ctrl-C.
 
 ::
 
     run's process                       caller
     stdout  ── thread ──►  sys.stdout   (directly if that is a terminal)
     stderr  ── thread ──►  sys.stderr   (the last lines become the exception)
-    signals ◄── SIGINT ──  KeyboardInterrupt, once. A second one, or the caller's death, kills
+    signals ◄── SIGINT ──  the first KeyboardInterrupt (a second, or the caller's end, kills)
 """
 
 import os
@@ -30,15 +30,15 @@ _PROGRAM = (
 
 
 def run_script(command: str, arguments: Sequence[str]) -> None:
-    """Run ``aligner COMMAND ARGUMENTS`` and wait for the end.
+    """Run ``aligner COMMAND ARGUMENTS`` and wait until the command ends.
 
     Raises:
-        AlignerError: the error that the command reported, of its class.
-        WorkerError: the command ended in another way.
-        KeyboardInterrupt: Ctrl-C, after the run has saved its state.
+        AlignerError: the command reported an error. The exception has the same class and message.
+        WorkerError: the command failed without an error report.
+        KeyboardInterrupt: the user pressed Ctrl-C. The run has saved its state.
     """
     has_terminal = _is_terminal(sys.stdout)
-    # The caller may have extended sys.path, by which its modules are imported.
+    # The run imports the caller's modules, also from entries that the caller added to sys.path.
     added = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(added)}
     if not has_terminal:  # notebooks set it, and the progress bar needs a terminal
@@ -81,7 +81,7 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
         if report := _report(line):
             kind, first = report
             raise kind((first + "".join(lines[index + 1 :])).rstrip("\n"))
-    raise WorkerError(f"the run ended with status {status}. Its last lines are above")
+    raise WorkerError(f"the run ended with exit status {status}. See its last lines above")
 
 
 def _is_terminal(stream: TextIO) -> bool:
@@ -106,7 +106,7 @@ def _copy(source: IO[str] | None, target: TextIO, last_lines: deque[str] | None)
 
 
 def _report(line: str) -> tuple[type[AlignerError], str] | None:
-    """Return the class and the first line of an error that ``config.cli`` reports."""
+    """Parse the first line of an error report: the error's class and text. None for others."""
     match = re.match(r"(\w+Error): (.*)", line, re.DOTALL)
     kind = error_class(match[1]) if match else None
     return (kind, match[2]) if match and kind else None

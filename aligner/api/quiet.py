@@ -1,4 +1,4 @@
-"""Silence of the libraries below while a model is imported and built."""
+"""Suppresses warnings of megatron-core and NeMo."""
 
 import logging
 import warnings
@@ -8,10 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore the warnings of megatron-core and NeMo about optional packages.
-
-    The start-up report of a run lists the packages that are missing.
-    """
+    """Ignore warnings about missing optional packages, which the start-up report lists."""
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

@@ -1,4 +1,4 @@
-"""`Result`: what a training run wrote, and the trained models."""
+"""`Result`: the metrics, files and models of a training run."""
 
 import os
 import shutil
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Result:
-    """Files of a run's directory, and the trained models, which are loaded when first used.
+    """The metrics, files and models of a training run. Models are loaded at the first use.
 
-    ``os.fspath(result)`` is the trained ``.nemo``: a result can be the ``model`` of the next call.
-    ``command``: the equivalent command line.
+    A result can be the ``model`` of another training function, as ``os.fspath(result)`` is the
+    path of the trained model. ``command``: the equivalent command line.
     """
 
     def __init__(self, folder: Path, command: str) -> None:
@@ -29,7 +29,7 @@ class Result:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Metrics of every step, oldest first: dictionaries with ``step`` and numbers."""
+        """Metrics, one dict per step, oldest first: ``step`` and a number per metric."""
         from aligner.observe.metrics import read_metrics
 
         steps: dict[int, dict[str, Any]] = {}
@@ -50,9 +50,10 @@ class Result:
 
     @property
     def best(self) -> dict[str, Any]:
-        """The best run state by the monitored metric: ``step``, ``metric`` (a number) and ``path``.
+        """The saved state with the best monitored metric: ``step``, ``metric`` and ``path``.
 
-        Raises `CheckpointNotFoundError` if the run has no state.
+        ``metric`` is None, and the state the newest, if the run had no validation. Raises
+        `CheckpointNotFoundError` if the run has no state.
         """
         from aligner.checkpoint.run_state.store import RunStateStore
 
@@ -81,7 +82,7 @@ class Result:
 
     @cached_property
     def value(self) -> "CriticModel | None":
-        """The trained critic of a PPO run; None for algorithms without a critic."""
+        """The trained critic of a PPO run. None for algorithms without a critic."""
         with quiet():
             from aligner.api.model import load_critic
 
@@ -92,7 +93,9 @@ class Result:
         return self.policy.generate(prompts, **options)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the trained ``.nemo`` file, or a Hugging Face directory for other names.
+        """Write the model as ``.nemo`` file if ``path`` ends so, else as Hugging Face directory.
+
+        Returns ``path``.
 
         Raises:
             CheckpointNotFoundError: the run was stopped before its end.
@@ -103,7 +106,7 @@ class Result:
         source, target = Path(os.fspath(self)), Path(path)
         if target.exists():
             raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
-        if source.is_dir():  # a model that only a directory contains
+        if source.is_dir():  # a model without a .nemo form
             shutil.copytree(source, target)
         elif target.suffix == ".nemo":
             shutil.copyfile(source, target)
@@ -112,13 +115,14 @@ class Result:
         return target
 
     def __fspath__(self) -> str:
-        """Return the path of the trained ``.nemo``."""
+        """Return the path of the trained model. Raises `CheckpointNotFoundError` without one."""
         for name in ("policy.nemo", "reward_model.nemo", "policy", "reward_model"):
             if (path := self.folder / name).exists():
                 return str(path)
         raise CheckpointNotFoundError(
             f"{self.folder}: the trained model is missing, because the run was stopped early or "
-            "exp_manager.save_nemo=false. Call the training function again, with save_nemo=true"
+            "exp_manager.save_nemo=false. Call the training function again, with "
+            "overrides={'exp_manager.save_nemo': True}"
         )
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Training functions: one for each algorithm, with the keys that are set most often as keywords."""
+"""Training functions, one per algorithm. Their keywords are the most common configuration keys."""
 
 import difflib
 import functools
@@ -53,7 +53,7 @@ KEYS = {
 
 
 def _named(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Let ``function`` answer an unknown keyword with the nearest known keyword."""
+    """Wrap ``function``. An unknown keyword raises `TypeError`, which suggests the nearest one."""
     parameters = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -64,8 +64,8 @@ def _named(function: Callable[P, Result]) -> Callable[P, Result]:
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise TypeError(
                     f"{function.__name__}() has no keyword {name!r}; {hint}Its keywords are "
-                    f"{', '.join(parameters)}. Any other key of the configuration goes into "
-                    "overrides={'model.ppo.ratio_eps': 0.1}"
+                    f"{', '.join(parameters)}. Set any other configuration key by overrides, "
+                    "for example overrides={'model.ppo.ratio_eps': 0.1}"
                 )
         return function(*args, **keywords)
 
@@ -97,30 +97,31 @@ def train_ppo(
 ) -> Result:
     """Train a policy and a critic by PPO (Schulman et al. 2017).
 
-    A call with the directory of a stopped run continues that run. Ctrl-C saves the run and raises
-    `KeyboardInterrupt`. Keywords that are None keep the defaults of ``aligner train-ppo``.
+    If ``output_dir`` contains a stopped run, the call continues this run. Ctrl-C saves the run and
+    raises `KeyboardInterrupt`. Keywords that are None keep the defaults of ``aligner train-ppo``.
 
     Args:
         model: a ``.nemo`` file, a Hugging Face directory, or the `Result` of another function.
-        data: rows with ``prompt`` (text or chat messages) and columns for the reward, or files, or
-            a generator function.
+        data: rows, files, or a generator function. A row has ``prompt`` (text or chat messages)
+            and the columns that the reward needs.
         reward: ``reward(prompts, responses, **columns) -> list[float]``, or ``FILE.py:FUNCTION``.
-        reward_model: a reward model of `train_reward` that scores instead.
-        environment: a class of an environment that provides prompts and rewards.
+        reward_model: a reward model, such as the `Result` of `train_reward`, in place of
+            ``reward``.
+        environment: class of an environment, which provides prompts and rewards.
         tools: functions that the policy may call. ``reward`` then scores the last answer.
-        validation_data: held-out prompts.
-        max_steps: number of steps, each with one rollout.
+        validation_data: held-out prompts, in the form of ``data``.
+        max_steps: maximum number of steps. Each step samples and trains on one rollout.
         validate_every: number of steps between validations.
         lr: learning rate of the policy.
         critic_lr: learning rate of the critic.
         kl_penalty: weight of the KL divergence from the initial policy in the reward.
         samples_per_step: number of responses in a rollout.
-        max_new_tokens: most tokens of a response.
+        max_new_tokens: maximum number of tokens in a response.
         temperature: sampling temperature.
         devices: number of processes, one per device.
-        seed: seed of sampling, shuffling and new weights.
+        seed: random seed of sampling, shuffling and weight initialisation.
         output_dir: directory of the run.
-        overrides: other keys of the configuration with their values.
+        overrides: values of other configuration keys, as ``{"model.ppo.ratio_eps": 0.1}``.
 
     Raises:
         ConfigError: a keyword or an override has an invalid value.
@@ -155,9 +156,9 @@ def train_grpo(
 ) -> Result:
     """Train a policy by GRPO (Shao et al. 2024), without a critic.
 
-    The ``num_generations`` responses to a prompt are compared with each other. The other keywords
-    are those of `train_ppo`. ``overrides={"trainer.ppo.advantage.estimator": "rloo"}`` selects
-    another estimator.
+    Each prompt gets ``num_generations`` responses, which are compared with each other. The other
+    keywords are those of `train_ppo`. To select another advantage estimator, set
+    ``overrides={"trainer.ppo.advantage.estimator": "rloo"}``.
     """
     return _train("reinforce", locals(), {"trainer.ppo.advantage.estimator": "grpo"})
 
@@ -184,7 +185,7 @@ def train_rs(
     output_dir: StrPath = "results/rs",
     overrides: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Train a policy by rejection sampling: the best responses to each prompt are learned.
+    """Train a policy by rejection sampling: fine-tune on the best responses to each prompt.
 
     The keywords are those of `train_grpo`.
     """
@@ -208,13 +209,13 @@ def train_sft(
     output_dir: StrPath = "results/sft",
     overrides: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Fine-tune a model on worked examples.
+    """Fine-tune a model on prompts with responses, or on chats.
 
     Args:
         model: a ``.nemo`` file, a Hugging Face directory, or a `Result`.
         data: rows, files, or a generator function. A row contains ``prompt`` and ``response``, or
             ``messages`` (a whole chat).
-        validation_data: held-out rows.
+        validation_data: held-out rows, in the form of ``data``.
         max_steps: maximum number of optimizer steps.
         max_epochs: maximum number of passes over the data.
         validate_every: number of steps between validations.
@@ -250,10 +251,12 @@ def train_dpo(
 
     Args:
         model: a ``.nemo`` file, a Hugging Face directory, or a `Result`.
-        data: rows with ``prompt``, ``chosen`` and ``rejected``, for ``loss="kto"`` with ``prompt``,
-            ``response`` and ``label``; or files, or a generator function.
+        data: rows, files, or a generator function. A row has ``prompt``, ``chosen`` and
+            ``rejected``. With ``loss="kto"`` it has ``prompt``, ``response`` and ``label``.
         loss: ``dpo``, ``ipo``, ``rpo``, ``simpo`` or ``kto``.
-        beta: weight of the implicit reward.
+        beta: factor β of the implicit reward, β times the log-prob ratio to the reference model.
+
+    The other keywords are those of `train_sft`.
     """
     return _train("dpo", locals())
 
@@ -302,7 +305,7 @@ def train_distill(
 ) -> Result:
     """Train a model to predict the token distributions of ``teacher``, a larger model.
 
-    The other keywords are those of `train_sft`. Both models have the same tokenizer.
+    Both models must have the same tokenizer. The other keywords are those of `train_sft`.
     """
     return _train("distill", locals())
 
@@ -310,23 +313,23 @@ def train_distill(
 def _train(
     algorithm: str, keywords: dict[str, Any], settings: Mapping[str, Any] | None = None
 ) -> Result:
-    """Write rows and objects into the run's directory, run the script, return its result.
+    """Write rows and objects into the run's directory, run the script, and return its result.
 
-    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``keywords``: the caller's.
-    ``settings``: additional keys of the configuration.
+    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``keywords``: arguments of the training
+    function. ``settings``: values of further configuration keys.
     """
     folder = Path(os.fspath(keywords["output_dir"])).expanduser()
     files = folder / "python"
     loop = {"reinforce": "ppo", "reward": "reward_model"}.get(algorithm, algorithm)
     overrides = dict(keywords.get("overrides") or {})
-    choices = {**_choices(keywords), **(settings or {})}
+    choices = {**_reward_group(keywords), **(settings or {})}
     values = {
         key.format(loop=loop, rollout=loop): keywords[name]
         for name, key in KEYS.items()
         if keywords.get(name) is not None
     }
     if clash := ", ".join(sorted(values.keys() & overrides.keys())):
-        raise ConfigError(f"overrides: {clash} is set by a keyword as well. Remove one of the two")
+        raise ConfigError(f"overrides sets {clash}, which a keyword sets, too. Remove one of them")
     is_new = not folder.exists()
 
     # Rows become files, and objects become files that the run imports.
@@ -355,19 +358,22 @@ def _train(
     try:
         run_script(f"train-{algorithm}", arguments)
     except BaseException:
-        # A new directory of a run that was refused before the first step.
+        # Remove the new directory of a run that was refused before the first step.
         if is_new and {path.name for path in folder.iterdir()} <= {"python", ".lock", "run.json"}:
             shutil.rmtree(folder)
         raise
     return Result(folder, command)
 
 
-def _choices(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of configuration groups that the source of the rewards needs."""
+def _reward_group(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option of configuration group ``reward`` for the keyword that gives rewards."""
     names = ("environment", "tools", "reward_model", "reward")
     sources = [name for name in names if keywords.get(name) is not None]
     is_scored = sources == ["tools", "reward"]
     if {"environment", "tools"} & {*sources} and len(sources) > 1 and not is_scored:
-        raise ConfigError(f"{' and '.join(sources)}: an environment gives the rewards. Remove one")
+        raise ConfigError(
+            f"{' and '.join(sources)} exclude each other: an environment gives the rewards. Remove "
+            "one of them"
+        )
     choices = {"environment": "environment", "tools": "environment", "reward_model": "model"}
     return {"reward": choices[sources[0]]} if sources and sources[0] in choices else {}

@@ -1,1 +1,1 @@
-"""Rewards: the protocol, verifiers, and all sources of rewards."""
+"""Rewards from functions, reward models and reward servers, and ready-made verifiers."""

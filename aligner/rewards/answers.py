@@ -6,11 +6,11 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def final_answer(response: str) -> str | None:
-    r"""Return the final answer of a response in canonical form, None if there is none.
+    r"""Return the final answer of a response in canonical form, or None for an empty response.
 
-    The answer is the first of these that exists: the content of the last ``\boxed{}``, the text
-    after the last ``####`` on the same line, the last number, the last line. Separators and
-    trailing zeros of numbers and surrounding spaces of other text are removed.
+    The answer is the first of these that exists: the content of the last ``\boxed{}``, the rest
+    of the line after the last ``####``, the last number, the last line. Numbers lose thousands
+    separators and trailing zeros. Other text loses surrounding spaces.
     """
     boxed = _boxed(response)
     if boxed is not None:

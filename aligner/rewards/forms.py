@@ -1,13 +1,13 @@
-"""Reward functions in the forms of TRL, verl and OpenRLHF, as functions of our protocol.
+"""Adapts reward functions that were written for TRL, verl or OpenRLHF to our protocol.
 
-The names of the parameters determine the form:
+A function's parameter names determine its form:
 
-* TRL: ``completions``, with ``prompts`` and columns by keyword. If a prompt is a list of messages,
-  prompts and completions are such lists, too (TRL 1.16, ``reward_funcs`` of ``GRPOTrainer``).
+* TRL: ``completions``, ``prompts`` and columns, by keyword. For chat prompts, prompts and
+  completions are lists of messages (TRL 1.16, ``reward_funcs`` of ``GRPOTrainer``).
 * verl: ``solution_str`` and ``ground_truth`` of one sample, usually with ``data_source`` and
-  ``extra_info``. A dict has the reward in ``score`` (verl 0.6, ``custom_reward_function``).
-* OpenRLHF: ``queries`` (prompt and response), ``prompts`` and ``labels`` (the ground truths). A
-  dict has lists in ``rewards`` and ``extra_logs`` (OpenRLHF 0.8, ``reward_func``).
+  ``extra_info``. A returned dict has the key ``score`` (verl 0.6, ``custom_reward_function``).
+* OpenRLHF: ``queries`` (prompt + response), ``prompts`` and ``labels`` (the ground truths). A
+  returned dict has lists in ``rewards`` and ``extra_logs`` (OpenRLHF 0.8, ``reward_func``).
 
 Every reward process loads this module, so it imports neither torch nor numpy.
 """
@@ -25,10 +25,11 @@ Lists = tuple[list[str], list[str], list[Any]]  # prompts, responses and ground 
 
 
 class Form(NamedTuple):
-    """A form. ``arguments``: parameters that are no columns, of which ``required`` identify it.
+    """How another library calls reward functions.
 
-    ``call``: calls a function of the form with the arguments that it takes, given prompts,
-    responses, ground truths and columns, and returns what our protocol requires.
+    ``required``: parameters that identify the form. ``arguments``: all parameters that are not
+    data columns. ``call(function, arguments, lists, columns)`` passes ``arguments`` and ``columns``
+    to ``function``, and returns its scores in the form of our protocol.
     """
 
     name: str
@@ -38,9 +39,10 @@ class Form(NamedTuple):
 
 
 def of_form(function: Function, bound: Function) -> tuple[Form | None, Function]:
-    """Return the form of ``function`` and a function of our protocol, or None and ``bound``.
+    """Return the form of ``function``, and the function adapted to our protocol.
 
-    ``bound``: the function with ``reward.kwargs``. Its other parameters are those of the result.
+    ``bound`` is ``function`` with ``reward.kwargs`` bound. If no form matches, the result is None
+    and ``bound``. An adapted function takes the columns of ``function`` as keywords.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -103,8 +105,9 @@ def _verl(function: Function, arguments: Collection[str], lists: Lists, columns:
 def _verl_scores(results: list[Any]) -> list[Any]:
     if any(isinstance(result, list | tuple) for result in results):
         raise RewardError(
-            "the function has verl's arguments of one sample, but returned a list. Return one"
-            " score, or name the arguments prompts, responses and ground_truths"
+            "a function with verl's arguments solution_str and ground_truth scores one sample, but "
+            "it returned a list. Return one number, or rename the arguments to prompts, responses "
+            "and ground_truths"
         )
     return [
         {"reward": result["score"], **{k: v for k, v in result.items() if k != "score"}}

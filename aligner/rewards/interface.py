@@ -21,10 +21,10 @@ def rated_responses(
     prompts: Sequence[str],
     source: str,
 ) -> ScoredResponses:
-    """Return the rewards for a model's ``scores``, float [B] or [B, K] of the K ``attributes``.
+    """Return the rewards for a model's ``scores``: float [B], or [B, K] for K ``attributes``.
 
-    ``weights``: from `check_weights`. ``source``: name of the model, for messages. Raises
-    `RewardError` if a reward is not finite in float32.
+    ``weights``: float32 [K], whose weighted sum is the reward; None if scores are rewards.
+    ``source``: name of the model in messages. Raises `RewardError` if a reward is not finite.
     """
     scores = scores.float()
     rewards = scores.flatten()
@@ -45,28 +45,29 @@ class RewardInterface(Protocol):
     """Scores the responses of a rollout."""
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row."""
+        """Score every row. `Reward.get_rewards` lists the columns."""
         ...
 
 
 def check_weights(
     weights: Sequence[float] | None, attributes: Sequence[str], source: str
 ) -> Tensor | None:
-    """Return the weights float32 [K] of K attributes, None if the reward is a single number.
+    """Return ``weights`` as float32 [K], or None if scores are single numbers without weights.
 
-    ``attributes``: empty for a source that was trained on comparisons. ``source``: its name.
+    ``attributes``: the K scored attributes, empty if the model was trained on comparisons.
+    ``source``: the model's name in messages. Raises `ConfigError` if there are not K weights.
     """
     count = max(1, len(attributes))
     if weights is None and count == 1:
         return None
     if weights is None:
         raise ConfigError(
-            f"{source} rates {count} attributes ({', '.join(attributes)}). Set "
-            f"reward.attribute_weights to {count} numbers in this order, for their weighted sum"
+            f"{source} rates {count} attributes ({', '.join(attributes)}). Set reward.attribute_"
+            f"weights to {count} numbers in this order: the reward is the weighted sum"
         )
     if len(weights) != count:
         raise ConfigError(
             f"reward.attribute_weights={list(weights)} has {len(weights)} numbers, and {source} "
-            f"rates {count} ({', '.join(attributes) or 'one reward'}). Set a number for each"
+            f"rates {count} ({', '.join(attributes) or 'one reward'}). Set one number for each"
         )
     return torch.tensor(weights, dtype=torch.float32)

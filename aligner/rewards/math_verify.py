@@ -1,4 +1,4 @@
-"""Mathematical equality of the final answer, by the package math-verify."""
+"""Rewards final answers that equal the ground truth mathematically, by package math-verify."""
 
 import threading
 from typing import Any
@@ -21,11 +21,11 @@ def reward(
     Args:
         prompts: not used.
         responses: text without the end-of-sequence token. The answer may be in ``\boxed{}``, in
-            dollars, or a plain number.
-        ground_truths: numbers, or LaTeX with or without dollars or ``\boxed{}``.
-        boxed: only count an answer in ``\boxed{}``.
-        sample_limit_s: time limit of a comparison, which then counts as wrong. Only in the reward
-            process, as the limit needs signals, which threads do not receive.
+            dollar signs, or a plain number.
+        ground_truths: numbers, or LaTeX with or without dollar signs or ``\boxed{}``.
+        boxed: only accept an answer in ``\boxed{}``.
+        sample_limit_s: time limit of one comparison in seconds. After the limit the answer counts
+            as wrong. The limit uses a signal, so it only works in a process's main thread.
 
     Returns:
         ``reward`` and ``accuracy``, which are equal, and ``well_formed`` (1 if the response has an
@@ -46,7 +46,8 @@ def reward(
         latex = text if "$" in text or r"\boxed" in text else rf"$\boxed{{{text}}}$"
         gold = parse(latex, parsing_timeout=limit)
         if not gold:
-            raise ValueError(f"math-verify cannot read the ground truth {ground_truth!r}")
+            cause = f"math-verify cannot read the ground truth {ground_truth!r}"
+            raise ValueError(f"{cause}. Give a number or a LaTeX formula")
         answer = parse(response, extraction, parsing_timeout=limit)
         right = float(bool(answer) and verify(gold, answer, timeout_seconds=limit))
         scores.append({"reward": right, "accuracy": right, "well_formed": float(bool(answer))})

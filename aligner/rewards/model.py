@@ -1,4 +1,4 @@
-"""Rewards from a reward model, optionally on the critic's backbone, and with a verifier."""
+"""Rewards from a reward model, which may share the critic's workers, and a verifier's metrics."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -18,12 +18,12 @@ from aligner.rewards.sequences import SequenceEncoder, scored_texts
 
 
 class SharedBackboneReward:
-    """Scores whole sequences like `RewardModel`, with weights swapped into the critic's workers."""
+    """Scores sequences as `RewardModel` does, in the critic's workers, which swap the weights."""
 
     def __init__(
         self, value: Value, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
-        """Have the critic's workers load ``config.restore_from_path`` in addition to the critic."""
+        """Load the reward model ``config.restore_from_path`` in the critic's workers."""
         self.worker_group, self.model = value.worker_group, config
         run_on_all(self.worker_group, ValueWorker.share_backbone, config, tokenizer, run)
         self.attributes = self.reward_attributes()
@@ -39,15 +39,15 @@ class ModelReward:
     """Scores responses with a reward model on the run's workers."""
 
     model: RewardModel | SharedBackboneReward
-    encoder: SequenceEncoder  # encodes texts as the model's sequences
+    encoder: SequenceEncoder  # tokenizes texts for the reward model
     tokenizer: Tokenizer  # of the policy
     _: KW_ONLY
-    weights: Tensor | None  # float32 [K] of the model's K attributes, None if it has one number
+    weights: Tensor | None  # float32 [K] for the model's K attributes, None for a single score
     micro_batch_size: int  # sequences per forward pass, per data-parallel rank
-    end_strings: Sequence[str] = ()  # stop strings of the policy, unknown to reward models
+    end_strings: Sequence[str] = ()  # the policy's stop strings, removed before scoring
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row. Columns as in `Reward.get_rewards`."""
+        """Score every row. `Reward.get_rewards` lists the columns."""
         responses, texts = scored_texts(self.tokenizer, data, self.end_strings)
         # Encode with the reward model's tokenizer, and score in inference mode.
         pairs = zip(data["prompts"], texts, strict=True)
@@ -63,18 +63,18 @@ class ModelReward:
 
 @dataclass(eq=False)
 class VerifiedReward:
-    """Rewards of a source, with metrics of a function that verifies them.
+    """Rewards of one source, and metrics of a verifier, which do not affect training.
 
-    The function's ``accuracy`` (default: whether its reward is at least 1) becomes the metric of
-    this name, and its reward ``reward_parts/verified``. Neither is trained on. A metric of the
-    source with the name of a metric of the function becomes ``reward_parts/rated_<name>``.
+    The verifier's reward becomes the metric ``reward_parts/verified``. Its metric ``accuracy`` is 1
+    for a verifier reward of at least 1, unless the verifier returns ``accuracy`` itself. A metric
+    NAME that both have is ``reward_parts/rated_NAME`` for the source.
     """
 
     reward: RewardInterface
     verifier: Reward
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row with the source and the verifier."""
+        """Score every row with the source and the verifier. Return the source's rewards."""
         scored, checked = self.reward.get_rewards(data), self.verifier.get_rewards(data)
         verified = checked.rewards.tolist()
         parts = {

@@ -1,19 +1,19 @@
-"""Contract of a reward function: its arguments and its result.
+"""Protocol of a reward function: its arguments and its result.
 
 ``def reward(prompts, responses, ground_truths, **columns) -> list[float] | list[dict]``, plain or
-``async def``. All arguments are lists of the same length, with an entry per sample:
+``async def``. All arguments are lists with one entry per sample:
 
-* ``prompts``: prompt text as the model saw it, chat template included.
+* ``prompts``: prompt text as the model saw it, with the chat template applied.
 * ``responses``: response text without the end-of-sequence token.
-* ``ground_truths``: the data's ground truth, None if the data has none. A function of two
+* ``ground_truths``: the data's ground truths, None if the data has none. A function with two
   positional parameters gets them by keyword.
-* ``columns``: keyword arguments. They are the other columns of the data and, from the trainer,
+* ``columns``: keyword arguments. They are the other columns of the data, and the trainer's
   ``is_end`` (bool: the response ended with EOS or a stop string) and ``response_lengths`` (int, in
-  tokens). Only columns that the signature names are passed, or all with ``**columns``. The values
-  of ``reward.kwargs`` are keyword arguments, too, and override columns.
+  tokens). A function gets the columns that its signature names, or all with ``**columns``. The
+  values of ``reward.kwargs`` are also keyword arguments. They override columns.
 
-It returns a number per sample, finite in float32, or a dict per sample with ``"reward"`` and
-additional metrics. The keys are the same for all samples.
+The function returns one number per sample, finite in float32, or one dict per sample with
+``"reward"`` and additional metrics. All dicts have the same keys.
 
 Functions in the forms of other libraries are adapted to this contract (`aligner.rewards.forms`).
 
@@ -32,23 +32,24 @@ from aligner.plain import as_float32
 
 @dataclass(frozen=True)
 class Signature:
-    """Columns that a reward function accepts."""
+    """Parameters of a reward function."""
 
-    name: str
-    named: tuple[str, ...]  # named columns
-    required: tuple[str, ...]  # named columns without a default
-    takes_all: bool  # whether it has **columns
-    first: tuple[str, ...] = ()  # parameters of the lists, whose names columns cannot have
+    name: str  # path of the function
+    named: tuple[str, ...]  # keyword parameters, which take columns
+    required: tuple[str, ...]  # those of ``named`` without a default
+    takes_all: bool  # whether the function has **columns
+    first: tuple[str, ...] = ()  # positional parameters. A column cannot have their names.
     lists: int = 3  # number of positional lists. 2 means that ground truths are passed by keyword.
-    form: str = ""  # name of a form of `aligner.rewards.forms`
+    form: str = ""  # name of the library whose form the function has (`aligner.rewards.forms`)
 
     @classmethod
     def of(
         cls, function: Callable[..., Any], name: str, kwargs: Collection[str] = ()
     ) -> "Signature":
-        """Inspect ``function``, which will be called with the keyword arguments ``kwargs``.
+        """Inspect the parameters of ``function``, which also gets the keywords ``kwargs``.
 
-        Raises `ConfigError` if it cannot be called with the lists, or with one of ``kwargs``.
+        ``name``: the function's path. Raises `ConfigError` if the function lacks the positional
+        parameters, or a keyword parameter for one of ``kwargs``.
         """
         # Two or three positional parameters for the lists.
         parameters = list(inspect.signature(function).parameters.values())
@@ -73,7 +74,7 @@ class Signature:
         if unknown:
             raise ConfigError(
                 f"reward.kwargs: function {name!r} has no keyword arguments {unknown}; it has "
-                f"{sorted(keyword_names)}"
+                f"{sorted(keyword_names)}. Remove or rename the keys"
             )
         # Parameters without a value become columns of the data.
         passed = {*kwargs, "ground_truths"} if lists == 2 else set(kwargs)
@@ -83,22 +84,22 @@ class Signature:
         return cls(name, named, required, takes_all, first, lists)
 
     def check_columns(self, available: Collection[str]) -> None:
-        """Raise `DataError` for a missing column, or a column with the name of a list."""
+        """Raise `DataError` if a column is missing, or has the name of a positional parameter."""
         problem = ""
         if repeated := [name for name in self.first if self.takes_all and name in available]:
             problem = (
-                f"has the parameters {repeated} for its positional arguments, and the data has "
-                "columns of the same name for **columns. Rename the parameters, or write "
+                f"has the positional parameters {repeated}, and **columns would pass the data's "
+                "columns of the same names. Rename the parameters, or write "
                 "def f(prompts, responses, ground_truths, /, **columns)"
             )
         elif missing := [name for name in self.required if name not in available]:
             problem = f"needs the columns {missing}, which the data does not have; columns found: "
-            problem += f"{sorted(available)}"
+            problem += f"{sorted(available)}. Add the columns, or give the parameters defaults"
         if problem:
             raise DataError(f"reward function {self.name!r} {problem}")
 
     def select(self, columns: Mapping[str, list[Any]], kwargs: Collection[str]) -> dict[str, Any]:
-        """Return the columns that are passed to the function."""
+        """Return the columns that the function gets. Those in ``kwargs`` are left out."""
         self.check_columns(columns)
         return {
             name: values
@@ -109,7 +110,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Samples:
-    """``B`` samples as a reward function sees them."""
+    """The arguments of a reward function for ``B`` samples."""
 
     prompts: list[str]
     responses: list[str]
@@ -136,7 +137,7 @@ class Samples:
         return Samples(prompts[part], responses[part], truths[part], columns, offset)
 
     def describe(self, index: int) -> str:
-        """Return its index, the end of the prompt and the start of the response, for a message."""
+        """Describe a sample in a message: index, end of the prompt, start of the response."""
         prompt, response = self.prompts[index], self.responses[index]
         tail = prompt if len(prompt) <= 80 else "…" + prompt[-80:]
         head = response if len(response) <= 80 else response[:80] + "…"
@@ -146,10 +147,10 @@ class Samples:
 def parse_scores(
     scores: Any, samples: Samples, name: str
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Return rewards and metrics, lists of an entry per sample, from the result of ``name``.
+    """Check the result ``scores`` of the function ``name``. Return rewards and metrics.
 
-    Raises `RewardError` for a wrong number of scores, a score that is not finite in float32, or
-    keys that differ.
+    Rewards and each metric are lists with one number per sample. Raises `RewardError` for a wrong
+    number of scores, a score that is not finite in float32, or dicts with different keys.
     """
     scores = scores.tolist() if hasattr(scores, "tolist") else scores  # arrays and tensors
     problem = ""
@@ -173,16 +174,17 @@ def parse_scores(
 
 def _as_items(score: Any, keys: set[str], with_keys: bool, source: str) -> list[tuple[str, Any]]:
     if isinstance(score, Mapping) != with_keys:
-        problem = "numbers and dicts are mixed"
+        problem = "numbers and dicts are mixed. Return one kind for all samples"
     elif not isinstance(score, Mapping):
         return [("reward", score)]
     elif "reward" not in score:
-        problem = f"the dict has no key 'reward', only {sorted(score, key=str)}"
+        problem = f"the dict has no key 'reward', only {sorted(score, key=str)}. Add the key"
     elif invalid := [key for key in score if not isinstance(key, str)]:
         problem = f"the key {invalid[0]!r} is not text. Use text as the key"
     elif set(score) != keys:
         expected = sorted(keys, key=str)
-        problem = f"the dict has the keys {sorted(score)}, the first sample's has {expected}"
+        problem = f"the dict has the keys {sorted(score)}, the first sample's has {expected}. "
+        problem += "Return the same keys for all samples"
     else:
         return list(score.items())
     raise RewardError(f"{source}: {problem}")

@@ -1,4 +1,4 @@
-"""A response that follows a pattern, and the right answer inside it."""
+"""Rewards responses that match a pattern and contain the right answer."""
 
 import re
 from typing import Any
@@ -27,8 +27,9 @@ def reward(
         format_reward: reward of a well-formed response with a wrong answer.
 
     Returns:
-        ``reward`` (1 for right, ``format_reward`` for well-formed and wrong, else 0),
-        ``accuracy`` (0 or 1) and ``well_formed`` (0 or 1).
+        For each response ``reward``, ``accuracy`` (1 if the answer is right) and ``well_formed`` (1
+        if the response matches). ``reward`` is 1 if right, ``format_reward`` if only well-formed,
+        else 0.
     """
     compiled = re.compile(pattern, re.DOTALL)
     scores = []

@@ -1,8 +1,8 @@
-"""Sequences that a reward model scores, in the form of its training data.
+"""Tokenizes prompts and responses for a reward model, as in its training data.
 
-A sequence is ``prompt + response + EOS``, encoded with the reward model's tokenizer. If the model's
-file names another token that ended all training sequences, that token replaces EOS. The score is
-read at this token, which also a response that the length limit cut gets.
+A sequence is ``prompt + response + EOS``, encoded with the reward model's tokenizer. If the model
+was trained with another end token, which its file records, that token replaces EOS. The score is
+read at the end token. A response that the length limit cut gets an end token, too.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from aligner.models.gpt.role.reward import SequenceForm
 
 
 class SequenceEncoder:
-    """Encodes texts as token sequences of a reward model."""
+    """Tokenizes prompts and responses for a reward model."""
 
     def __init__(
         self,
@@ -33,35 +33,36 @@ class SequenceEncoder:
         add_bos: bool = False,
         end_id: int | None = None,
     ) -> None:
-        """Set up for the ``tokenizer`` of a reward model with ``max_length`` positions.
+        """Store the reward model's tokenizer and its maximum sequence length in tokens.
 
-        ``add_bos``: begin with BOS unless the text does. ``end_id``: last token, None for EOS.
+        ``add_bos``: begin with BOS unless the text does. ``end_id``: end token, None for EOS.
         """
         if add_bos and tokenizer.bos_id is None:
             raise TokenizerError(
                 "reward.model.add_bos=true, but the reward model's tokenizer has no BOS token. "
-                "Leave it at null"
+                "Set reward.model.add_bos=null"
             )
         self.tokenizer, self.max_length, self.add_bos = tokenizer, max_length, add_bos
         self.end_id = tokenizer.eos_id if end_id is None else end_id
 
     @classmethod
     def of_checkpoint(cls, checkpoint: ModelSource, add_bos: bool | None) -> "SequenceEncoder":
-        """Return the encoder for a reward model's file, which contains the form of its sequences.
+        """Return the encoder for a reward model's checkpoint, which records BOS and end token.
 
-        ``add_bos``: for older files without a form. Raises `ConfigError` if the file differs.
+        ``add_bos``: value for older checkpoints without this record. Raises `ConfigError` if
+        ``add_bos`` differs from the record.
         """
         form = SequenceForm.of_config(checkpoint.config) or SequenceForm(bool(add_bos), None)
         if add_bos is not None and add_bos != form.add_bos:
             raise ConfigError(
                 f"reward.model.add_bos={str(add_bos).lower()}, but the reward model was trained on "
-                f"sequences {'with' if form.add_bos else 'without'} BOS. Leave it at null"
+                f"sequences {'with' if form.add_bos else 'without'} BOS. Set it to null"
             )
         positions = checkpoint.architecture.max_position_embeddings
         return cls(checkpoint.tokenizer, positions, add_bos=form.add_bos, end_id=form.end_id)
 
     def ids(self, prompt: str, response: str) -> list[int]:
-        """Return the tokens of prompt, response and end. Raises `RewardError` for too many."""
+        """Return the ids of prompt, response and end token. Raises `RewardError` if too long."""
         # The pair ends with EOS, which the model's own end token replaces.
         ids, _ = encode_pair(self.tokenizer, prompt, response)
         ids[-1] = self.end_id
@@ -84,9 +85,10 @@ class SequenceEncoder:
 def scored_texts(
     tokenizer: Tokenizer, data: BatchedDataDict, end_strings: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the responses, and the responses without the ``end_strings`` that ended them.
+    """Return the response texts, and the same texts without final stop strings.
 
-    Reads the columns of `response_texts` and ``is_end`` bool [B].
+    ``end_strings``: the stop strings. Reads the columns of `response_texts`, and ``is_end``, bool
+    [B]: the response was not cut by the length limit.
     """
     responses = response_texts(tokenizer, data)
     if not end_strings:
@@ -101,7 +103,7 @@ def scored_texts(
 def _without_stop(
     tokenizer: Tokenizer, prompt: list[int], ids: list[int], text: str, end_strings: Sequence[str]
 ) -> str:
-    """Remove a stop string that the last token completed, and the text after it."""
+    """Remove the stop string that the last token completed, and the text after it."""
     if ids[-1] in tokenizer.end_ids:
         return text
     text_without_last = decode_response(tokenizer, prompt, ids[:-1])

@@ -52,9 +52,9 @@ _GPT2_KEYS = {
     "attention_dropout": "attn_pdrop",
     "hidden_dropout": "resid_pdrop",
 }
-# Settings that config.json lacks, or that matter only in training.
+# Fields that config.json lacks, or that matter only in training.
 _NOT_CARRIED = {"make_vocab_size_divisible_by", "family", "hidden_dropout", "attention_dropout"}
-# Key, fixed value (or family), and another value that transformers treats as equal to it.
+# (key, fixed value or family, another value that transformers treats as equal)
 _SAME: tuple[tuple[str, Any, Any], ...] = (
     *(("hidden_act", "silu", "swish"), ("hidden_act", "gemma", "gelu")),
     *(("mlp_only_layers", [], None), ("use_bidirectional_attention", None, False)),
@@ -344,13 +344,16 @@ def family_of(model_type: object) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"model_type={model_type!r} is not supported. Supported families: "
-            f"{', '.join(FAMILIES)} (SmolLM is a llama)"
+            f"{', '.join(FAMILIES)} (SmolLM has model_type=llama)"
         )
     return FAMILIES[model_type]
 
 
 def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
-    """Return the architecture that a ``config.json`` describes."""
+    """Return the architecture that ``config``, the content of a ``config.json``, describes.
+
+    Raises `CheckpointError` for values that are missing, damaged or not supported.
+    """
     family = family_of(config.get("model_type"))
     for key, value in family.fixed.items():
         setting = config.get(key, value)
@@ -371,10 +374,10 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
 
 
 def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
-    """Return the family and ``config.json`` of an architecture.
+    """Return the model family and the content of ``config.json`` for an architecture.
 
-    Without a recorded family, the architecture's features determine it. Raises `CheckpointError` if
-    the family cannot express the architecture.
+    If ``architecture.family`` is None, other fields determine the family. Raises `CheckpointError`
+    if the family cannot express the architecture.
     """
     family = family_of(architecture.family or _guess(architecture))
     config = family.write(architecture)
@@ -382,7 +385,7 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
     if lost:
         raise CheckpointError(
             f"a Hugging Face {family.model_type} cannot express {', '.join(lost)}. "
-            f"Supported families: {', '.join(FAMILIES)}"
+            f"Keep the model as .nemo, or use a supported family: {', '.join(FAMILIES)}"
         )
     return family, config
 

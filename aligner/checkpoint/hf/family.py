@@ -1,4 +1,4 @@
-"""Reading and writing of the ``config.json`` of one family of models."""
+"""Conversion between ``config.json`` and `GPTArchitecture` for one model family."""
 
 import dataclasses
 import math
@@ -35,25 +35,25 @@ _PARTIAL, _LAYERS = "partial_rotary_factor", "num_hidden_layers"
 
 @dataclass(frozen=True)
 class Family:
-    """Family of models with one ``model_type``. Keys are keys of ``config.json``."""
+    """Models with one ``model_type``. "Keys" below are keys of ``config.json``."""
 
     model_type: str
     model_class: str  # of transformers
     table: Table  # names and layouts of the tensors
     keys: Mapping[str, str]  # architecture field → key
-    defaults: Mapping[str, Any]  # transformers' values of absent keys
-    fixed: Mapping[str, Any]  # keys with their only supported value, also if the key is absent
-    implied: Mapping[str, Any] = field(default_factory=dict)  # fields with one value in the family
+    defaults: Mapping[str, Any]  # key → transformers' value if the key is absent
+    fixed: Mapping[str, Any]  # key → its only supported value and default
+    implied: Mapping[str, Any] = field(default_factory=dict)  # architecture field → its only value
     equal: Mapping[str, str] = field(default_factory=dict)  # keys that must equal another key
-    # Rotated share of a head by default. None: all, and the configuration may give no other share.
+    # Default of the rotated share of a head. None: config.json must not give a share but 1.0.
     rotary_percent: float | None = None
     scales_embeddings: bool = False  # multiplies embeddings by the root of their width
-    # Default of n, where all layers but every n-th have a window. None: all layers are alike.
+    # Default of n: every n-th layer has full attention, the others a window. None: all are alike.
     window_pattern: int | None = None
-    window_rotary_base: float | None = None  # default of layers with a window
+    window_rotary_base: float | None = None  # default rotary base of layers with a window
 
     def variant(self, model_type: str, model_class: str, **changes: Any) -> "Family":
-        """Return a family with other names and ``changes``. Mappings are extended."""
+        """Return a copy with these names and ``changes``. Mappings in them extend the old ones."""
         extended: dict[str, Any] = {
             name: {**getattr(self, name), **value} if isinstance(value, Mapping) else value
             for name, value in changes.items()
@@ -65,7 +65,7 @@ class Family:
         return self.model_type == "gpt2"
 
     def read(self, config: Config) -> GPTArchitecture:
-        """Return the architecture that ``config``, with all defaults filled in, describes."""
+        """Return the architecture that ``config`` describes, in which no default is missing."""
         fields: dict[str, Any] = {name: config.get(key) for name, key in self.keys.items()}
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         fields["num_query_groups"] = fields.get("num_query_groups") or heads
@@ -76,7 +76,8 @@ class Family:
         for key, other in self.equal.items():
             if bool(config.get(key)) != bool(config.get(other)):
                 raise CheckpointError(
-                    f"{other} and {key} differ in config.json. Set both or neither"
+                    f"{other}={config.get(other)!r} and {key}={config.get(key)!r} in config.json "
+                    "differ, which is not supported. Give a model in which both are equal"
                 )
         if "moe_router_pre_softmax" in fields:
             fields["moe_router_pre_softmax"] = not fields["moe_router_pre_softmax"]
@@ -87,7 +88,7 @@ class Family:
             fields["layers_without_experts"] = tuple(range(fields["layers_without_experts"]))
             width = fields["moe_shared_expert_size"] * fields["moe_ffn_hidden_size"]
             fields["moe_shared_expert_size"] = width or None
-        if "layers_without_rope" in fields:  # as given, or every fourth layer
+        if "layers_without_rope" in fields:  # listed, or every fourth layer
             count, interval = config[_LAYERS], config.get("no_rope_layer_interval") or 4
             rotated = config["no_rope_layers"] or [(n + 1) % interval for n in range(count)]
             fields["layers_without_rope"] = tuple(n for n in range(count) if not rotated[n])
@@ -102,8 +103,8 @@ class Family:
         return GPTArchitecture(**{**fields, **self.implied, "family": self.model_type})
 
     def write(self, architecture: GPTArchitecture) -> Config:
-        """Return the ``config.json`` of an architecture."""
-        # Some families have an id in their defaults, which a small vocabulary lacks.
+        """Return the content of ``config.json`` for an architecture."""
+        # Some families have a default pad_token_id that a small vocabulary lacks.
         config: Config = {"pad_token_id": None, **self.fixed}
         config |= {key: getattr(architecture, name) for name, key in self.keys.items()}
         if self._is_gpt2:
@@ -137,7 +138,7 @@ class Family:
         return {**config, **names}
 
     def _read_windows(self, config: Config) -> dict[str, Any]:
-        """Return the layers without a window, and the rotary base of the others."""
+        """Return the fields for layers with and without a window, and for their rotary base."""
         numbers, pattern = range(config[_LAYERS]), config.get("sliding_window_pattern")
         full = {n for n in numbers if (n + 1) % (pattern or self.window_pattern or 1) == 0}
         if config.get("layer_types"):
@@ -158,7 +159,7 @@ class Family:
         return {**windows, "window_rotary_base": None if is_same else base}
 
     def _written_windows(self, architecture: GPTArchitecture, config: Config) -> Config:
-        """Return the kinds of the layers and their rotations."""
+        """Return the keys for layers with and without a window, and for their rotation."""
         numbers, windowed = range(architecture.num_layers), architecture.window_size is not None
         full = architecture.layers_without_window if windowed else numbers
         base, scaling = config["rope_theta"], config["rope_scaling"] or {"rope_type": "default"}
@@ -173,8 +174,8 @@ class Family:
         }
 
     def _read_rope(self, config: Config) -> dict[str, Any]:
-        """Return base, share and scaling of the rotation, and the longest sequence."""
-        # Keys of transformers 5, or older ones.
+        """Return the fields of the rotary embedding, and ``max_position_embeddings``."""
+        # transformers 5 has other keys than earlier versions.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope = rope.get(_FULL) or rope
         share = rope.get(_PARTIAL, config.get(_PARTIAL))
@@ -195,7 +196,7 @@ class Family:
         }
 
     def _written_rope(self, architecture: GPTArchitecture) -> Config:
-        """Return the keys that `_read_rope` reads, in the older form that all versions read."""
+        """Return the keys of the rotary embedding in their older form, which all versions read."""
         config: Config = {"rope_theta": architecture.rotary_base, "rope_scaling": None}
         scaling = architecture.rope_scaling
         if scaling is not None:
@@ -215,7 +216,6 @@ class Family:
 
 
 def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
-    """Return the scaling of the rotary frequencies."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     # Early configurations of Phi-3 have other names for longrope.
     kind = "longrope" if "short_factor" in rope else kind
@@ -231,13 +231,16 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
         values[ORIGINAL] = int(config.get(ORIGINAL) or rope.get(ORIGINAL) or positions)
     # Settings that transformers derives from others.
     if kind == "yarn" and rope.get("truncate") is False:
-        raise CheckpointError("truncate=false of rope type 'yarn' in config.json is not supported")
+        raise CheckpointError(
+            "truncate=false of rope type 'yarn' in config.json is not supported. Supported: true"
+        )
     if kind == "longrope":
         values["factor"] = positions / values[ORIGINAL]
         if rope.get("factor") and rope.get("attention_factor") is None:
-            original = values[ORIGINAL]
-            given = RopeScaling(rope["factor"], 1.0, 4.0, original, "longrope")
-            values["attention_factor"] = given.concentration
+            scaling = RopeScaling(
+                rope["factor"], original_max_position_embeddings=values[ORIGINAL], kind="longrope"
+            )
+            values["attention_factor"] = scaling.concentration
     # An absent setting has its default, if it has one.
     settings: dict[str, Any] = {"kind": kind, "factor": float(values["factor"])}
     for name in _ROPE_SETTINGS[kind]:

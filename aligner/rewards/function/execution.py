@@ -1,8 +1,8 @@
-"""Calls of a reward function, and the search for the sample on which it fails.
+"""Calls a reward function, and searches for the sample on which the function fails.
 
-In a process of `aligner.child_process`, a message is ``samples``. Its answer is ``scores,
-[{"reward": number, metrics}, ...]``, or ``raised, text`` followed by ``culprit, index | None``.
-Every reward process loads this module, so it imports neither torch nor numpy.
+The code runs in a child process (`aligner.child_process`). A message is a `Samples`. The answer is
+``"scores", [{"reward": number, metric: number}, ...]``, or ``"raised", text`` and then
+``"culprit", index or None``. The module imports neither torch nor numpy, to start quickly.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _MAX_SEARCHED = 256
 
 
 def load(name: str, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[..., Answers]]:
-    """Return the function's `Signature` as a mapping, and the function that answers messages."""
+    """Import a reward function. Return its `Signature` as a dict, and `LoadedFunction.answers`."""
     function = LoadedFunction(load_function(name, key="reward.function"), name, kwargs)
     return vars(function.signature), function.answers
 
@@ -34,7 +34,7 @@ class LoadedFunction:
     """A reward function with its kwargs, ready to be called."""
 
     def __init__(self, function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
-        """Bind ``kwargs``, or refuse a signature that does not fit."""
+        """Bind ``kwargs``. Raises `ConfigError` if the signature does not fit the protocol."""
         form, self._function = of_form(function, functools.partial(function, **kwargs))
         signature = Signature.of(function if form is None else self._function, name, kwargs)
         self.signature = replace(signature, form="" if form is None else form.name)
@@ -42,7 +42,7 @@ class LoadedFunction:
         self._runner = asyncio.Runner()  # one loop for all calls, as the function may keep objects
 
     def score(self, samples: Samples) -> Scored:
-        """Call the function, wait for the result if it is async, and check the result."""
+        """Call the function, which may be async. Return rewards and metrics (`parse_scores`)."""
         columns = self.signature.select(samples.columns, self._kwargs)
         lists = [samples.prompts, samples.responses, samples.ground_truths]
         if self.signature.lists == 2:
@@ -53,23 +53,23 @@ class LoadedFunction:
         return parse_scores(result, samples, self.signature.name)
 
     def answers(self, samples: Samples) -> Answers:
-        """Yield the scores of ``samples``, or the function's exception and the failing sample."""
+        """Yield the answers to the message ``samples`` (see the module)."""
         try:
             rewards, metrics = self.score(samples)
         except (SystemExit, AlignerError):
             raise
         except BaseException as error:
             yield "raised", describe_exception(error)
-            # After the answer, as the search may take long or hang.
+            # The search comes after the answer, as it may take long or hang.
             yield "culprit", self.find_failing(samples, error)
         else:
             rows = zip(rewards, *metrics.values(), strict=True)
             yield "scores", [dict(zip(["reward", *metrics], row, strict=True)) for row in rows]
 
     def find_failing(self, samples: Samples, error: BaseException) -> int | None:
-        """Return the index of the first sample that alone fails with the type of ``error``.
+        """Score samples one by one. Return the index of the first that raises as ``error`` did.
 
-        Returns None if no sample fails so, or if all do: then no sample is the cause.
+        Exceptions are compared by type. Returns None if no sample raises this type, or if all do.
         """
         culprit, has_other_results = None, len(samples) == 1
         for index in range(min(len(samples), _MAX_SEARCHED)):
@@ -88,7 +88,7 @@ class LoadedFunction:
 
 
 def failure_message(name: str, raised: str, samples: Samples, culprit: int | None) -> str:
-    """Return the message for an exception of the function ``name`` and the failing sample."""
+    """Return the message for an exception, ``raised``, and its sample, None if unknown."""
     subject = "the batch as a whole, and no single sample was found to cause it"
     if culprit is not None:
         subject = samples.describe(culprit)

@@ -1,4 +1,4 @@
-"""A reward from a function, which processes run with a time limit on the parts of a batch.
+"""Rewards from a function, which runs in child processes with a time limit.
 
 batch ─► parts ─► a process for each part ─► scores, or a timeout ─► halves of the part, again
 """
@@ -42,9 +42,9 @@ class ScoredResponses:
 
 
 class RewardFunction(ProcessPool):
-    """Reward function in separate processes, a process for each part of a batch.
+    """Calls a reward function in child processes, one for each part of a batch.
 
-    After a timeout, the process is killed with its children, also in a C call that hangs.
+    After a timeout, the process and its children are killed, even if C code hangs.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class RewardFunction(ProcessPool):
         max_concurrency: int = 1,
         timeout_reward: float | None = None,
     ) -> None:
-        """Start the first process, so that an invalid function is refused now.
+        """Start the first process, which imports the function.
 
         Args:
-            name: path of the function, which may be async (`aligner.importing.load_function`).
+            name: path of the function (`aligner.importing.load_function`), which may be async.
             kwargs: keyword arguments of every call.
-            time_limit_s: time limit of a batch.
-            max_concurrency: number of parts of a batch that are scored at the same time. With more
-                than one, the function gets parts instead of the batch.
-            timeout_reward: reward of a sample after a timeout, with metrics of 0. None: raise
-                `RewardTimeoutError`.
+            time_limit_s: time limit of a batch in seconds.
+            max_concurrency: number of processes. With more than one, each call gets a part of the
+                batch.
+            timeout_reward: reward of a sample that is not scored in time. Its metrics are 0. None:
+                raise `RewardTimeoutError`.
 
         Raises `ConfigError` if the function cannot be imported, or its signature does not fit.
         """
@@ -87,7 +87,7 @@ class RewardFunction(ProcessPool):
 
     @classmethod
     def load(cls, name: str, **options: Any) -> "RewardFunction":
-        """Start the processes of a function: the constructor's name in version 0.2.0."""
+        """Call the constructor. Version 0.2.0 had this name."""
         return cls(name, **options)
 
     def check_columns(self, available: Collection[str]) -> None:
@@ -101,11 +101,11 @@ class RewardFunction(ProcessPool):
         ground_truths: Sequence[Any],
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> ScoredResponses:
-        """Score ``B`` samples. The arguments are those of the protocol.
+        """Score ``B`` samples. `aligner.rewards.protocol` describes the arguments.
 
         Raises:
-            RewardError: the function raised, or returned a wrong number of values or a value that
-                is not a finite number. The message names function and sample.
+            RewardError: the function raised an exception, returned a wrong number of values, or
+                returned a value that is not a finite number.
             RewardTimeoutError: the function exceeded the time limit, and ``timeout_reward`` is
                 None.
             DataError: the function requires a column that is missing.
@@ -132,7 +132,7 @@ class RewardFunction(ProcessPool):
 
     def _join(self, answers: list[tuple[Samples, Scored | None]]) -> ScoredResponses:
         keys: Iterable[str] = next((scored[1] for _, scored in answers if scored is not None), {})
-        # The parts must agree on the metrics, which are unknown for parts after a timeout.
+        # All parts must have the same metrics. A part that timed out gets zeros.
         responses, rewards, late = list[str](), list[float](), self._timeout_reward or 0.0
         metrics: dict[str, list[float]] = {key: [] for key in keys}
         for part, scored in answers:
@@ -141,7 +141,8 @@ class RewardFunction(ProcessPool):
             if part_metrics.keys() != metrics.keys():
                 raise RewardError(
                     f"reward function {self.signature.name!r} returned the keys "
-                    f"{sorted(part_metrics)} for some samples and {sorted(metrics)} for others"
+                    f"{sorted(part_metrics)} for some samples and {sorted(metrics)} for others. "
+                    "Return the same keys for all samples"
                 )
             responses += part.responses
             rewards += part_rewards
@@ -153,11 +154,11 @@ class RewardFunction(ProcessPool):
         )
 
     def _answers(self, samples: Samples) -> list[tuple[Samples, Scored | None]]:
-        """Return the parts of the batch in order with their scores, None after a timeout.
+        """Return the parts of a batch in order, each with its scores, or None after a timeout.
 
-        After a timeout, a part is scored again in halves, sequentially, down to single samples,
-        within twice the time limit. The time limit of a half is four times the duration of the last
-        part that succeeded.
+        A part that timed out is scored again in halves, one after the other, down to single
+        samples. All halves together have twice the time limit. One half has four times the
+        duration of the last part that succeeded, at least one second.
         """
         answers: list[tuple[Samples, Scored | None]] = []
         waiting, limit = _split(samples, self._max_concurrency), self._time_limit_s
@@ -190,7 +191,7 @@ class RewardFunction(ProcessPool):
     def _score(
         self, parts: list[Samples], time_limit_s: float
     ) -> list[Scored | RewardTimeoutError]:
-        """Return the scores of each part, or the error after a timeout."""
+        """Score the parts at the same time. A part that times out has the error as its result."""
         answers: list[Scored | RewardTimeoutError] = []
         try:
             # Send each part to a separate process. They have a common deadline.
@@ -227,8 +228,8 @@ class RewardFunction(ProcessPool):
 class Reward:
     """Scores the responses of a rollout with a `RewardFunction`.
 
-    Only rank 0 calls the function and broadcasts the result. A function with side effects or random
-    results is therefore called once.
+    Only rank 0 calls the function. The other ranks receive the result, so that side effects happen
+    once and random results are equal.
     """
 
     def __init__(self, function: RewardFunction | None, tokenizer: Tokenizer) -> None:
@@ -237,7 +238,7 @@ class Reward:
 
     @classmethod
     def load(cls, config: RewardConfig, tokenizer: Tokenizer) -> "Reward":
-        """Import the function ``reward.function``. An invalid name fails on every rank."""
+        """Start the function on rank 0. An invalid function raises `ConfigError` on every rank."""
         reward = cls(None, tokenizer)
 
         def load() -> None:
@@ -260,7 +261,9 @@ class Reward:
         def note() -> list[str]:
             function = self._rank_zero_function()
             name, form = function.signature.name, function.signature.form
-            return [f"reward.function={name} is called in the form of {form}"] if form else []
+            return (
+                [f"reward.function={name} is called with the arguments of {form}"] if form else []
+            )
 
         return on_rank_zero(note)
 
@@ -268,8 +271,8 @@ class Reward:
         """Decode and score every row.
 
         Reads ``input_ids`` int64 [B, S], ``prompt_lengths`` and ``input_lengths`` int64 [B],
-        ``is_end`` bool [B], and the lists ``prompts``, ``ground_truths`` and ``columns`` (a dict
-        of the data's other columns for each row).
+        ``is_end`` bool [B], and the lists ``prompts``, ``ground_truths`` and ``columns``. An entry
+        of ``columns`` is a dict with the data's other columns of one row.
         """
 
         def score() -> ScoredResponses:

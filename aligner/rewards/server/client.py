@@ -1,10 +1,8 @@
-"""Rewards from a server.
+"""Rewards from a reward server.
 
-Temporary failures (no connection, no answer in time, a server that is busy or restarting) are
-retried with growing pauses for ``retry_for_s``. Other failures (a refused token, an invalid answer)
-stop the run at once, on every rank.
-
-main thread ─► a portal's event loop: concurrent requests, each with retries ─► rows in order
+After a temporary failure (no connection, no answer in time, a server that is busy or restarting) a
+request is repeated with growing pauses, for ``retry_for_s`` seconds. Another failure (a refused
+token, an invalid answer) ends the run at once, on every rank.
 """
 
 import asyncio
@@ -92,16 +90,16 @@ class RewardClient:
         }
 
     def check(self) -> tuple[str, ...]:
-        """Wait until the server is ready and accepts the token. Return its reward attributes."""
+        """Wait until the server is ready and accepts the token. Return names of its attributes."""
         health = _RewardRequest("GET", HEALTH, b"", partial(validated, HealthAnswer))
         answer: HealthAnswer = self._send_all([health, _score_request([], 1)])[0]
         return tuple(answer.attributes)
 
     def score(self, samples: Sequence[WireSample], width: int = 1) -> list[list[float]]:
-        """Return ``width`` numbers for each sample, with several concurrent requests.
+        """Return the server's scores: ``width`` numbers per sample, one for each attribute.
 
-        Raises `RewardServerError` if the server was unavailable for ``retry_for_s``, refused a
-        request, or sent invalid answers.
+        Raises `RewardServerError` if the server was unavailable for ``retry_for_s`` seconds,
+        refused a request, or sent an invalid answer.
         """
         size = self.config.samples_per_request
         starts = range(0, len(samples), size)
@@ -109,8 +107,6 @@ class RewardClient:
         return [row for rows in self._send_all(requests) for row in rows]
 
     def _send_all(self, requests: Sequence[_RewardRequest]) -> list[Any]:
-        """Return the parsed answers to all requests, in order."""
-
         async def run() -> list[Any]:
             limit = asyncio.Semaphore(self.config.concurrent_requests)
 
@@ -126,9 +122,8 @@ class RewardClient:
             return portal.call(run)
 
     async def _send(self, session: httpx.AsyncClient, request: _RewardRequest) -> Any:
-        """Return the parsed answer to a request, after as many tries as needed."""
+        """Return the parsed answer to a request. Repeats the request after temporary failures."""
         started, pause = time.monotonic(), 0.5
-        # Repeat the request after temporary failures, with growing pauses.
         for tries in itertools.count(1):
             try:
                 answer = await self._exchange(session, request)
@@ -138,8 +133,8 @@ class RewardClient:
                 if remaining_s <= 0:
                     raise self._error(
                         f"{_cause(error)}; gave up after {tries} tries "
-                        f"(reward.server.retry_for_s={self.config.retry_for_s:g}). The run state "
-                        "is that of the last save. Start the server again and repeat the command"
+                        f"(reward.server.retry_for_s={self.config.retry_for_s:g}). Start the "
+                        "server and repeat the command: the run continues from its last saved state"
                     ) from error
                 wait = min(pause, max(remaining_s, 0.01))  # the last try is at the end of the time
                 log.warning(
@@ -165,7 +160,7 @@ class RewardClient:
                 async for part in response.aiter_raw():
                     answer += part
                     if len(answer) > MAX_BYTES:
-                        raise self._error(f"an answer of more than {MAX_BYTES} bytes")
+                        raise self._error(f"{request} was answered with over {MAX_BYTES} bytes")
         except TimeoutError as error:
             raise _TryAgainError(
                 f"no answer to {request} within {self.config.timeout_s:g} s "
@@ -191,7 +186,7 @@ class RewardClient:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the innermost cause of a failed try, as httpx only reports a failed connection."""
+    """Return the text of the innermost exception, as httpx's own text omits the cause."""
     if isinstance(error, _TryAgainError):
         return str(error)
     while inner := getattr(error, "exceptions", [error.__cause__ or error.__context__])[0]:
@@ -202,7 +197,7 @@ def _cause(error: BaseException) -> str:
 
 
 class RemoteReward:
-    """Scores responses with a `RewardClient` on rank 0, which broadcasts the scores."""
+    """Scores responses by a reward server, which rank 0 calls for all ranks."""
 
     def __init__(
         self,
@@ -212,9 +207,9 @@ class RemoteReward:
         weights: Sequence[float] | None = None,
         end_strings: Sequence[str] = (),
     ) -> None:
-        """Check the server's health, and ``weights`` against its attributes.
+        """Wait for the server, and check ``weights`` against its attributes (`check_weights`).
 
-        ``tokenizer`` and ``end_strings``: of the policy, whose stop strings are removed.
+        ``tokenizer``: of the policy. ``end_strings``: stop strings, removed before scoring.
         """
         self.tokenizer, self.end_strings = tokenizer, end_strings
         self._client = RewardClient(config)
@@ -222,7 +217,7 @@ class RemoteReward:
         self.weights = check_weights(weights, self.attributes, f"the reward server {config.url}")
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row. Columns as in `Reward.get_rewards`."""
+        """Score every row. `Reward.get_rewards` lists the columns."""
 
         def score() -> tuple[list[str], list[list[float]]]:
             responses, texts = scored_texts(self.tokenizer, data, self.end_strings)

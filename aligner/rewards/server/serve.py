@@ -1,4 +1,4 @@
-"""HTTP server of a reward model. Samples of several requests are scored in one batch.
+"""HTTP server of a reward model, which scores samples of several requests in one batch.
 
 request ─► event loop ── Job ──► JobQueue ──► main thread of rank 0 ── batch ──► all ranks
                ▲                                      │                             │
@@ -39,10 +39,11 @@ Ids = list[int]
 
 @dataclass
 class RewardService:
-    """Endpoints of the server. Each raises an `HTTPException` to refuse a request.
+    """Endpoints of the server. A refused request raises `HTTPException`.
 
-    ``encode``: returns the tokens of a sample. An `AlignerError` refuses the request.
-    ``timeout_s``: time limit of a request. ``token``: the bearer token, None to admit all requests.
+    ``encode``: converts a sample to token ids. If it raises `AlignerError`, the request is refused.
+    ``timeout_s``: time limit of a request in seconds. ``token``: bearer token that requests need,
+    or None.
     """
 
     attributes: Sequence[str]
@@ -53,11 +54,11 @@ class RewardService:
     _bodies: Bodies = field(default_factory=Bodies)
 
     async def health(self) -> HealthAnswer:
-        """Return the model's attributes. No token is needed, as they disclose nothing."""
+        """Return the names of the model's attributes. The request needs no token."""
         return HealthAnswer(status="ok", attributes=list(self.attributes))
 
     async def score(self, request: Request) -> Response:
-        """Return the rewards of the samples."""
+        """Score the samples in the request's body. The answer is a `wire.ScoreAnswer`."""
         check_bearer(request, self.token)
 
         def parse(body: bytearray) -> ScoreRequest:
@@ -78,13 +79,15 @@ class RewardService:
         return Response(json.dumps({"rewards": plain}), media_type=JSON_TYPE)
 
     def serving(self, host: str, port: int) -> AbstractContextManager[tuple[str, int]]:
-        """Answer requests until the block ends. See `aligner.http.application.http_server`."""
+        """Answer requests until the ``with`` block ends. Yields host and port.
+
+        See `aligner.http.application.http_server`.
+        """
         routes: Routes = {f"GET {HEALTH}": self.health, f"POST {SCORE}": self.score}
         setting = f"--host {host} --port {port}"
         return http_server((host, port), routes, self.queue, setting=setting)
 
     async def _rewards(self, request: Request, sequences: list[Ids]) -> list[list[float]]:
-        """Have the model score the sequences, unless the client disconnects."""
         results = Results[list[float]]()
         job = Job(sequences, results.put)
         if not self.queue.add(job):
@@ -95,30 +98,31 @@ class RewardService:
             return [rewards async for rewards in results.of(job, deadline, timeout_message)]
 
 
-_HEARTBEAT_S = 1.0  # of rank 0, for which the other ranks wait in a collective
+# Rank 0 broadcasts at least this often, as the other ranks wait in a collective.
+_HEARTBEAT_S = 1.0
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of a server."""
+    """Options of `serve_reward_model`."""
 
     model: str  # a .nemo file or a Hugging Face directory
     host: str = "127.0.0.1"
-    port: int = 5555  # 0: any that is free
-    token: str | None = None  # that requests need, None for no token
+    port: int = 5555  # 0: any free port
+    token: str | None = None  # bearer token that requests need. None: they need no token
     batch_size: int = 64  # sequences that are scored together
     micro_batch_size: int = 16  # sequences per forward pass
     max_waiting: int = 4096  # waiting sequences. More are refused, with status 503 or 413
-    timeout_s: float = 120.0  # time limit of a request
-    add_bos: bool | None = None  # None: as in the model's file
+    timeout_s: float = 120.0  # time limit of a request in seconds
+    add_bos: bool | None = None  # whether sequences begin with BOS. None: as in the model's file
     precision: Literal["32", "bf16"] = "32"
     tensor_model_parallel_size: int = 1
 
 
 def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = print) -> None:
-    """Serve until SIGTERM or SIGINT. ``ready`` is called with the address when the server listens.
+    """Serve until SIGTERM or SIGINT. ``ready`` is called with a message when the server listens.
 
-    Under a launcher such as torchrun, every process runs this function and rank 0 answers.
+    Under a launcher such as torchrun, every process calls this function. Rank 0 listens.
     """
     # The model on all ranks.
     parallel_config = ParallelConfig(tensor=options.tensor_model_parallel_size)
@@ -149,14 +153,13 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
         closing.callback(shutdown_parallel)
         address = on_rank_zero(listen)  # an error is raised on every rank
         if is_rank_zero():
-            rates = ", ".join(model.attributes) or "one reward, from comparisons"
-            ready(f"reward server ready at {address} ({options.model}: {rates})")
+            scores = ", ".join(model.attributes) or "one reward, from comparisons"
+            ready(f"reward server ready at {address} ({options.model}: {scores})")
         has_peers = parallel.world_size > 1
         score_until(stopping, queue, score, options.batch_size, has_peers=has_peers)
 
 
 def _load(options: ServeOptions, parallel: ParallelState) -> tuple[RewardModel, SequenceEncoder]:
-    """Load the model and the encoder of its sequences."""
     with open_model(options.model) as checkpoint:
         rated_attributes(checkpoint, options.model)  # a language model is refused
         encoder = SequenceEncoder.of_checkpoint(checkpoint, options.add_bos)
@@ -174,10 +177,11 @@ def score_until(
     *,
     has_peers: bool = False,
 ) -> None:
-    """Score the waiting requests of rank 0 on all ranks, until ``stopping`` is set on rank 0.
+    """Score the requests that wait on rank 0 with all ranks, until rank 0 sets ``stopping``.
 
-    A batch has at most ``batch_size`` sequences. An error of a batch is reported to its clients. If
-    there are other ranks, the error also ends the server, as their state is then unknown.
+    A batch has at most ``batch_size`` sequences. If ``score`` raises, the batch's clients get the
+    error. With ``has_peers`` (other ranks exist) the error also ends the server, as the state of
+    the other ranks is unknown.
     """
     while True:
         # Rank 0 broadcasts the batch, which is None at the end and empty after an idle wait.

@@ -5,7 +5,8 @@
                                                        or  {"rewards": [[4.0, 1.2], ...]}
     anything that failed                               4xx or 5xx {"error": "why"}
 
-``docs/reward.md`` describes the protocol. Lists fail fast, as a body may have millions of errors.
+``docs/reward.md`` describes the protocol. Lists are checked up to the first error, as a body may
+have millions.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ HEALTH, SCORE = "/health", "/score"
 
 @dataclass(frozen=True, slots=True)
 class WireSample:
-    """Texts of a prompt and its response, without the end-of-sequence token."""
+    """A prompt and its response as text, without the end-of-sequence token."""
 
     prompt: str
     response: str
@@ -41,10 +42,10 @@ _Row = Annotated[
 
 
 class ScoreAnswer(BaseModel):
-    """Rewards: for each sample a number, or a list with a number per attribute."""
+    """Rewards: one number per sample, or one list per sample with a number per attribute."""
 
     rewards: Annotated[list[_Row], FailFast()]
-    ids: Any = None  # index of the sample of each reward, to prove the order
+    ids: Any = None  # sample index of each reward, by which the client checks the order
 
 
 class HealthAnswer(BaseModel):
@@ -55,7 +56,7 @@ class HealthAnswer(BaseModel):
 
 
 def parse_rewards(value: Any, count: int, width: int) -> list[list[float]]:
-    """Return ``count`` rows of ``width`` finite numbers. Raises `DataError` for another answer."""
+    """Check an answer. Return ``count`` rows of ``width`` finite numbers, or raise `DataError`."""
     answer = validated(ScoreAnswer, value)
     rows, problem = answer.rewards, ""
     if len(rows) != count:
@@ -63,14 +64,14 @@ def parse_rewards(value: Any, count: int, width: int) -> list[list[float]]:
     elif wrong := [index for index, row in enumerate(rows) if len(row) != width]:
         problem = f"reward {wrong[0]} has {len(rows[wrong[0]])} numbers, expected {width}"
     elif answer.ids is not None and answer.ids != list(range(count)):
-        problem = f"ids are not 0 to {count - 1} in order: the rewards are of other samples"
+        problem = f"ids are not 0 to {count - 1} in order: the rewards belong to other samples"
     if problem:
         raise DataError(problem)
     return rows
 
 
 def parse_error(body: bytes | bytearray) -> str:
-    """Return the message of an answer ``{"error": message}``, or the start of another answer."""
+    """Return the message in an answer ``{"error": message}``, or an answer's first characters."""
     try:
         value = from_json(body)
     except ValueError:
