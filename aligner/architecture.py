@@ -172,8 +172,10 @@ class GPTArchitecture:
         divides = self.num_attention_heads % self.num_query_groups == 0
         divisor = f"a divisor of num_attention_heads={self.num_attention_heads}"
         _check("num_query_groups", self.num_query_groups, divides, divisor)
-        widest, width = f"at most kv_channels={self.kv_channels}", self.value_channels
-        _check("value_channels", width, (width or 0) <= self.kv_channels, widest)
+        width, is_latent = self.value_channels, self.kv_lora_rank is not None
+        fits = (width is not None) is is_latent and (width or 0) <= self.kv_channels
+        expected = f"at most kv_channels={self.kv_channels} with kv_lora_rank, else null"
+        _check("value_channels", width, fits, expected)
         if self.moe_router_groups > 1:
             fits = (self.num_moe_experts or 0) % self.moe_router_groups == 0
             fits = fits and self.moe_router_groups * 2 <= (self.num_moe_experts or 0)

@@ -52,7 +52,10 @@ class LatentAttention(Attention):
         self, config: GPTConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(config, submodules, *args, attention_type="self", **kwargs)
-        hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        rank, value_width = config.kv_lora_rank, config.value_channels
+        assert rank is not None
+        assert value_width is not None
         self.q_layernorm = self.k_layernorm = None
         # Queries, directly or from latents.
         if config.q_lora_rank is None:
@@ -64,11 +67,11 @@ class LatentAttention(Attention):
         # Keys without their rotated columns, and values.
         self.linear_kv_down_proj = self._down(rank + config.rotated_channels)
         self.kv_layernorm = Norm(config, rank, _EPSILON)
-        columns = config.kv_channels - config.rotated_channels + config.value_channels
+        columns = config.kv_channels - config.rotated_channels + value_width
         self.linear_kv_up_proj = self._up(rank, heads * columns)
         self.linear_proj = build_module(
             submodules.linear_proj,
-            heads * config.value_channels,
+            heads * value_width,
             hidden,
             config=config,
             init_method=config.output_layer_init_method,
