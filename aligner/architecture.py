@@ -176,11 +176,10 @@ class GPTArchitecture:
         fits = (width is not None) is is_latent and (width or 0) <= self.kv_channels
         expected = f"at most kv_channels={self.kv_channels} with kv_lora_rank, else null"
         _check("value_channels", width, fits, expected)
-        if self.moe_router_groups > 1:
-            fits = (self.num_moe_experts or 0) % self.moe_router_groups == 0
-            fits = fits and self.moe_router_groups * 2 <= (self.num_moe_experts or 0)
-            expected = "a divisor of num_moe_experts, with at least 2 experts in a group"
-            _check("moe_router_groups", self.moe_router_groups, fits, expected)
+        groups, experts = self.moe_router_groups, self.num_moe_experts or 0
+        fits = groups == 1 or (experts % groups == 0 and 2 * groups <= experts)
+        expected = "a divisor of num_moe_experts, with at least 2 experts in a group"
+        _check("moe_router_groups", groups, fits, expected)
 
         # Layers and frequencies of the rotation.
         for name in ("layers_without_rope", "layers_without_window", "layers_without_experts"):
