@@ -178,7 +178,8 @@ class GPTArchitecture:
         _check("value_channels", width, fits, expected)
         groups, experts = self.moe_router_groups, self.num_moe_experts or 0
         fits = groups == 1 or (experts % groups == 0 and 2 * groups <= experts)
-        expected = "a divisor of num_moe_experts, with at least 2 experts in a group"
+        fits = fits and self.moe_router_group_topk <= groups
+        expected = "a divisor of num_moe_experts with 2 experts or more in each group"
         _check("moe_router_groups", groups, fits, expected)
 
         # Layers and frequencies of the rotation.
