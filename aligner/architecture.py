@@ -177,10 +177,9 @@ class GPTArchitecture:
         expected = f"at most kv_channels={self.kv_channels} with kv_lora_rank, else null"
         _check("value_channels", width, fits, expected)
         groups, experts = self.moe_router_groups, self.num_moe_experts or 0
-        fits = groups == 1 or (experts % groups == 0 and 2 * groups <= experts)
-        fits = fits and self.moe_router_group_topk <= groups
+        fits = self.moe_router_group_topk <= groups <= experts // 2 and experts % groups == 0
         expected = "a divisor of num_moe_experts with 2 experts or more in each group"
-        _check("moe_router_groups", groups, fits, expected)
+        _check("moe_router_groups", groups, fits or groups == 1, expected)
 
         # Layers and frequencies of the rotation.
         for name in ("layers_without_rope", "layers_without_window", "layers_without_experts"):
