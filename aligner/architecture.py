@@ -106,9 +106,11 @@ class GPTArchitecture:
     qk_norm_over_heads: bool = False  # q/k norms over all heads together (OLMo 2)
     branch_norms: BranchNorms = "before"  # of attention and MLP: GLM-4 0414 both, OLMo 2 after
     attention_scale: float | None = None  # factor of the scores (None: 1 / sqrt(kv_channels))
+    attention_cap: float | None = None  # c of scores s, which become c * tanh(s / c) (Gemma 2)
     embedding_multiplier: float = 1.0  # Gemma, Granite
     residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
     logits_divisor: float = 1.0  # Granite
+    logits_cap: float | None = None  # as attention_cap, of the logits (Gemma 2)
     window_size: int | None = None  # sliding-window attention (Mistral 7B v0.1)
     layers_without_window: tuple[int, ...] = ()  # from 0 (OLMo 3, Gemma 3)
     window_rotary_base: float | None = None  # of layers with a window, unscaled. None: as others
@@ -211,6 +213,11 @@ class GPTArchitecture:
     def gated(self) -> bool:
         """Whether the first MLP linear (fc1) has the rows ``[gate; up]`` of a gated activation."""
         return self.activation in ("swiglu", "geglu", "geglu_tanh")
+
+    @property
+    def is_scored(self) -> bool:
+        """True if scores or logits have a soft cap, which fused kernels do not compute."""
+        return self.attention_cap is not None or self.logits_cap is not None
 
     @property
     def expert_ffn_hidden_size(self) -> int:

@@ -82,6 +82,11 @@ CASES = {
         {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
         | {"rope_parameters": {"full_attention": YARN_ROPE, "sliding_attention": PLAIN_ROPE}},
     ),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 12, "num_hidden_layers": 4, "sliding_window": 5, "query_pre_attn_scalar": 7}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    ),
     "gemma3": (
         "gemma3_text",
         {"head_dim": 12, "num_hidden_layers": 4, "sliding_window": 5, "query_pre_attn_scalar": 7}

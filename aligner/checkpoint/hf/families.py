@@ -293,12 +293,26 @@ _OLMO3 = next(family for family in _LLAMA_LIKE if family.model_type == "olmo2").
     defaults={"sliding_window": 4096, "rope_theta": 5e5},
     window_pattern=4,
 )
+_GEMMA_NORMS = norms_after(
+    "post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm"
+)
+_GEMMA2 = _LLAMA_LIKE[-1].variant(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    table=_GEMMA_NORMS,
+    keys={**_WINDOW, "attention_scale": "query_pre_attn_scalar"}
+    | {"attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"},
+    defaults={"sliding_window": 4096, "query_pre_attn_scalar": 256, "num_key_value_heads": 4}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    implied={"branch_norms": "both"},
+    window_pattern=2,
+    rotates_alike=True,
+)
 _GEMMA3 = _LLAMA_LIKE[-1].variant(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    table=norms_after(
-        "post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm"
-    ),
+    table=_GEMMA_NORMS,
     keys={**_WINDOW, "attention_scale": "query_pre_attn_scalar"},
     defaults={"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_theta": 1e6}
     | {"num_key_value_heads": 4, "max_position_embeddings": 131_072},
@@ -322,6 +336,7 @@ _FAMILIES = (
     ),
     *_LLAMA_LIKE,
     _OLMO3,
+    _GEMMA2,
     _GEMMA3,
     _GLM4_MOE,
     _DEEPSEEK_V3,

@@ -51,6 +51,7 @@ class Family:
     # Default of n: every n-th layer has full attention, the others a window. None: all are alike.
     window_pattern: int | None = None
     window_rotary_base: float | None = None  # default rotary base of layers with a window
+    rotates_alike: bool = False  # layers with a window have the rotation of the others
 
     def variant(self, model_type: str, model_class: str, **changes: Any) -> "Family":
         """Return a copy with these names and ``changes``. Mappings in them extend the old ones."""
@@ -145,6 +146,9 @@ class Family:
             full = {n for n in numbers if config["layer_types"][n] == _FULL}
         if len(full) == len(numbers):
             return {"window_size": None}
+        windows = {"layers_without_window": tuple(sorted(full))}
+        if self.rotates_alike:
+            return windows
         rope = (config.get("rope_parameters") or {}).get(_SLIDING) or {}
         if rope.get("rope_type", "default") != "default":
             raise CheckpointError(
@@ -155,17 +159,19 @@ class Family:
         read = self._read_rope(config)
         base = float(base or self.window_rotary_base or read["rotary_base"])
         is_same = base == read["rotary_base"] and read["rope_scaling"] is None
-        windows = {"layers_without_window": tuple(sorted(full))}
         return {**windows, "window_rotary_base": None if is_same else base}
 
     def _written_windows(self, architecture: GPTArchitecture, config: Config) -> Config:
         """Return the keys for layers with and without a window, and for their rotation."""
         numbers, windowed = range(architecture.num_layers), architecture.window_size is not None
         full = architecture.layers_without_window if windowed else numbers
+        kinds = {"layer_types": [_FULL if n in full else _SLIDING for n in numbers]}
+        if self.rotates_alike:
+            return kinds
         base, scaling = config["rope_theta"], config["rope_scaling"] or {"rope_type": "default"}
         local = architecture.window_rotary_base or base
         return {
-            "layer_types": [_FULL if n in full else _SLIDING for n in numbers],
+            **kinds,
             "rope_local_base_freq": local,
             "rope_parameters": {
                 _FULL: {**scaling, "rope_theta": base},

@@ -166,7 +166,7 @@ def test_a_pair_counts_if_both_rows_do():
     assert (gradient[:4] == 0).all()
     assert (gradient[4:].abs().sum(1) > 0).all()
     logprobs, batch = random_batch(rows=3)
-    with pytest.raises(DataError, match=r"a micro-batch of 3 rows.*micro_batch_size even"):
+    with pytest.raises(DataError, match=r"a micro-batch of 3 rows.*to an even number"):
         evaluate(DPOLoss(), logprobs, batch)
 
 

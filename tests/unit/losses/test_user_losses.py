@@ -97,13 +97,13 @@ def loss_of(name, **overrides):
         ("my_losses.py:TwoArguments", ["too many positional", "batch, denominators"]),
         ("my_losses.py:Unbuildable", ["ValueError: no weights here", "my_losses.py, line"]),
         ("my_losses.py:Raises", ["KeyError", "no such column", "advantages, generation_logprobs"]),
-        ("my_losses.py:NoPair", ["returned a Tensor", "pair"]),
-        ("my_losses.py:NotAScalar", ["a tensor [4, 6] as the loss", "scalar"]),
+        ("my_losses.py:NoPair", ["returned a Tensor", "(loss, metrics)"]),
+        ("my_losses.py:NotAScalar", ["a tensor of shape [4, 6] as the loss", "scalar"]),
         ("my_losses.py:BadMetric", ["words='many'"]),
         ("my_losses.py:NoGradient", ["no gradient", "detach"]),
         ("my_losses.py:NotANumber", ["the loss is nan"]),
         ("my_losses.py:Local", ["split into micro-batches", "denominators.valid_tokens"]),
-        ("my_losses.py:AllTokens", ["tokens that do not count", "token_mask"]),
+        ("my_losses.py:AllTokens", ["reads masked tokens", "token_mask"]),
     ],
 )
 def test_a_loss_that_cannot_work_is_refused(module_folder, path, words):

@@ -21,9 +21,15 @@ from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
-from aligner.models.gpt.decode.model import DecodingModel, SampledModel, synchronized_experts
+from aligner.models.gpt.decode.model import (
+    DecodingModel,
+    IncrementalModel,
+    SampledModel,
+    synchronized_experts,
+)
 from aligner.models.gpt.decode.responses import PromptRows, Responses, RolloutRules, with_headroom
 from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
+from aligner.models.gpt.decode.scored import ScoredModel
 
 _MAX_CACHED_RULES = 2  # whose graphs are kept: the rules of training and of validation
 
@@ -74,7 +80,8 @@ class Generator:
                 f"{architecture.vocab_size}. Use the model's own tokenizer"
             )
         is_gpt = isinstance(model, GPTModel)
-        self._sampled = SampledModel.of_gpt(model, architecture) if is_gpt else model
+        decoder = ScoredModel if architecture.is_scored else IncrementalModel
+        self._sampled = SampledModel.of_gpt(model, architecture, decoder) if is_gpt else model
         self._architecture = architecture
         self._eos_ids = tuple(eos_ids)
         self._pad_id = pad_id

@@ -34,7 +34,7 @@ def aligned(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Prefill:
+class Prefill:
     """Plan of a forward pass over prompts. It has one row per token, prompt after prompt."""
 
     frame: Tensor  # int64 [m, P], row of each prompt's token (any row in padding)
@@ -105,7 +105,7 @@ class KVCache:
         self._mixes_rows = fbgemm and dtype == torch.float32 and 2 * rows <= _MAX_INT32
         # A separate product would round the scores to bfloat16, the fused kernel does not.
         self._fused = device.type != "cpu" and dtype == torch.bfloat16
-        self._pass: _Prefill | _Decode | None = None
+        self._pass: Prefill | _Decode | None = None
 
     def fits(self, num_slots: int, capacity: int) -> bool:
         """Return whether the cache has at least ``num_slots`` slots of ``capacity`` tokens."""
@@ -136,7 +136,7 @@ class KVCache:
         # Rows of the flat cache: first row of the slot and head, plus the position.
         firsts = self._firsts.view(-1, self._groups, 2)[to_device(slot)]
         positions = to_device(column.expand_as(stored)[stored])
-        self._pass = _Prefill(
+        self._pass = Prefill(
             to_device(frame),
             to_device(inside.flatten().nonzero().squeeze(1)),
             to_device(frame[source][stored]),
@@ -182,7 +182,7 @@ class KVCache:
         by_group = query.reshape(length, batch, groups, -1, width)
         heads = torch.cat((by_group, key[:, :, :, None], value[:, :, :, None]), dim=3)
         heads = heads.transpose(0, 1).flatten(0, 1)
-        if isinstance(self._pass, _Prefill):
+        if isinstance(self._pass, Prefill):
             attended = heads.new_zeros(heads.shape[0], query.shape[2] * width)
             attended[self._pass.rows] = self.attend_rows(layer_number, heads[self._pass.rows])
         else:
@@ -194,7 +194,7 @@ class KVCache:
         plan = self._pass
         assert plan is not None
         store = self._stores[layer_number]
-        if isinstance(plan, _Prefill):
+        if isinstance(plan, Prefill):
             store[plan.targets] = heads[:, :, -2:][plan.sources].flatten(0, 1)
             return self._prefill(plan, heads, self._windows[layer_number])
         bias = plan.bias[self._windows[layer_number]]
@@ -223,7 +223,7 @@ class KVCache:
         )
         return mixed[0].view(rows, -1)
 
-    def _prefill(self, plan: _Prefill, heads: Tensor, window: int | None) -> Tensor:
+    def _prefill(self, plan: Prefill, heads: Tensor, window: int | None) -> Tensor:
         framed = heads[plan.frame]  # [m, P, G, R + 2, D]
         query, key, value = framed.split((heads.shape[2] - 2, 1, 1), dim=3)
         out = attend_rows(

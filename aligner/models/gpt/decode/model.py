@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,8 @@ _EIGHT_BIT = {"fp8": None, "moe_router_padding_for_quantization": False}
 class IncrementalModel:
     """Model that computes next-token logits of the sequences in flight, one slot each."""
 
+    cache_type: ClassVar[type[KVCache]] = KVCache
+
     def __init__(
         self, gpt: GPTModel, architecture: GPTArchitecture, num_slots: int, capacity: int
     ) -> None:
@@ -129,7 +131,7 @@ class IncrementalModel:
         ranks = dist.get_world_size(tp_group)
         groups = max(1, architecture.num_query_groups // ranks)
         queries = architecture.num_attention_heads // ranks // groups
-        self.cache = KVCache(
+        self.cache = self.cache_type(
             [module.layer_number for module in self._attention],
             num_slots,
             capacity,
@@ -378,11 +380,14 @@ class SampledModel:
     is_pipelined: bool = False
 
     @classmethod
-    def of_gpt(cls, gpt: GPTModel, architecture: GPTArchitecture) -> "SampledModel":
-        """Return a megatron-core model, or this process's share, to sample from."""
+    def of_gpt(
+        cls, gpt: GPTModel, architecture: GPTArchitecture, decoder: type[IncrementalModel]
+    ) -> "SampledModel":
+        """Return a megatron-core model, or this process's share, to sample from by ``decoder``."""
         groups = gpt.pg_collection
-        decoder = partial(IncrementalModel, gpt, architecture)
-        return cls(gpt, decoder, groups.cp, dist.get_world_size(groups.pp) > 1)
+        return cls(
+            gpt, partial(decoder, gpt, architecture), groups.cp, dist.get_world_size(groups.pp) > 1
+        )
 
 
 @contextlib.contextmanager

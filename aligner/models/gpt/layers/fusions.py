@@ -54,6 +54,8 @@ class GPTConfig(TransformerConfig):
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    attention_cap: float | None = None
+    is_scored: bool = False
     window_rotary_base: float | None = None
     moe_router_normalizes: bool = True
     q_lora_rank: int | None = None
