@@ -13,6 +13,7 @@ from aligner.checkpoint.hf.tensors import (
     GLM4_MOE_TABLE,
     GPT2_TABLE,
     INTERLEAVED_ROPE,
+    LATENT_ATTENTION,
     LLAMA_TABLE,
     MIXTRAL_TABLE,
     QWEN2_MOE_TABLE,
@@ -271,6 +272,20 @@ _GLM4_MOE = _PLAIN.variant(
     implied={"moe_router_sigmoid": True},
     rotary_percent=0.5,
 )
+_DEEPSEEK_V3 = _GLM4_MOE.variant(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    table=LATENT_ATTENTION,
+    keys={"q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank"}
+    | {"value_channels": "v_head_dim"},
+    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "n_routed_experts": 256}
+    | {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "qk_nope_head_dim": 128}
+    | {"qk_rope_head_dim": 64, "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5}
+    | {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
+    fixed={"attention_bias": False, "rope_interleave": True},
+    implied={"qk_layernorm": False},
+    rotary_percent=None,
+)
 _OLMO3 = next(family for family in _LLAMA_LIKE if family.model_type == "olmo2").variant(
     "olmo3",
     "Olmo3ForCausalLM",
@@ -324,6 +339,7 @@ _FAMILIES = (
     _GEMMA2,
     _GEMMA3,
     _GLM4_MOE,
+    _DEEPSEEK_V3,
     _QWEN3_MOE.variant(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
@@ -397,7 +413,7 @@ def _guess(architecture: GPTArchitecture) -> str:
     if architecture.normalization == "rmsnorm1p":
         return "gemma" if architecture.branch_norms == "before" else "gemma3_text"
     if architecture.moe_router_sigmoid:
-        return "glm4_moe"
+        return "glm4_moe" if architecture.kv_lora_rank is None else "deepseek_v3"
     if architecture.num_moe_experts is not None:
         return "qwen3_moe" if architecture.qk_layernorm else "mixtral"
     if architecture.qk_layernorm:

@@ -58,6 +58,10 @@ class GPTConfig(TransformerConfig):
     is_scored: bool = False
     window_rotary_base: float | None = None
     moe_router_normalizes: bool = True
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    value_channels: int | None = None
+    rotated_channels: int = 0
     rotary_scale: float = 1.0  # by which all rotary angles are divided
 
     @property
