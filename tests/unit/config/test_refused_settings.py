@@ -167,7 +167,7 @@ trainer.ppo.advantage.credit=turn | trainer.ppo.advantage.credit=turn needs conv
 {AGENT} environment.command='' | is empty. Set a program
 {AGENT} environment.command="a\x20'b" | No closing quotation. Write it as a list of words
 {AGENT} environment.kind=messages environment.command=a | Set environment.kind=endpoint
-{AGENT} environment.command=a environment.rewritten_history=keep | Set environment.rewritten_history=fork
+{AGENT} environment.command=a environment.rewritten_history=keep | rewritten_history=fork
 {AGENT} environment.command=a {AHEAD} {WEIGHTS}=token
     | agents get answers only while no training runs
 {AGENT} environment.command=a reward.kind=function reward.function=a.b:f | or neither
