@@ -161,7 +161,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
         set_tensor_model_parallel_attributes(self.lora.b, True, 0, 1)
 
     def _adapter_output(self, hidden: Tensor) -> Tensor:
-        """Compute ``[s, b, out / tp]``. With sequence parallelism, ``hidden`` is a part of ``s``."""
+        """Compute ``[s, b, out / tp]``. With sequence parallelism, it reads a part of ``s``."""
         group = self.tp_group
         if self.sequence_parallel:
             low = self.lora.down(hidden, part=group.rank(), parts=group.size())
