@@ -198,7 +198,7 @@ def load(key, entry):
                 ("gone", ["has no function 'gone'", "good"]),
                 ("wants_more", ["difficulty", "trainer.ppo.advantage.kwargs", "rewards"]),
                 ("wants_values", ["values", "only in a run with a critic"]),
-                ("wrong_shape", ["a tensor [4, 5] for 4 responses", "float [4, 6]"]),
+                ("wrong_shape", ["shape [4, 5] for 4 responses", "float [4, 6]"]),
                 ("not_finite", ["response 0 of 4 is NaN or infinite"]),
                 ("raises", ["KeyError", "own.py, line", "arguments rewards"]),
                 ("pair", ["returned tuple. Return a tensor"]),
