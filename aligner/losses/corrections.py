@@ -145,7 +145,7 @@ def correct(
 
 
 def gap_metrics(log_ratio: Tensor, average: BatchAverage) -> dict[str, Tensor]:
-    """Compute metrics that compare the sampler's with the trainer's log-probs, scalars.
+    """Compute scalar metrics that compare the log-probs of sampler and trainer.
 
     ``log_ratio``: float [B, S], the trainer's log-prob minus the sampler's. With
     ``d = log_ratio`` and ``r = exp(d)``, these are means over sampled tokens, except for the

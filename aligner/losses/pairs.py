@@ -26,7 +26,7 @@ class Pairs:
     total: Tensor
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return this micro-batch's summand of a mean over pairs. ``values``: float [B / 2]."""
+        """Return this micro-batch's part of a mean over pairs. ``values``: float [B / 2]."""
         return torch.where(self.mask, values, 0).sum() / self.total
 
     def rows(self) -> Tensor:

@@ -49,7 +49,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     model = open_model(config, closing)
     room = model.architecture.max_position_embeddings - 1
     if config.sampling.max_length > room:  # only the default of requests
-        on_rank_zero(lambda: say(f"sampling.max_length={room}: more does not fit the model"))
+        on_rank_zero(lambda: say(f"sampling.max_length={room} is used, the model's limit"))
         least = min(config.sampling.min_length, room)
         sampling = replace(config.sampling, max_length=room, min_length=least)
         config = replace(config, sampling=sampling, policy=model.run.policy)

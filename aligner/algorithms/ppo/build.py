@@ -44,12 +44,13 @@ def run_notes(config: RunConfig) -> list[str]:
     if config.trainer.ppo.dynamic_sampling.enabled:
         notes.append(
             "dynamic sampling: the run ends after trainer.ppo.max_epochs passes over the prompts, "
-            "which may be before the steps above"
+            "possibly before the number of steps above"
         )
     if lora is not None and lora.adapter_dropout > 0:
         notes.append(
             f"model.peft.lora_tuning.adapter_dropout={lora.adapter_dropout:g} is on in training "
-            "and off while sampling: its noise affects ratios and clipping. Set it to 0 to avoid it"
+            "and off while sampling: its noise affects ratios and clipping. Set adapter_dropout=0 "
+            "to avoid this"
         )
     return notes
 

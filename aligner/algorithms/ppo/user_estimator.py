@@ -114,7 +114,7 @@ class UserEstimator:
         return spread
 
     def try_out(self, rollouts_per_prompt: int) -> None:
-        """Call the function with a synthetic rollout of ``rollouts_per_prompt`` responses each.
+        """Call the function with synthetic data: ``rollouts_per_prompt`` responses to 2 prompts.
 
         Raises:
             ConfigError: the function raised an exception, or `__call__` rejects its result.

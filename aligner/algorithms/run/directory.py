@@ -215,7 +215,7 @@ def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
 
 
 def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
-    """Return step, sampler and length of the run in its newest readable state, or None."""
+    """Return what `total_steps` reads from the newest readable run state, or None."""
     for saved, state in _readable_states(RunStateStore(log_dir(config) / "run_state")):
         with suppress(KeyError):  # the restore reports the error
             learner, loop = state["learner"], flat(state["config"])
