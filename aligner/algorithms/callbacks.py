@@ -59,8 +59,7 @@ class Callback:
     def on_save(self, run: CallbackRun, step: int, path: Path) -> None:
         """Handle the run state of ``step``, which is completely written to the directory ``path``.
 
-        With ``exp_manager.async_save`` later steps may have finished already. The directory may be
-        deleted after newer states are saved.
+        With ``exp_manager.async_save`` later steps may be finished. Older states may be deleted.
         """
 
     def on_run_end(self, run: CallbackRun, step: int, reason: str) -> None:
@@ -187,10 +186,7 @@ def _construct(key: str, name: str, entry: CallbackConfig) -> Callback:
             continue
         near = difflib.get_close_matches(hook, _HOOKS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Hooks are {', '.join(_HOOKS)}."
-        raise ConfigError(
-            f"{name}: {hook} is never called, because the run knows no such hook. {hint} Names of "
-            "other methods must not start with on_"
-        )
+        raise ConfigError(f"{name}: {hook} is not a hook. {hint} Only hooks may begin with on_")
     for hook, names in _HOOKS.items():
         check_call(
             getattr(callback, hook),

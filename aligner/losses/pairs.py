@@ -59,9 +59,8 @@ def reward_metrics(
 ) -> dict[str, Tensor]:
     """Compute ``rewards_chosen``, ``rewards_rejected``, ``rewards_margin`` and ``accuracy``.
 
-    ``chosen``, ``rejected``: float [B / 2], rewards of the two responses. Results are means over
-    pairs, scalars. The margin is ``chosen - rejected``. ``accuracy`` is the share of pairs with a
-    margin above ``tie``.
+    Results are means over pairs, scalars. ``chosen``, ``rejected``: rewards, float [B / 2]. The
+    margin is their difference. ``accuracy`` is the share of pairs with a margin above ``tie``.
     """
     chosen, rejected = chosen.detach(), rejected.detach()
     return {

@@ -58,7 +58,7 @@ def generate(config: GenerateConfig) -> None:
 
 
 def _sets(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, PromptDataset]]:
-    """Yield name and prompts of each set. Prompts of the command line have an empty name."""
+    """Yield name and prompts of each set. Prompts outside ``data.sets`` have the name ''."""
     data = config.data
     if config.prompt:
         rows = (

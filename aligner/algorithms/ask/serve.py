@@ -38,9 +38,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEngine:
-    """Load the model, and start an HTTP server that runs until ``closing`` closes.
-
-    Returns the engine. Its method ``serve`` answers the requests. ``say``: prints a message.
+    """Load the model and start its HTTP server, until ``closing`` closes. Return the engine to run.
 
     Raises:
         ConfigError: the server cannot listen at the address, or the token file is missing.
@@ -59,9 +57,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     server, architecture = config.server, model.architecture
     path = Path(config.model.restore_from_path)
     if config.data.add_bos and model.tokenizer.bos_id is None:
-        raise TokenizerError(
-            "data.add_bos=true, but the tokenizer has no BOS token. Set data.add_bos=false"
-        )
+        raise TokenizerError("data.add_bos=true needs a tokenizer with BOS. Set it to false")
     served = Served(
         server.model_name or (path.stem if path.suffix == ".nemo" else path.name) or "model",
         with_template_kwargs(model.tokenizer, config.data.chat_template_kwargs),

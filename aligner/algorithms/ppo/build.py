@@ -49,8 +49,7 @@ def run_notes(config: RunConfig) -> list[str]:
     if lora is not None and lora.adapter_dropout > 0:
         notes.append(
             f"model.peft.lora_tuning.adapter_dropout={lora.adapter_dropout:g} is on in training "
-            "and off while sampling: its noise affects ratios and clipping. Set adapter_dropout=0 "
-            "to avoid this"
+            "and off while sampling: its noise affects ratios and clipping. Set it to 0 to avoid it"
         )
     return notes
 

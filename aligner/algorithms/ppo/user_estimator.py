@@ -149,5 +149,4 @@ class UserEstimator:
 
 
 def _shown(value: Any) -> str:
-    is_tensor = isinstance(value, Tensor)
-    return f"a tensor of shape {list(value.shape)}" if is_tensor else type(value).__name__
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

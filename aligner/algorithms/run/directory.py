@@ -48,13 +48,10 @@ class RunDirectory:
     store: RunStateStore
 
     def prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
-        """Check that the locked directory is empty or contains this run, and write ``run.json``.
-
-        Returns notes to print.
+        """Check that the locked directory is empty or contains this run. Return notes to print.
 
         Raises:
-            ConfigError: the directory contains another run, or any run although
-                ``resume_if_exists`` is false.
+            ConfigError: another run is there, or any run with ``resume_if_exists=false``.
             CheckpointError: the directory contains this run, but no state to continue from.
             StorageError: the directory cannot be written.
         """

@@ -162,7 +162,7 @@ def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:
 
 
 class MadeUpRewards:
-    """Rewards 0 and 1 in turn. A reward ``model`` scores random sequences, to use its memory."""
+    """Rewards 0 and 1 in turn. A reward ``model`` scores random sequences, to measure memory."""
 
     def __init__(self, model: ModelReward | None, seed: int) -> None:
         self.model, self._seed = model, seed
@@ -202,7 +202,7 @@ class Calls:
         self.names: dict[str, tuple[str, str]] = {}
 
     def watch(self, clusters: Clusters) -> Clusters:
-        """Return ``clusters`` with worker groups that record their calls here."""
+        """Return ``clusters`` with worker groups that record their calls in this object."""
         return Clusters(*(_Watched(cluster, self) for cluster in vars(clusters).values()))
 
 

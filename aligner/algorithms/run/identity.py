@@ -55,9 +55,8 @@ _USER_MAPPINGS = ("kwargs", "loss_kwargs", "arguments", "chat_template_kwargs")
 class RunIdentity:
     """Properties that must not change when a run is continued.
 
-    These are the algorithm, the contents of files, and all settings except those of `MAY_CHANGE`.
     ``models``, ``data`` and ``sources`` (the user's code) map a configuration key to the path and a
-    fingerprint of the content (None if it cannot be read). A file may therefore be moved.
+    fingerprint of the content (None if it cannot be read). ``settings``: except `MAY_CHANGE`.
     """
 
     algorithm: Algorithm

@@ -1,8 +1,7 @@
 """The loop of a run: resume, validate, train, log, save and stop, for all algorithms.
 
 A step's line of metrics is written before its run state, so the line of a restored step always
-exists. When a run resumes, lines of later steps are removed, and their steps are computed again
-with equal results.
+exists. When a run resumes, later steps are removed from the logs and computed again.
 """
 
 import os
@@ -231,7 +230,7 @@ class RunLoop:
     def _save_when_due(
         self, step: int, written: Mapping[str, float], timers: PhaseTimers, is_end: bool
     ) -> None:
-        """Save a run state if one is due, else raise errors of a state being written."""
+        """Save a run state if one is due. Otherwise raise errors of a background save, if any."""
         if is_end or self.schedule.saves(step):
             with timers("save"):
                 self._save(step, written, self.schedule.async_save and not is_end)

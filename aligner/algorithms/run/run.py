@@ -57,8 +57,7 @@ class Run(Generic[Config_co]):
         """Start the processes, prepare the run's directory and read the model's description.
 
         Raises:
-            ConfigError: the directory contains another run, or the batch size is not divisible by
-                the number of processes.
+            ConfigError: the directory contains another run, or the batch size does not fit.
             LayoutError: the parallel layout does not fit the model or the number of processes.
         """
         with ExitStack() as closing:
