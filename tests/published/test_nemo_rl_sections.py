@@ -88,7 +88,7 @@ def section(backend="dtensor", **changes):
     ],
 )
 def test_what_is_switched_off_or_tunes_engines_says_nothing(backend, changes):
-    with pytest.warns(UserWarning, match="without a counterpart here: ") as seen:
+    with pytest.warns(UserWarning, match="keys without effect here: ") as seen:
         role = published_role(section(backend, **changes))
     assert len(seen) == 1
     assert role.backend == backend

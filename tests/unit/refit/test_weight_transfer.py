@@ -143,8 +143,8 @@ def test_broadcast_to_a_process_outside_the_world(tmp_path):
 @pytest.mark.integration  # waits for three seconds
 def test_who_is_missing_is_missed_in_time():
     store = open_rendezvous("127.0.0.1", 0, 2, 1.0)
-    with pytest.raises(WorkerError, match=r"rank 0 of 2 did not meet the others.*within 1 s"):
+    with pytest.raises(WorkerError, match=r"rank 0 of 2 could not connect.*within 1 s"):
         WeightBroadcast(store, 0, 2, 1.0)
     del store
-    with pytest.raises(WorkerError, match=r"cannot reach the policy at 127.0.0.1:1 within 1 s"):
+    with pytest.raises(WorkerError, match=r"cannot connect to the policy at 127.0.0.1:1 .*1 s"):
         WeightBroadcast.join("127.0.0.1", 1, 2, 1.0)
