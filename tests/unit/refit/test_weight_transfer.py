@@ -100,7 +100,7 @@ def test_a_killed_sender_leaves_nothing():
 
 
 def test_what_does_not_fit_or_is_elsewhere_is_refused():
-    with pytest.raises(WorkerError, match="weights of 28 bytes for a segment of 27"):
+    with pytest.raises(WorkerError, match="weights of 28 bytes exceed a segment of 27"):
         Offer(TENSORS[:1], 27)
     with pytest.raises(WorkerError, match=r"no policy worker shares.*refit=separate"):
         accept({"machine of somebody else": None})

@@ -78,7 +78,7 @@ def test_exceptions_name_the_sample_that_caused_them(load):
         ("{module}:two_lists", "ground_truths"),
         ("nowhere.py:f", "does not exist"),
         ("no.such.module:f", "no module named 'no'"),
-        ("plain", "is not a path"),
+        ("plain", "is not an import path"),
         ("{folder}/broken.py:f", "failed with ZeroDivisionError"),
     ],
 )
