@@ -99,6 +99,6 @@ class LossFunction(Protocol):
         """Compute loss and metrics of one micro-batch.
 
         ``batch``: the columns that the loss reads, such as ``token_mask`` float32 [B, S] and
-        ``sample_mask`` float32 [B]. Returns a scalar loss and detached scalar metrics by name.
+        ``sample_mask`` float32 [B]. Returns a scalar loss and name → metric, a detached scalar.
         """
         ...
