@@ -130,7 +130,6 @@ def _without_inert(values: Mapping[Any, Any], prefix: str, missing: list[str]) -
 
 
 def _field_types(section: Any) -> Mapping[Any, Any]:
-    """Return the type of each field of a dataclass, or of each key of a ``TypedDict``, in order."""
     hints = get_type_hints(section, include_extras=True)
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
@@ -209,7 +208,6 @@ def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str
 
 
 def _problems(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[str]:
-    """Yield a message for each unknown key and for each invalid value."""
     # A value of a union has consecutive errors, one or more of each type.
     groups: list[list[_Problem]] = []
     for error in errors:
@@ -268,7 +266,6 @@ def _key_and_type(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, 
 
 
 def _words(error: Mapping[str, Any], key: str, hint: Any) -> dict[str, Any]:
-    """Return the values of the placeholders in ``_TEXTS``."""
     section = section_in(hint)
     names = re.findall("'(.*?)'", error.get("ctx", {}).get("expected", ""))
     near = difflib.get_close_matches(str(error["input"]), names, n=1)

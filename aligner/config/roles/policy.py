@@ -93,7 +93,6 @@ def _budget_problems(model: TrainedModelConfig, key: str) -> Iterator[str]:
 
 
 def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
-    """Yield a message for each option that does not work with adapters."""
     # Backend and adapters.
     lora, full_training = model.peft.lora_tuning, "model.peft.peft_scheme=null"
     if backend == "dtensor" and model.parallel.tensor > 1:
@@ -137,7 +136,6 @@ def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
 
 
 def _dtensor_problems(model: TrainedModelConfig, key: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each option among ``names`` that needs megatron-core."""
     if model.rollout.offload_gradients:
         yield (
             f"{model.rollout_key}.offload_gradients=true: policy.backend=dtensor has no gradient "
