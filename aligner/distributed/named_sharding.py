@@ -28,7 +28,7 @@ class NamedSharding:
             )
         if not array.ndim == len(names) == len(set(names)):
             raise LayoutError(
-                f"names={list(names)}: give one name per axis of layout, which has {array.ndim}"
+                f"layout has {array.ndim} axes. Their names must differ, got {list(names)}"
             )
         self._layout: NDArray[np.int64] = array.astype(np.int64)
         self._names = list(names)

@@ -233,9 +233,9 @@ class LocalWorkerGroup:
         is_data_parallel = list(in_sharded_axes) == ["data_parallel"] and len(data) == size
         if not is_data_parallel or set(other_axes) - set(MODEL_AXES):
             raise WorkerError(
-                f"{method_name}: got {len(data)} shards over {list(in_sharded_axes)}, replicated "
-                f"over {other_axes}. Pass {size} shards over data_parallel, replicated over "
-                f"{MODEL_AXES}"
+                f"{method_name}: got {list(in_sharded_axes)} and {other_axes} as sharded and "
+                f"replicated axes, and {len(data)} shards for {size} data-parallel ranks. Pass "
+                f"['data_parallel'], axes in {MODEL_AXES}, and a shard per rank"
             )
         # Call this process's worker, and exchange results or failures over data parallel.
         arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}

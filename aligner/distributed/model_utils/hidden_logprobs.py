@@ -69,7 +69,7 @@ def from_parallel_hidden_states_to_logprobs(
     weight = output_weight if output_weight is not None else output_weight_layer
     if weight is None:
         raise LayoutError(
-            "both weights are None. Pass output_weight_layer, or output_weight for a tied embedding"
+            "no weight is given. Pass output_weight_layer, or output_weight for a tied embedding"
         )
     if (cu_seqlens_padded is None) != (unpacked_seqlen is None):
         raise LayoutError(
