@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from aligner.errors import CheckpointError
 
-# Limit of layers times experts, whose names of tensors would exhaust the memory.
+# Maximum of layers * experts. The tensor names of a larger model would exhaust the memory.
 _MOST_BLOCKS = 100_000
 _SHARES = ("attention_dropout", "hidden_dropout", "rotary_percent")
 
@@ -26,11 +26,11 @@ PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rope.
+    """Scaling of the frequencies of rotary position embeddings (rope).
 
-    ``linear`` interpolates by ``factor`` only. ``llama3`` and ``yarn`` (Peng et al. 2023) scale by
-    frequency. ``longrope`` (Ding et al. 2024) divides each frequency by its short factor, because
-    sequences are limited to the original length.
+    ``linear`` divides all frequencies by ``factor``. ``llama3`` and ``yarn`` (Peng et al. 2023)
+    divide only low frequencies. ``longrope`` (Ding et al. 2024) divides each frequency by its
+    ``short_factor``. Sequences beyond the original length, with ``long_factor``, are not supported.
     """
 
     factor: float
@@ -40,7 +40,9 @@ class RopeScaling:
     kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # of rotated queries and keys (None: of the method)
+    attention_factor: float | None = None  # see `concentration`. None: computed by ``kind``
+    mscale: float | None = None  # of ``yarn``, in place of an attention factor (DeepSeek-V3)
+    mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()  # exported only
 
@@ -54,25 +56,31 @@ class RopeScaling:
         kinds = ("llama3", "linear", "yarn", "longrope")
         _check("rope_scaling.kind", self.kind, self.kind in kinds, f"one of {', '.join(kinds)}")
         for factor in (*self.short_factor, *self.long_factor, self.concentration):
-            _check("rope_scaling", factor, _is_number(factor) and factor > 0, "of positive factors")
+            _check("rope_scaling", factor, _is_number(factor) and factor > 0, "positive numbers")
 
     @property
     def concentration(self) -> float:
-        """Factor of rotated queries and keys."""
+        """Factor by which rotated queries and keys are multiplied."""
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.yarn_factor(self.mscale) / self.yarn_factor(self.mscale_all_dim)
         stretch = math.log(max(self.factor, 1.0))
         if self.kind == "longrope":
             return math.sqrt(1.0 + stretch / math.log(self.original_max_position_embeddings))
-        return 1.0 + 0.1 * stretch if self.kind == "yarn" else 1.0
+        return self.yarn_factor(1.0) if self.kind == "yarn" else 1.0
+
+    def yarn_factor(self, scale: float) -> float:
+        """Return the factor that ``yarn`` derives from a scale: 1 + 0.1 * scale * ln(factor)."""
+        return 1.0 + 0.1 * scale * math.log(max(self.factor, 1.0))
 
 
 @dataclass(frozen=True)
 class GPTArchitecture:
-    """Shape and kind of a decoder-only transformer. Sizes are global, not per rank.
+    """Sizes and options of a decoder-only transformer. Sizes are global, not per rank.
 
-    ``vocab_size`` is the size of the tokenizer's vocabulary. The embedding has
-    ``padded_vocab_size(tp)`` rows, and softmax ignores the additional columns of the output layer.
+    ``vocab_size`` is the size of the tokenizer's vocabulary. The embedding and the output layer
+    have ``padded_vocab_size(tp)`` rows, and softmax ignores the padded logits.
     """
 
     num_layers: int
@@ -98,9 +106,11 @@ class GPTArchitecture:
     qk_norm_over_heads: bool = False  # q/k norms over all heads together (OLMo 2)
     branch_norms: BranchNorms = "before"  # of attention and MLP: GLM-4 0414 both, OLMo 2 after
     attention_scale: float | None = None  # factor of the scores (None: 1 / sqrt(kv_channels))
+    attention_cap: float | None = None  # c of scores s, which become c * tanh(s / c) (Gemma 2)
     embedding_multiplier: float = 1.0  # Gemma, Granite
     residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
     logits_divisor: float = 1.0  # Granite
+    logits_cap: float | None = None  # as attention_cap, of the logits (Gemma 2)
     window_size: int | None = None  # sliding-window attention (Mistral 7B v0.1)
     layers_without_window: tuple[int, ...] = ()  # from 0 (OLMo 3, Gemma 3)
     window_rotary_base: float | None = None  # of layers with a window, unscaled. None: as others
@@ -124,6 +134,11 @@ class GPTArchitecture:
     moe_router_group_topk: int = 1
     moe_router_normalizes: bool = True
     moe_router_scale: float = 1.0
+    # Latent attention (DeepSeek-V3): ranks of the projections to query (None: one projection) and
+    # to key and value, and the width of a head's value. Query and key have kv_channels columns.
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    value_channels: int | None = None
     # Hugging Face `model_type` of the source and of exports. None if unknown.
     family: str | None = None
     # Suffix of the file to which a run writes such a model.
@@ -148,70 +163,84 @@ class GPTArchitecture:
             elif kind is bool:
                 _check(name, value, isinstance(value, bool), "true or false")
         kinds = ("before", "after", "both")
-        _check("branch_norms", self.branch_norms, self.branch_norms in kinds, ", ".join(kinds))
+        expected = f"one of {', '.join(kinds)}"
+        _check("branch_norms", self.branch_norms, self.branch_norms in kinds, expected)
 
         # Numbers of layers, experts and heads.
         blocks = self.num_layers * (self.num_moe_experts or 1)
         name = "num_layers" if self.num_layers > _MOST_BLOCKS else "num_moe_experts"
-        most = f"at most {_MOST_BLOCKS} layers and experts"
-        _check(name, getattr(self, name), blocks <= _MOST_BLOCKS, most)
+        smaller = f"smaller: the model may have at most {_MOST_BLOCKS} layers * experts"
+        _check(name, getattr(self, name), blocks <= _MOST_BLOCKS, smaller)
         divides = self.num_attention_heads % self.num_query_groups == 0
         divisor = f"a divisor of num_attention_heads={self.num_attention_heads}"
         _check("num_query_groups", self.num_query_groups, divides, divisor)
-        if self.moe_router_groups > 1:
-            fits = (self.num_moe_experts or 0) % self.moe_router_groups == 0
-            fits = fits and self.moe_router_groups * 2 <= (self.num_moe_experts or 0)
-            expected = "a divisor of num_moe_experts, with at least 2 experts in a group"
-            _check("moe_router_groups", self.moe_router_groups, fits, expected)
+        width, is_latent = self.value_channels, self.kv_lora_rank is not None
+        fits = (width is not None) is is_latent and (width or 0) <= self.kv_channels
+        expected = f"at most kv_channels={self.kv_channels} with kv_lora_rank, else null"
+        _check("value_channels", width, fits, expected)
+        groups, experts = self.moe_router_groups, self.num_moe_experts or 0
+        fits = self.moe_router_group_topk <= groups <= experts // 2 and experts % groups == 0
+        expected = "a divisor of num_moe_experts with 2 experts or more in each group"
+        _check("moe_router_groups", groups, fits or groups == 1, expected)
 
         # Layers and frequencies of the rotation.
         for name in ("layers_without_rope", "layers_without_window", "layers_without_experts"):
             layers = getattr(self, name)
             valid = all(_is_number(n) and 0 <= n < self.num_layers for n in layers)
-            _check(name, layers, valid, "numbers of layers")
+            _check(name, layers, valid, f"layer numbers below num_layers={self.num_layers}")
         scaling = self.rope_scaling
         is_long = scaling is not None and scaling.kind == "longrope"
         valid = self.window_rotary_base is None or (self.rotary_percent == 1.0 and not is_long)
-        expected = "null with partial rotation or longrope"
+        expected = "null if rotary_percent < 1 or the rope type is longrope"
         _check("window_rotary_base", self.window_rotary_base, valid, expected)
         if scaling is not None and is_long:
-            count = int(self.kv_channels * self.rotary_percent) // 2
+            count = self.rotated_channels // 2
             for name in ("short_factor", "long_factor"):
                 factors = getattr(scaling, name)
                 _check(f"rope_scaling.{name}", factors, len(factors) == count, f"{count} numbers")
 
     @cached_property
     def rope_concentration(self) -> float:
-        """Factor of rotated queries and keys."""
+        """Factor by which rotated queries and keys are multiplied, 1 without `rope_scaling`."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.concentration
 
     @property
+    def rotated_channels(self) -> int:
+        """Number of columns of a head that are rotated."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    @property
     def gated(self) -> bool:
-        """True if fc1 is ``[gate; up]``."""
+        """Whether the first MLP linear (fc1) has the rows ``[gate; up]`` of a gated activation."""
         return self.activation in ("swiglu", "geglu", "geglu_tanh")
 
     @property
+    def is_scored(self) -> bool:
+        """True if scores or logits have a soft cap, which fused kernels do not compute."""
+        return self.attention_cap is not None or self.logits_cap is not None
+
+    @property
     def expert_ffn_hidden_size(self) -> int:
-        """Inner width of one expert."""
+        """Hidden width of one expert's MLP."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def with_dropout(self, probability: float | None) -> "GPTArchitecture":
-        """Return the architecture with a probability of dropout. None returns it unchanged."""
+        """Return a copy with this attention and hidden dropout, or this object for None."""
         if probability is None:
             return self
         return dataclasses.replace(self, attention_dropout=probability, hidden_dropout=probability)
 
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
-        """Return the number of embedding rows: the vocabulary, padded to divide over the ranks."""
+        """Return the number of embedding rows: ``vocab_size``, padded to equal shares per rank."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class TransformersArchitecture(GPTArchitecture):
-    """Architecture of a model that only transformers builds, from a Hugging Face directory.
+    """Architecture of a model that transformers can build, but megatron-core cannot.
 
-    The fields of `GPTArchitecture` are sizes for estimates, 1 where the model has no such size.
+    Memory estimates use the inherited sizes, which are 1 where the model has no such size.
     """
 
     settings: str = "{}"  # text of ``config.json``
@@ -223,7 +252,10 @@ class TransformersArchitecture(GPTArchitecture):
 def layer_flags(
     layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
 ) -> list[int] | None:
-    """Return 1 for ``layers`` (or with ``invert`` for the others) and 0, or None without any."""
+    """Return for each layer 1 if it is in ``layers``, else 0. ``invert`` swaps 0 and 1.
+
+    Returns None if ``layers`` is empty.
+    """
     flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
     return flags if layers else None
 

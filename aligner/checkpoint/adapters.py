@@ -1,8 +1,8 @@
-"""Low-rank adapters on disk: one safetensors file of canonical names, and merging it into weights.
+"""Files of LoRA adapters, and merging of adapters into weights.
 
-A file contains ``<linear>.lora.a`` [rank, in] and ``<linear>.lora.b`` [out, rank], unsplit, and the
-head of a critic or reward model. The header contains the LoRA settings and the configuration keys
-for a `.nemo` of the merged weights, except the keys of its architecture.
+A safetensors file contains ``<linear>.lora.a`` [rank, in] and ``<linear>.lora.b`` [out, rank] for
+each adapted linear layer, unsplit, and the head of a critic or reward model. Its header contains
+the LoRA settings and configuration keys for a `.nemo` file with the merged weights.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ _LORA, _NEMO_KEYS = "lora", "nemo_keys"
 class Adapters:
     """Contents of a file of adapters.
 
-    ``tensors``: float, by the names and shapes of `adapter_shapes`. A trained head is ``[K, H]``
-    and ``[K]``.
+    ``tensors``: adapter matrices, float, with the names and shapes of `adapter_shapes`. A trained
+    head has `REWARD_HEAD`'s weight [K, H] and bias [K], for K outputs and hidden size H.
     """
 
     lora: LoraConfig
@@ -58,12 +58,12 @@ class Adapters:
 
 
 def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str, Shape]:
-    """Return the name and unsplit shape of every adapter matrix of the model, in depth order.
+    """Return the name and unsplit shape of every adapter matrix, from first to last layer.
 
-    Experts have ``a`` [experts, rank, in] and ``b`` [experts, out, rank]. Raises `ConfigError` if
-    the model has no such linears.
+    The adapter of a layer's experts has ``a`` [experts, rank, in] and ``b`` [experts, out, rank].
+    Raises `ConfigError` if the model does not have the target modules.
     """
-    # Adapters by the names of linears, with the shapes of the weights.
+    # Adapter name → shape of the adapted weight.
     if architecture.has_table:
         weights = _canonical_weights(architecture, lora)
     else:
@@ -75,8 +75,8 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
         if lora.adapter_dim > max(outputs, inputs):
             raise ConfigError(
                 f"model.peft.lora_tuning.adapter_dim={lora.adapter_dim} exceeds both dimensions of "
-                f"{adapter.removesuffix(LORA)} ({outputs} x {inputs}). Lower it. Adapters "
-                f"are smaller than the weights only below {min(outputs, inputs)}"
+                f"{adapter.removesuffix(LORA)} ({outputs} x {inputs}). Set adapter_dim below "
+                f"{min(outputs, inputs)}, or the adapter is not smaller than the weight"
             )
         shapes[f"{adapter}.a"] = (*experts, lora.adapter_dim, inputs)
         shapes[f"{adapter}.b"] = (*experts, outputs, lora.adapter_dim)
@@ -86,11 +86,15 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
 def _canonical_weights(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str, Shape]:
     if unknown := set(lora.target_modules) - LINEARS.keys():
         raise _no_target(unknown.pop(), lora, LINEARS)
-    if architecture.num_moe_experts is not None and any("mlp" in name for name in lora.linears):
+    is_latent = architecture.kv_lora_rank is not None
+    refused = ("mlp", "linear_qkv") if is_latent else ("mlp",)
+    has_refused = any(part in name for name in lora.linears for part in refused)
+    if architecture.num_moe_experts is not None and has_refused:
         raise ConfigError(
             f"model.peft.lora_tuning.target_modules={list(lora.target_modules)}: this model is a "
-            "mixture of experts, and those support adapters in attention only. Set "
-            "target_modules=[attention]"
+            "mixture of experts, and those support adapters in "
+            + ("the output projection of latent attention" if is_latent else "attention")
+            + f" only. Set target_modules=[attention{'_dense' if is_latent else ''}]"
         )
     return {
         f"{linear}{LORA}": shape
@@ -100,39 +104,40 @@ def _canonical_weights(architecture: GPTArchitecture, lora: LoraConfig) -> dict[
 
 
 class AdaptedWeight(NamedTuple):
-    """Weight of a linear layer, or of all experts of a layer, in a model of transformers."""
+    """Weight of a linear layer, or of all experts in a layer, of a transformers model."""
 
-    name: str  # of the linear, or of the experts' parameter
+    name: str  # of the linear module, or of the experts' parameter
     shape: Shape  # [out, in], or [experts, out, in]
     is_transposed: bool  # stored as [in, out]
 
     @property
     def parameter(self) -> str:
-        """Name of the parameter."""
+        """Name of the parameter in the model."""
         return self.name if self.is_of_experts else f"{self.name}.weight"
 
     @property
     def adapter(self) -> str:
-        """Name of the module with the adapter's matrices."""
+        """Name of the module that contains the matrices A and B."""
         return f"{self.name}{'_lora' if self.is_of_experts else LORA}"
 
     @property
     def is_of_experts(self) -> bool:
-        """True if the weight is a parameter of several experts."""
+        """Whether the weight has a leading axis of experts."""
         return len(self.shape) > 2
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """Return the stored ``weight`` plus the adapter's product, in the weight's dtype.
+        """Return ``weight + scale * b @ a`` in the layout and dtype of ``weight``.
 
-        ``a`` [..., rank, in] and ``b`` [..., out, rank] are float.
+        ``weight``: the model's parameter. ``a``: float [..., rank, in]. ``b``: float
+        [..., out, rank].
         """
         return add_product(weight, *((b.mT, a.mT) if self.is_transposed else (a, b)), scale)
 
 
 def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
-    """Return the weights of a causal language model of transformers that get adapters, each once.
+    """Return the weights of a transformers causal language model that get adapters.
 
-    Raises `ConfigError` if a target is the name of no linear layer and of no weight of experts.
+    Raises `ConfigError` if a name in ``lora.target_modules`` matches no weight of the model.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -149,7 +154,7 @@ def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
                 name = path if is_linear else f"{path}.{leaf}"
                 shape = tuple(parameter.mT.shape if transposed else parameter.shape)
                 weights.append(AdaptedWeight(name, shape, transposed))
-    # A target is a part of a name.
+    # A target selects all weights whose names contain it.
     adapted: set[str] = set()
     for target in lora.target_modules:
         matches = {weight.name for weight in weights if is_target(target, weight.name)}
@@ -160,7 +165,7 @@ def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
 
 
 def is_target(target: str, name: str) -> bool:
-    """Return whether a target of adapters is a part of the name of a module or parameter."""
+    """Return whether ``target`` is "all" or one or several adjacent parts of a dotted ``name``."""
     return target == "all" or f".{target}." in f".{name}."
 
 
@@ -172,12 +177,15 @@ def _no_target(target: str, lora: LoraConfig, names: Iterable[str]) -> ConfigErr
 
 
 def suffixes(names: Iterable[str], length: int) -> list[str]:
-    """Return the last ``length`` parts of dotted names, sorted, each once."""
+    """Return the last ``length`` parts of each dotted name, sorted and without duplicates."""
     return sorted({".".join(name.split(".")[-length:]) for name in names})
 
 
 def distinct_suffixes(selected: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return suffixes of the ``selected`` names, as short as the ``others`` allow."""
+    """Return the last parts of the ``selected`` names that distinguish them from ``others``.
+
+    The last part of each name is used if it is enough, else the last two.
+    """
     chosen, rest = suffixes(selected, 2), suffixes(others, 2)
     unselected = set(rest) - set(chosen)
     short = suffixes(chosen, 1)
@@ -185,12 +193,12 @@ def distinct_suffixes(selected: Iterable[str], others: Iterable[str]) -> list[st
 
 
 def adapters_beside(weights_path: str) -> Path:
-    """Return the path of the adapters that are merged into the weights at ``weights_path``."""
+    """Return the path of the adapters file next to the merged weights at ``weights_path``."""
     return Path(f"{weights_path.removesuffix('.nemo').rstrip('/')}{SUFFIX}")
 
 
 def save_adapters(path: str | os.PathLike[str], adapters: Adapters) -> None:
-    """Write a file of adapters atomically. Equal adapters give equal bytes."""
+    """Write a file of adapters, all of it or nothing. Equal adapters give equal bytes."""
     tensors = {name: tensor.contiguous() for name, tensor in adapters.tensors.items()}
     header = {_LORA: dataclasses.asdict(adapters.lora), _NEMO_KEYS: dict(adapters.nemo_keys)}
     content = save(tensors, metadata={_HEADER: json.dumps(header)})
@@ -209,7 +217,7 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
     if problems:
         raise CheckpointError(
             f"adapters in {str(path)!r} belong to another model: {problems}. Give adapters that "
-            "were trained on this .nemo or on a model of the same shape"
+            "were trained on this model or on a model of the same shape"
         )
     for name, shape in shapes.items():
         check_shape(f"{name} in {str(path)!r}", tensors[name].shape, shape)
@@ -233,7 +241,7 @@ def _read(path: str | os.PathLike[str]) -> Adapters:
 
 
 def backend_of(path: str | os.PathLike[str]) -> str:
-    """Return the ``policy.backend`` that trained a file of adapters, whose names it uses."""
+    """Return the ``policy.backend`` that wrote a file of adapters, found from its tensor names."""
     is_canonical = any(name.startswith("decoder.layers.") for name in _read(path).tensors)
     return "megatron" if is_canonical else "dtensor"
 
@@ -241,19 +249,22 @@ def backend_of(path: str | os.PathLike[str]) -> str:
 def tensors_to_continue(
     path: str | os.PathLike[str], architecture: GPTArchitecture, lora: LoraConfig, has_head: bool
 ) -> Mapping[str, Tensor]:
-    """Read the tensors of a file of adapters, which must fit the model that continues."""
+    """Read adapter tensors with which training continues.
+
+    Raises an error if the file's model, its LoRA settings or its head do not fit this model.
+    """
     adapters = read_adapters(path, architecture)
     check_same(lora, adapters.lora, path)
     if REWARD_HEAD[0] in adapters.tensors and not has_head:
         raise CheckpointError(
-            f"{str(path)!r} was trained with a head (rm_head), but a policy has no head. Load "
-            "adapters of a policy"
+            f"{str(path)!r} was trained with a head (rm_head), as critics and reward models have. "
+            "This model has no head. Give the adapters of a policy"
         )
     return adapters.tensors
 
 
 def check_same(configured: LoraConfig, saved: LoraConfig, path: str | os.PathLike[str]) -> None:
-    """Raise `ConfigError` if the saved rank, alpha or targets differ. Dropout may differ."""
+    """Raise `ConfigError` if rank, alpha or target modules differ. Dropout may differ."""
     compared = {"adapter_dim": "adapter_dim", "alpha": "alpha", "target_modules": "linears"}
     for key, attribute in compared.items():
         if getattr(configured, attribute) == getattr(saved, attribute):
@@ -269,7 +280,7 @@ def check_same(configured: LoraConfig, saved: LoraConfig, path: str | os.PathLik
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute ``W + scale · B A`` in float32. Return a new tensor of the weight's dtype.
+    """Compute ``weight + scale * b @ a`` in float32. Returns a new tensor of the weight's dtype.
 
     ``weight``: float [..., out, in]. ``a``: float [..., rank, in]. ``b``: float [..., out, rank].
     """
@@ -278,9 +289,9 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class MergedWeights(LazyTensors):
-    """Canonical weights with adapters. A tensor's adapter is added when the tensor is indexed.
+    """Canonical weights with merged adapters. An adapter is added when its weight is indexed.
 
-    A head of the adapters replaces the head and the output layer of ``weights``.
+    If the adapters include a head, it replaces the head and the output layer of ``weights``.
     """
 
     def __init__(self, weights: Weights, adapters: Adapters) -> None:

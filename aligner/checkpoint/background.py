@@ -2,8 +2,8 @@
 
 ::
 
-    training    copy tensors to `CopyMemory` ── training continues ── is_finished, error
-    a thread              └ `BackgroundTask`: write files, no collectives ──┘
+    main thread   copy tensors to `CopyMemory` ── training continues ── is_finished, error
+    other thread            └ `BackgroundTask`: write files, no collectives ──┘
 """
 
 import ctypes
@@ -17,19 +17,19 @@ from torch import Tensor
 from aligner.device import accelerator
 from aligner.errors import AlignerError
 
-_ALIGNMENT = 64  # bytes, for any dtype and for cache lines of the processor
+_ALIGNMENT = 64  # bytes: enough for any dtype, and a cache line of the processor
 _TOUCHED = 16 << 20  # bytes between two checks of the stop event
 _LEAVING_S = 2.0  # time for a thread to stop in the middle of a file
 
 
 class AbandonedError(AlignerError):
-    """Work that was cancelled before it was done."""
+    """A background task was cancelled before its end."""
 
 
 class BackgroundTask:
-    """A call of ``work`` in the thread ``name``, for which the interpreter waits when it exits.
+    """A call of ``work`` in a thread called ``name``. Python waits for its end before it exits.
 
-    ``work`` receives an event. When the event is set, ``work`` raises `AbandonedError`.
+    ``work`` receives an event, and must raise `AbandonedError` soon after the event is set.
     """
 
     def __init__(self, work: Callable[[threading.Event], None], name: str) -> None:
@@ -48,16 +48,16 @@ class BackgroundTask:
 
     @property
     def is_finished(self) -> bool:
-        """True if the call has returned or raised."""
+        """Whether the call has returned or raised."""
         return not self._thread.is_alive()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the call for at most ``seconds``. Return whether it is finished."""
+        """Wait at most ``seconds`` for the end of the call. Return whether it is finished."""
         self._thread.join(seconds)
         return self.is_finished
 
     def stop(self, seconds: float | None = None) -> bool:
-        """Cancel the call and wait for at most ``seconds``. Return whether it is finished."""
+        """Cancel the call, and wait like `wait`. Return whether it is finished."""
         self._stop.set()
         return self.wait(seconds)
 
@@ -75,7 +75,7 @@ def stop_all_tasks() -> None:
 
 
 class CopyMemory:
-    """Host memory for one set of copies of tensors at a time, page-locked with a GPU."""
+    """Reusable host memory for copies of tensors. With a GPU, the memory is page-locked."""
 
     def __init__(self) -> None:
         self._memory: memoryview | None = None
@@ -84,28 +84,28 @@ class CopyMemory:
 
     @property
     def size(self) -> int:
-        """Allocated bytes."""
+        """Number of allocated bytes."""
         return 0 if self._memory is None else len(self._memory)
 
     def clear(self, size: int) -> None:
-        """Discard the contents and provide at least ``size`` bytes."""
+        """Discard all copies, and allocate memory if there are fewer than ``size`` bytes."""
         self._used = 0
         if size > self.size:
             self._memory = None  # both allocations together may not fit
             self._memory = accelerator.copy_memory(size)
 
     def touch(self, stop: threading.Event) -> None:
-        """Write to each page, so that the system provides it. ``stop`` raises `AbandonedError`."""
+        """Write to every page, so that the system maps it now. ``stop`` raises `AbandonedError`."""
         if self._memory is None:
             return
         address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         for start in range(0, self.size, _TOUCHED):
             if stop.is_set():
-                raise AbandonedError("memory for copies is no longer needed")
+                raise AbandonedError("the allocation of memory for copies was cancelled")
             ctypes.memset(address + start, 0, min(_TOUCHED, self.size - start))
 
     def take(self, count: int) -> Tensor:
-        """Return the next uint8 ``[count]`` as a separate storage."""
+        """Return the next ``count`` unused bytes as uint8 [count], with a storage of its own."""
         if count == 0:
             return torch.empty(0, dtype=torch.uint8)
         assert self._memory is not None
@@ -113,7 +113,7 @@ class CopyMemory:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=start)
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Start contiguous copies of tensors of any shape and dtype, and return the copies."""
+        """Start asynchronous copies of ``tensors`` to host memory. Return the contiguous copies."""
         if not tensors:
             return []
         if any(copy() is not None for copy in self._copies):

@@ -1,8 +1,9 @@
-"""Canonical weights, the common form between files and models.
+"""Canonical weights: the common form of weights in all files and models.
 
-They map megatron-core's names, without ``model.`` and with global layer numbers, to tensors that
-are not split or padded. Fused QKV has, for each query group, the query heads, the key and the value
-(``kv_channels`` rows each). Gated fc1 is ``[gate; up]``.
+Canonical weights map megatron-core's names, without ``model.`` and with global layer numbers, to
+tensors that are neither split nor padded. The rows of the fused QKV projection are grouped by query
+group: its query heads, its key, its value (``kv_channels`` rows each). The first linear of a gated
+MLP has the rows ``[gate; up]``. In latent attention, the rotated rows of a head come first.
 """
 
 import itertools
@@ -22,7 +23,7 @@ Shape = tuple[int, ...]
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 REWARD_HEAD = ("rm_head.weight", "rm_head.bias")
-LORA = ".lora"  # suffix of an adapter after its linear's name, with two matrices
+LORA = ".lora"  # suffix of an adapter's name after the name of its linear layer
 LORA_A, LORA_B = f"{LORA}.a", f"{LORA}.b"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")  # index of the layer, rest of the name
 EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")  # index of the expert
@@ -64,9 +65,9 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def canonical_name(key: str) -> str | None:
-    """Return the canonical form of a checkpoint key or parameter name, or None to ignore it.
+    """Return the canonical form of a checkpoint key or parameter name. Layer numbers are unchanged.
 
-    Layer numbers are unchanged.
+    Returns None for buffers and engine state, which are ignored.
     """
     if _IGNORED.search(key):
         return None
@@ -77,11 +78,14 @@ def canonical_name(key: str) -> str | None:
 
 
 def expected_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
-    """Return the name and global shape of every tensor of the model, in depth order."""
+    """Return the canonical name and global shape of every tensor, from first to last layer.
+
+    Raises `CheckpointError` for a model family that has no canonical form.
+    """
     if not architecture.has_table:
         raise CheckpointError(
             f"model_type={architecture.family!r} is not supported for adapters, plans and .nemo "
-            "files. Give a model of a family in docs/checkpoints.md"
+            "files. Give a model of a family that docs/checkpoints.md lists"
         )
     hidden = architecture.hidden_size
     shapes: dict[str, Shape] = {EMBEDDING: (architecture.vocab_size, hidden)}
@@ -106,18 +110,22 @@ def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tup
     if norms != "after":
         yield from _norm("input_layernorm", hidden, architecture)
     qkv_bias = architecture.bias_linear or architecture.bias_qkv
-    yield from _linear(
-        "self_attention.linear_qkv", (heads + 2 * groups) * head, hidden, bias=qkv_bias
-    )
+    if architecture.kv_lora_rank is None:
+        yield from _linear(
+            "self_attention.linear_qkv", (heads + 2 * groups) * head, hidden, bias=qkv_bias
+        )
+    else:
+        yield from _latent_shapes(architecture, architecture.kv_lora_rank)
     if architecture.qk_norm_over_heads:
         yield "self_attention.q_layernorm.all_heads.weight", (heads * head,)
         yield "self_attention.k_layernorm.all_heads.weight", (groups * head,)
     elif architecture.qk_layernorm:
         yield from _norm("self_attention.q_layernorm", head, architecture)
         yield from _norm("self_attention.k_layernorm", head, architecture)
-    # Attention output and the norm before the MLP.
+    # Attention output and the norms after it.
     bias = architecture.bias_linear
-    yield from _linear("self_attention.linear_proj", hidden, heads * head, bias=bias)
+    columns = heads * (architecture.value_channels or head)
+    yield from _linear("self_attention.linear_proj", hidden, columns, bias=bias)
     if norms != "before":
         yield from _norm("self_attn_bda.norm", hidden, architecture)
         yield from _norm("mlp_bda.norm", hidden, architecture)
@@ -140,6 +148,22 @@ def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tup
         yield from _mlp(prefix, architecture.expert_ffn_hidden_size, architecture)
 
 
+def _latent_shapes(architecture: GPTArchitecture, rank: int) -> Iterator[tuple[str, Shape]]:
+    hidden, head = architecture.hidden_size, architecture.kv_channels
+    heads, rotated = architecture.num_attention_heads, architecture.rotated_channels
+    prefix, query_rank = "self_attention.linear_", architecture.q_lora_rank
+    if query_rank is None:
+        yield f"{prefix}q_proj.weight", (heads * head, hidden)
+    else:
+        yield f"{prefix}q_down_proj.weight", (query_rank, hidden)
+        yield "self_attention.q_layernorm.weight", (query_rank,)
+        yield f"{prefix}q_up_proj.weight", (heads * head, query_rank)
+    yield f"{prefix}kv_down_proj.weight", (rank + rotated, hidden)
+    yield "self_attention.kv_layernorm.weight", (rank,)
+    width = head - rotated + (architecture.value_channels or head)
+    yield f"{prefix}kv_up_proj.weight", (heads * width, rank)
+
+
 def _mlp(prefix: str, ffn_size: int, architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
     hidden, bias = architecture.hidden_size, architecture.bias_linear
     rows = ffn_size * (2 if architecture.gated else 1)
@@ -160,9 +184,10 @@ def _norm(prefix: str, size: int, architecture: GPTArchitecture) -> Iterator[tup
 
 
 def check_names(names: Iterable[str], architecture: GPTArchitecture, source: str) -> None:
-    """Raise `CheckpointError` if tensors are missing or unexpected.
+    """Raise `CheckpointError` if canonical ``names`` are missing or unexpected.
 
-    An output layer and a reward head are always accepted. The head may replace the output layer.
+    An output layer and a reward head are always accepted. A head may replace the output layer.
+    ``source``: name of the checkpoint, for the error.
     """
     actual, expected = set(names), set(expected_shapes(architecture))
     if REWARD_HEAD[0] in actual:
@@ -176,7 +201,10 @@ def check_names(names: Iterable[str], architecture: GPTArchitecture, source: str
 
 
 def misfits(actual: Set[str], expected: Set[str], optional: Set[str]) -> str:
-    """Describe missing names, and unexpected names that are not ``optional``."""
+    """Return a text about missing names, and unexpected names that are not ``optional``.
+
+    The text is empty if all names fit.
+    """
     problems, limit = [], 6
     unexpected = actual - expected - optional
     for kind, names in (("missing", expected - actual), ("unexpected", unexpected)):
@@ -187,19 +215,20 @@ def misfits(actual: Set[str], expected: Set[str], optional: Set[str]) -> str:
 
 
 def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
-    """Raise `CheckpointError` if a tensor's shape is not the architecture's."""
+    """Raise `CheckpointError` if the ``actual`` shape of a tensor is not the ``expected`` shape."""
     if tuple(actual) != expected:
         raise CheckpointError(
-            f"{name} has shape {list(actual)}, but the architecture gives {list(expected)}"
+            f"{name} has shape {list(actual)}, but the architecture gives {list(expected)}. The "
+            "weights belong to another model"
         )
 
 
 def split_axis(name: str) -> int | None:
     """Return the axis along which tensor parallelism splits a tensor, or None if it is unsplit.
 
-    Split outputs of an adapted weight split its matrix B. Split inputs split A.
+    If the outputs of a weight are split, so is matrix B of its adapter, and if its inputs, A.
     """
-    by_outputs = (".linear_qkv.", ".linear_fc1.", ".all_heads.")
+    by_outputs = (".linear_qkv.", ".linear_fc1.", ".all_heads.", "_up_proj.", ".linear_q_proj.")
     if name in _VOCABULARY or any(part in name for part in by_outputs):
         return None if name.endswith(LORA_A) else 0
     is_row_parallel = ".linear_proj." in name or ".linear_fc2." in name
@@ -212,8 +241,9 @@ def split(
 ) -> Tensor:
     """Return this rank's part of a global tensor [out, in] or [out], as a view if possible.
 
-    QKV is cut between query groups, gated fc1 into ``[gate_r; up_r]``. The vocabulary is first
-    padded with zero rows to a multiple of the ranks.
+    QKV is cut between query groups. A part of a gated MLP is ``[part of gate; part of up]``. The
+    vocabulary is first padded with zero rows to `GPTArchitecture.padded_vocab_size`. Raises
+    `LayoutError` if ``tp_size`` does not divide the axis.
     """
     if name in _VOCABULARY:
         rows = architecture.padded_vocab_size(tp_size) - tensor.shape[0]
@@ -234,14 +264,14 @@ def split(
 
 
 def merge(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
-    """Join the parts of all tensor-parallel ranks in order, as the inverse of `split`.
+    """Join the parts of all tensor-parallel ranks, in rank order. Inverse of `split`.
 
-    ``parts`` share one shape and dtype: [out / tp, in] or [out, in / tp], by `split_axis` of
-    ``name``. Returns the global tensor [out, in] without padding rows.
+    ``parts``: of equal shape and dtype, [out / tp, in] or [out, in / tp] by `split_axis`. Returns
+    the global tensor [out, in] without padding rows.
     """
     axis = split_axis(name)
     is_unsplit_head = name == REWARD_HEAD[0] and parts[0].shape[1] == architecture.hidden_size
-    if len(parts) == 1 or axis is None or is_unsplit_head:  # NeMo splits heads, this library not
+    if len(parts) == 1 or axis is None or is_unsplit_head:  # NeMo may have split the head
         tensor = parts[0]
     elif ".linear_fc1." in name and architecture.gated:
         halves = zip(*(part.chunk(2) for part in parts), strict=True)
@@ -268,25 +298,27 @@ def origin_of_rows(
     tp_rank: int,
     tp_size: int,
 ) -> Tensor:
-    """Return the origin of each row (or column) of this rank's part in ``count`` older parts.
+    """Find the rows (or columns) of this rank's part in ``count`` parts of another layout.
 
-    ``shape``: of each older part, with size ``s`` along the split axis. Returns int64 ``[n]``:
-    ``s`` times the index of the older part plus the row in this part, or -1 for padding.
+    ``shape``: shape of each of the ``count`` parts, with size ``s`` along the split axis. Returns
+    int64 ``[n]``, for each row of this rank's part: ``s`` times the index of the part that contains
+    the row, plus the row's index in it. Padding rows have -1.
     """
     axis = split_axis(name)
     assert axis is not None
     size = shape[axis]
     form = [size if dim == axis else 1 for dim in range(len(shape))]
-    # From 1, because `split` pads with 0.
+    # Count from 1, because `split` pads with 0.
     indices = [torch.arange(1, size + 1).add(part * size).view(form) for part in range(count)]
     merged = merge(name, indices, architecture)
     return split(name, merged, architecture, tp_rank, tp_size).reshape(-1) - 1
 
 
 def runs_of_rows(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield runs of adjacent rows: (first row, older part, first row in that part, row count).
+    """Yield ranges of rows that are adjacent in one of the source parts, without padding.
 
-    ``origin``: see `origin_of_rows`. ``size``: size of an older part along the split axis.
+    A range is (first row, index of the source part, first row in the source part, number of rows).
+    ``origin``: result of `origin_of_rows`. ``size``: rows of a source part.
     """
     part = torch.div(origin, size, rounding_mode="floor")
     is_adjacent = (origin.diff() == 1) & (part.diff() == 0)

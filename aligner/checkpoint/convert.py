@@ -1,4 +1,4 @@
-"""Conversion of a model to another form. Each function returns one line about the result."""
+"""Conversion of models to other file formats. Each function returns a one-line summary."""
 
 import math
 import os
@@ -22,17 +22,17 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class _Source:
-    """A model by its path or by its name on Hugging Face's hub."""
+    """Arguments of `convert` to validate."""
 
     input: ModelPath
     download: bool
 
 
 def convert(source: StrPath, target: StrPath, *, download: bool = False) -> str:
-    """Convert a ``.nemo`` to a Hugging Face directory. Convert other models to a ``.nemo``.
+    """Convert a ``.nemo`` file to a Hugging Face directory, and any other model to ``.nemo``.
 
-    ``source``: a path, or the name of a model of Hugging Face's hub. The model must be in the local
-    cache, unless ``download`` is true.
+    ``source``: a path, or the name of a model on Hugging Face's hub. A model of the hub must be in
+    the local cache, unless ``download`` is true.
     """
     source = build(_Source, {"input": os.fspath(source), "download": download}).input
     to_nemo, from_nemo = (Path(path).suffix == ".nemo" for path in (target, source))
@@ -40,8 +40,8 @@ def convert(source: StrPath, target: StrPath, *, download: bool = False) -> str:
         raise ConfigError(
             f"--input {source} and --output {target}: "
             + ("both are" if to_nemo else "neither is")
-            + " a .nemo. Give FILE.nemo as one of the two and a Hugging Face directory (as input "
-            "also a .gguf file) as the other"
+            + " a .nemo. Give FILE.nemo for one of the two options, and a Hugging Face directory "
+            "(or, as input, a .gguf file) for the other"
         )
     return hf_to_nemo(source, target) if to_nemo else nemo_to_hf(source, target)
 
@@ -61,9 +61,9 @@ def nemo_to_hf(source: StrPath, target: StrPath) -> str:
 
 
 def merge_lora(model: StrPath, adapters: StrPath, target: StrPath) -> str:
-    """Merge a run's adapters into its initial model and write one ``.nemo``.
+    """Merge a run's adapters into its initial model, and write the result as a ``.nemo``.
 
-    ``model``: a ``.nemo``, a Hugging Face directory or a ``.gguf`` file.
+    ``model``: ``.nemo``, Hugging Face directory or ``.gguf`` file of the initial model.
     """
     with open_model(model) as nemo:
         lora = read_adapters(adapters, nemo.architecture)
@@ -76,10 +76,10 @@ def merge_lora(model: StrPath, adapters: StrPath, target: StrPath) -> str:
 def lora_to_peft(
     model: StrPath, adapters: StrPath, target: StrPath, base_model: str | None = None
 ) -> str:
-    """Convert a run's adapters to a directory of Hugging Face's PEFT.
+    """Convert a run's adapters to a directory for Hugging Face's PEFT.
 
-    ``model``: the ``.nemo``, Hugging Face directory or ``.gguf`` file that the run began with.
-    ``base_model``: the model for PEFT to load.
+    ``model``: ``.nemo``, Hugging Face directory or ``.gguf`` file of the run's initial model.
+    ``base_model``: name or path of the model to which PEFT adds the adapters.
     """
     with open_model(model, backend_of(adapters), adapted=True) as source:
         architecture = source.architecture
@@ -89,7 +89,7 @@ def lora_to_peft(
 
 
 def describe(architecture: GPTArchitecture) -> str:
-    """Describe a model's family, size and shape in a few words."""
+    """Return a short text about a model's family and sizes."""
     parameters = sum(math.prod(shape) for shape in expected_shapes(architecture).values())
     experts = architecture.num_moe_experts
     return (
@@ -101,7 +101,7 @@ def describe(architecture: GPTArchitecture) -> str:
 
 
 def written(target: StrPath, contents: str) -> str:
-    """Return the message of success with the size on the disk."""
+    """Return the summary of a conversion, with the size of ``target`` on the disk."""
     path = Path(target)
     files = path.rglob("*") if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files if file.is_file())

@@ -1,4 +1,4 @@
-"""Files that are on the disk when a call returns, and errors that state the free space."""
+"""Durable writing: files are on the disk when a call returns. Errors give the free space."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from typing import Any
 from aligner.checkpoint.background import AbandonedError
 from aligner.errors import StorageError
 
-_BLOCK = 1 << 24  # bytes per write, whose checksum is computed from the cache
+_BLOCK = 1 << 24  # bytes per write
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -30,7 +30,7 @@ def readable_bytes(count: float) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that an ordinary user can still write on the disk of ``path``."""
+    """Return the number of bytes that an ordinary user can still write on the disk of ``path``."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
@@ -39,19 +39,19 @@ def free_bytes(path: Path) -> int:
 def storage_error(
     path: Path, cause: OSError, size: int | None = None, note: str = ""
 ) -> StorageError:
-    """Return an error with a remedy and the ``errno`` of ``cause``.
+    """Return the error of a failed write to ``path``, with a remedy and the ``errno`` of ``cause``.
 
-    ``size``: bytes to be written to ``path``. ``note``: end of the message.
+    ``size``: number of bytes to be written. ``note``: text at the end of the message.
     """
     text = str(cause)
     if not isinstance(cause, StorageError):
-        remedy = "Make the directory writable or write to another"
+        remedy = "Make the directory writable, or choose another directory"
         if cause.errno in _FULL:
             required = "" if size is None else f"{readable_bytes(size)} ({size} bytes) needed, "
             free = free_bytes(path)
             remedy = (
                 f"{required}{readable_bytes(free)} ({free} bytes) free. Free some space, raise the "
-                "limit, or write elsewhere"
+                "quota, or choose another directory"
             )
         reason = f"{cause.strerror or cause}. {remedy}"
         text = f"cannot write {path}: {reason} (exp_manager.explicit_log_dir)"
@@ -62,7 +62,7 @@ def storage_error(
 
 @contextlib.contextmanager
 def storing(path: Path, size: int | None = None, note: str = "") -> Iterator[None]:
-    """Convert an `OSError` of the block to the `storage_error` of ``path``."""
+    """Convert an `OSError` that the block raises to the `storage_error` of ``path``."""
     try:
         yield
     except OSError as error:
@@ -76,10 +76,10 @@ def require_free_space(folder: Path, size: int) -> None:
 
 
 class _File(io.FileIO):
-    """An unbuffered file that completes short writes and records the error of a failed write.
+    """Unbuffered file for `durable_file`.
 
-    Serialisers written in C++ report a failed write without its reason. ``checksum`` is the CRC-32
-    of all bytes if they were written sequentially, else None.
+    ``error`` is the cause of a failed write, because serialisers written in C++ do not report it.
+    ``checksum`` is the CRC-32 of all bytes, or None if they were not written sequentially.
     """
 
     def __init__(self, path: Path, stop: threading.Event | None = None) -> None:
@@ -95,7 +95,7 @@ class _File(io.FileIO):
         while total < len(view):
             if self._stop is not None and self._stop.is_set():
                 raise AbandonedError(f"writing {self._path} was cancelled")
-            # The checksum is computed while the block is in the cache.
+            # Write one block and compute its checksum while it is in the processor's cache.
             block = view[total : total + _BLOCK]
             written = 0
             try:
@@ -110,7 +110,7 @@ class _File(io.FileIO):
         return total
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to ``offset``. The file then has no checksum."""
+        """Move to ``offset``. The checksum is lost."""
         self.checksum = None
         return super().seek(offset, whence)
 
@@ -119,9 +119,10 @@ class _File(io.FileIO):
 def durable_file(
     path: Path, size: int | None = None, stop: threading.Event | None = None
 ) -> Iterator[Any]:
-    """Open ``path`` for writing, and flush its bytes to the disk at the end.
+    """Open ``path`` for writing, and flush the file to the disk after the block.
 
-    ``size``: final size, for errors. ``stop``: once it is set, writing raises `AbandonedError`.
+    ``size``: final number of bytes, for errors. ``stop``: event after which writing raises
+    `AbandonedError`. Raises `StorageError` for a failed write.
     """
     file: _File | None = None
     try:
@@ -137,7 +138,7 @@ def durable_file(
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Any]:
-    """Write a `durable_file` under another name, and rename it to ``path`` when it is complete."""
+    """Open a `durable_file` with a temporary name, and rename it to ``path`` after the block."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -154,20 +155,20 @@ def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterat
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` durably as indented JSON. Floats keep every bit (shortest repr)."""
+    """Write ``value`` durably as indented JSON, from which floats are read exactly."""
     with durable_file(path) as file:
         file.write((json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
 
 def unused_path(path: Path) -> Path:
-    """Return the first of ``path``, ``stem_2.suffix``, ``stem_3.suffix``, … that is not used."""
+    """Return the first of ``path``, ``stem_2.suffix``, ``stem_3.suffix``, … that does not exist."""
     names = (path.stem if n == 1 else f"{path.stem}_{n}" for n in itertools.count(1))
     paths = (path.with_name(f"{name}{path.suffix}") for name in names)
     return next(candidate for candidate in paths if not candidate.exists())
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file, or a directory's entries, to the disk."""
+    """Flush a file's contents, or a directory's list of files, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Transfer of canonical weights into and out of a megatron-core GPT model of any layout."""
+"""Copy canonical weights to and from a megatron-core GPT model in any parallel layout."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 def canonical_parameters(gpt: "GPTModel") -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of this stage under their canonical (global) names.
+    """Yield canonical name and tensor of the parameters of this rank's pipeline stage.
 
-    The last stage's copy of a tied embedding is named ``output_layer.weight``. Names of adapters
-    end with `LORA_A` and `LORA_B`.
+    The last stage's copy of a tied embedding is named ``output_layer.weight``. Names of adapter
+    matrices end with `LORA_A` and `LORA_B`.
     """
     for key, parameter in gpt.named_parameters():
         name = canonical_name(key)
@@ -49,7 +49,7 @@ def canonical_parameters(gpt: "GPTModel") -> Iterator[tuple[str, Tensor]]:
             layer = gpt.decoder.layers[int(match[1])]
             name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
             expert = EXPERT.search(name)
-            if expert is not None:  # numbered from 0 on every expert-parallel rank
+            if expert is not None:  # every expert-parallel rank numbers its experts from 0
                 index = int(expert[1]) + layer.mlp.local_expert_indices[0]
                 name = EXPERT.sub(str(index), name)
         yield name, parameter
@@ -70,10 +70,10 @@ def load_weights(
     tp_rank: int = 0,
     tp_size: int = 1,
 ) -> None:
-    """Copy this rank's part of the canonical weights into the model, except a reward head.
+    """Copy this rank's part of canonical ``weights`` into the model. A reward head is not copied.
 
-    A model without output layer ignores the output layer of the weights. Raises `CheckpointError`
-    if tensors are missing or surplus, or have other shapes than the model's.
+    A model without an output layer ignores the weights' output layer. Raises `CheckpointError` if
+    tensors are missing, unexpected, or have other shapes than the model's.
     """
     check_names(weights, architecture, "the checkpoint")
     shapes = expected_shapes(architecture)
@@ -82,9 +82,11 @@ def load_weights(
             continue
         source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
         if source not in weights:
-            raise CheckpointError(f"the checkpoint lacks {name} of the model")
-        # Experts may be unsplit in a split model. The share of a padded vocabulary may have the
-        # shape of the global vocabulary.
+            raise CheckpointError(
+                f"the checkpoint lacks {name} of the model. Give a checkpoint with an output layer"
+            )
+        # Equal shapes mean that experts are not split. The vocabulary is an exception: a part may
+        # be as large as the whole because of padding.
         is_unsplit = shapes[source] == parameter.shape and source not in (EMBEDDING, OUTPUT_LAYER)
         coordinates = (0, 1) if is_unsplit else (tp_rank, tp_size)
         if isinstance(weights, LazyWeights):
@@ -100,7 +102,7 @@ def load_weights(
 
 
 class GatheredTensors(LazyTensors):
-    """Global tensors on every rank. A tensor is joined when it is indexed, and not kept.
+    """Global tensors of a parallel model. A tensor is joined from its parts when it is indexed.
 
     All ranks of the model-parallel groups must create the object and index the same names in the
     same order. A tensor is on the device, detached, and may share memory with a parameter.
@@ -109,11 +111,11 @@ class GatheredTensors(LazyTensors):
         parts: canonical name → this rank's part, [out / tp, in] or [out, in / tp] as in `split`,
             of any dtype.
         names: canonical names of the global tensors, in order. Names that no rank has are skipped.
-        architecture: shape of the model.
-        tp_group: ranks of the tensor-parallel parts, or None.
-        pp_group: ranks of the pipeline stages, or None.
-        ep_group: ranks of the experts, or None.
-        transform: function that is applied to a part when its tensor is joined.
+        architecture: architecture of the model.
+        tp_group: tensor-parallel group, or None.
+        pp_group: pipeline-parallel group, or None.
+        ep_group: expert-parallel group, or None.
+        transform: function that is applied to each part before the parts are joined.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class GatheredTensors(LazyTensors):
         if self._pp is not None:
             stages = [{}] * self._pp.size()
             dist.all_gather_object(stages, forms, group=self._pp)
-        # Name → pipeline stage, shape and dtype of the part there.
+        # Name → pipeline stage that has the tensor, shape and dtype of a part.
         self._origins = {n: (stage, *f[n]) for stage, f in enumerate(stages) for n in f}
         super().__init__(name for name in names if self._local_name(name) in self._origins)
 
@@ -157,14 +159,14 @@ class GatheredTensors(LazyTensors):
 
     @torch.no_grad()
     def on_rank_zero(self) -> dict[str, Tensor]:
-        """Return all tensors on the CPU of rank 0, and an empty dict on other ranks.
+        """Return name → tensor on the CPU on rank 0, and an empty dict on other ranks.
 
-        All ranks must call this method. Other ranks keep at most one tensor at a time.
+        All ranks must call this method. On other ranks, one tensor is in memory at a time.
         """
         stage = 0 if self._pp is None else self._pp.rank()
         first, rank = None, None
         if dist.is_initialized():
-            # Stages are blocks of consecutive ranks, in megatron-core's order of axes.
+            # megatron-core's pipeline stages are blocks of consecutive ranks.
             stages = 1 if self._pp is None else self._pp.size()
             first, rank = stage * (dist.get_world_size() // stages), dist.get_rank()
         result: dict[str, Tensor] = {}
@@ -190,7 +192,7 @@ class GatheredTensors(LazyTensors):
         return self._origins[self._local_name(name)][0]
 
     def _empty(self, name: str) -> Tensor:
-        """Return an uninitialised global tensor, to be received from another stage."""
+        """Return an uninitialised global tensor that another stage's values are received in."""
         _, shape, dtype = self._origins[self._local_name(name)]
         if self._expert(name) is None:
             count = 1 if self._tp is None else self._tp.size()
@@ -206,18 +208,21 @@ class GatheredTensors(LazyTensors):
             dist.broadcast(tensor, group=self._ep, group_src=expert[0])
             return tensor
         if self._tp is None or split_axis(name) is None or name in REWARD_HEAD:
-            return merge(name, [part], self._architecture)  # the same on every rank
+            return merge(name, [part], self._architecture)  # equal on every rank
         parts = [torch.empty_like(part) for _ in range(self._tp.size())]
         dist.all_gather(parts, part.contiguous(), group=self._tp)
         return merge(name, parts, self._architecture)
 
     def _expert(self, name: str) -> tuple[int, int] | None:
-        """Return the expert-parallel rank of an expert and its index there, None for no expert."""
+        """Return the expert-parallel rank of an expert's weight and the expert's index there.
+
+        Returns None for other weights, and without expert parallelism.
+        """
         match = EXPERT.search(name)
         return None if match is None or self._ep is None else divmod(int(match[1]), self._experts)
 
     def _local_name(self, name: str) -> str:
-        """Return the name of this rank's tensor that corresponds to ``name`` on another rank."""
+        """Return the name of this rank's tensor in the place of another rank's ``name``."""
         expert = self._expert(name)
         if self._ep is None or expert is None:
             return name
@@ -225,10 +230,10 @@ class GatheredTensors(LazyTensors):
 
 
 class GatheredWeights(GatheredTensors):
-    """Canonical weights of a model as `GatheredTensors`: the inverse of `load_weights`.
+    """Canonical weights of a model. Inverse of `load_weights`.
 
-    The current adapters are merged into a weight when it is indexed. A reward head is included if
-    it is a submodule. ``groups``: see `GatheredTensors`.
+    Adapters are merged into a weight when it is indexed. A reward head is included if the model has
+    one. ``groups``: ``tp_group``, ``pp_group`` and ``ep_group`` of `GatheredTensors`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Opening of a model in any supported form: `.nemo`, Hugging Face directory or `.gguf`."""
+"""Open a model in any supported format: `.nemo`, Hugging Face directory or `.gguf`."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from aligner.errors import CheckpointError
 # ``weights`` (read when indexed), ``tokenizer`` and ``tokenizer_files``.
 ModelSource = NemoCheckpoint | HuggingFaceModel | TransformersSource
 
-# Families whose tables the dtensor backend uses. transformers builds all others for it.
+# Families that the dtensor backend loads by canonical names. transformers builds all others.
 _DTENSOR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
@@ -28,17 +28,17 @@ def open_model(
     *,
     trusted: bool = False,
 ) -> Iterator[ModelSource]:
-    """Open a `.nemo` (file or unpacked), a Hugging Face directory or a `.gguf` file.
+    """Open a `.nemo` (file or unpacked directory), a Hugging Face directory or a `.gguf` file.
 
-    ``backend``: the model's ``policy.backend``, if any. ``adapted``: whether LoRA adapters are
-    added. With the dtensor backend, transformers then builds the model. ``trusted``: whether Python
-    code in a directory is used (``trust_remote_code``).
+    ``backend``: value of ``policy.backend`` for this model, or None. ``adapted``: whether LoRA
+    adapters are added. With the dtensor backend, transformers then builds the model. ``trusted``:
+    whether Python code in a directory may run (``trust_remote_code``).
 
-    Raises `CheckpointError` if ``path`` does not exist, is none of these, or is damaged.
+    Raises `CheckpointError` if ``path`` does not exist, has another format, or is damaged.
     """
     if Path(path).name == "config.json":
         raise CheckpointError(
-            f"{str(path)!r} describes a Hugging Face model. Give its directory, "
+            f"{str(path)!r} is a file of a Hugging Face model. Give the model's directory, "
             f"{str(Path(path).parent)!r}"
         )
     if is_built_by_transformers(path, backend, adapted, trusted=trusted):
@@ -58,17 +58,15 @@ def is_built_by_transformers(
     *,
     trusted: bool = False,
 ) -> bool:
-    """Return whether transformers builds the model of a directory. Arguments: see `open_model`."""
-    described = Path(path) / "config.json"
-    return described.is_file() and lacks_table(
-        read_json(described), backend, adapted, trusted=trusted
-    )
+    """Return whether transformers builds the model at ``path``. Arguments: see `open_model`."""
+    file = Path(path) / "config.json"
+    return file.is_file() and lacks_table(read_json(file), backend, adapted, trusted=trusted)
 
 
 def lacks_table(
     settings: Mapping[str, Any], backend: str | None, adapted: bool, *, trusted: bool
 ) -> bool:
-    """Return `is_built_by_transformers` for a directory with this ``config.json``."""
+    """Return `is_built_by_transformers` for ``settings``, the content of a ``config.json``."""
     families: Collection[str] = FAMILIES
     if backend == "dtensor":
         families = () if adapted else _DTENSOR_FAMILIES

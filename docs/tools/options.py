@@ -162,7 +162,7 @@ def other_defaults(name: str) -> str:
             if default != shown_default(reference[option.key], composed("gpt_ppo")):
                 changed.append(f"`{option.key}={default.strip('`')}`")
     listed = ", ".join(changed)
-    return f"Other defaults of [shared options](options.md): {listed}." if changed else ""
+    return f"[Shared options](options.md) with other defaults: {listed}." if changed else ""
 
 
 def is_in_null(key: str, tree: Any) -> bool:

@@ -54,8 +54,8 @@ KEPT = [WHOLE, "2,1,1,none,whole", "2,1,1,full,whole"]
 NOT_KEPT = "1,2,1,none,whole"  # pipeline stages have a graph each
 # Families that compute in a way of their own, and others.
 OWN = (
-    *("starcoder2", "phi4_mini", "smollm3_biases", "olmo2", "granite", "gemma3", "qwen2_moe"),
-    "glm4_moe",
+    *("starcoder2", "phi4_mini", "smollm3_biases", "olmo2", "granite", "gemma2", "gemma3"),
+    *("qwen2_moe", "glm4_moe", "deepseek_v3"),
 )
 OTHERS = (
     *("nemotron", "stablelm_biases", "seed_oss", "arcee", "glm", "ernie4_5_biases", "helium"),

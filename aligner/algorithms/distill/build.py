@@ -23,7 +23,7 @@ from aligner.algorithms.supervised.build import load_split, train_supervised
 from aligner.algorithms.supervised.trainer import Task
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.model_source import open_model
-from aligner.checkpoint.nemo.archive import named_by
+from aligner.checkpoint.nemo.archive import path_given_by
 from aligner.config import DistillRunConfig, PeftConfig, StudentConfig
 from aligner.data.batches import collate_prompts
 from aligner.data.dataset import Dataset, Split
@@ -124,7 +124,7 @@ def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitec
     """Return the teacher's architecture, and raise if its tokens differ from the student's."""
     path = config.teacher.restore_from_path
     source = open_model(path, config.policy.backend, trusted=config.model.trust_remote_code)
-    with named_by("teacher.restore_from_path"), source as checkpoint:
+    with path_given_by("teacher.restore_from_path"), source as checkpoint:
         architecture, teacher_tokenizer = checkpoint.architecture, checkpoint.tokenizer
     difference = differing_token(teacher_tokenizer, tokenizer)
     if difference is not None:

@@ -16,7 +16,7 @@ from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_room, dropped_note, role_memory
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.model_source import open_model
-from aligner.checkpoint.nemo.archive import named_by
+from aligner.checkpoint.nemo.archive import path_given_by
 from aligner.config import (
     AskedDataConfig,
     DataConfig,
@@ -282,7 +282,7 @@ def load_reward(
     assert reward.model is not None, "checked with the configuration"
     # The model must have a head and fit the layout.
     model, path = reward.model, reward.model.restore_from_path
-    with named_by("reward.model.restore_from_path"), open_model(path) as checkpoint:
+    with path_given_by("reward.model.restore_from_path"), open_model(path) as checkpoint:
         attributes = rated_attributes(checkpoint, path)
         architecture = checkpoint.architecture
         encoder = SequenceEncoder.of_checkpoint(checkpoint, model.add_bos)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.algorithms.run.identity import flat, module_file
-from aligner.checkpoint.nemo.archive import ArchiveReader, named_by
+from aligner.checkpoint.nemo.archive import ArchiveReader, path_given_by
 from aligner.data.readers import source_files
 from aligner.errors import ConfigError
 from aligner.importing import load_function
@@ -37,7 +37,7 @@ def check_inputs(config: Any) -> None:
                     "most 4095 bytes, and at most 255 bytes between two slashes"
                 )
         if key.endswith(".restore_from_path") and value and not Path(value).exists():
-            with named_by(key):
+            with path_given_by(key):
                 ArchiveReader(value)  # raises
         elif value and re.fullmatch(r"(data|validation\.sets)\.(sets\.)?[^.]+\.source", key):
             for source in paths:

@@ -1,6 +1,6 @@
-"""Hugging Face directories of models that only transformers builds.
+"""Hugging Face directories of models that transformers can build, but megatron-core cannot.
 
-Weights are named as in the module. transformers converts names and layouts of the files.
+Weights have their names in the transformers module, which may differ from those in files.
 """
 
 import difflib
@@ -29,9 +29,9 @@ from aligner.errors import CheckpointError, ConfigError, raised_as
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-HEAD_FILE = "value_head.safetensors"  # of a critic or reward model, with its keys of NeMo
-_HEAD = ("score.weight", "score.bias")  # in the module
-# Parts of the names of settings that drop or disturb at random.
+HEAD_FILE = "value_head.safetensors"  # head of a critic or reward model, and its NeMo keys
+_HEAD = ("score.weight", "score.bias")  # names in the module
+# Parts of the names of settings for dropout and noise.
 _RANDOM = ("dropout", "pdrop", "layerdrop", "drop_prob", "jitter")
 # Names of a size in configurations, by the field of `GPTArchitecture`.
 _SIZES = {
@@ -48,7 +48,7 @@ _UNLIMITED = 2**31  # positions of a model without a limit
 
 @dataclass(frozen=True)
 class TransformersSource:
-    """A directory of any decoder-only model of transformers."""
+    """Hugging Face directory of a decoder-only model that transformers can load."""
 
     folder: Path
     architecture: TransformersArchitecture
@@ -56,13 +56,13 @@ class TransformersSource:
 
     @property
     def config(self) -> Config:
-        """Sizes under NeMo's keys, and the keys of a reward model."""
+        """Sizes of the model under NeMo's keys, and NeMo's settings of a reward model."""
         keys = json.loads(self.head[1].get("keys", "{}"))
         return {**config_from_architecture(self.architecture), **keys}
 
     @cached_property
     def head(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Tensors of the head by canonical names, and metadata. Both are empty without a head."""
+        """Tensors of `HEAD_FILE` by canonical name, and its metadata. Empty without the file."""
         file = self.folder / HEAD_FILE
         if not file.is_file():
             return {}, {}
@@ -71,25 +71,25 @@ class TransformersSource:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer that ``tokenizer_files`` describe."""
+        """Tokenizer built from ``tokenizer_files``."""
         return tokenizer_from_files(self.tokenizer_files)
 
     @cached_property
     def weights(self) -> "LoadedWeights":
-        """Weights by the module's names, of which the first one read loads all."""
+        """Weights by their names in the module. The first access loads all of them."""
         return LoadedWeights(self)
 
 
 class LoadedWeights(Mapping[str, Tensor]):
-    """Float32 parameters and persistent buffers of a model that transformers loads on the host."""
+    """Float32 parameters and persistent buffers of a directory's model, in host memory."""
 
     def __init__(self, source: TransformersSource) -> None:
-        """Prepare to load the weights when they are indexed."""
+        """Save ``source``. The weights are loaded when the first one is indexed."""
         self._source = source
 
     @cached_property
     def model(self) -> "PreTrainedModel":
-        """The loaded model in evaluation mode. Raises `CheckpointError` for damaged files."""
+        """Model in evaluation mode. Raises `CheckpointError` for damaged or missing files."""
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
@@ -114,8 +114,8 @@ class LoadedWeights(Mapping[str, Tensor]):
         if problems or unread:
             problems = "; ".join(filter(None, [problems, *unread]))
             raise CheckpointError(
-                f"weights in {str(folder)!r} do not fit its config.json: {problems}. Complete the "
-                "directory, or correct config.json"
+                f"weights in {str(folder)!r} do not fit its config.json: {problems}. Add the "
+                "missing files, or correct config.json"
             )
         self._missing = missing
         return model.eval()
@@ -130,7 +130,7 @@ class LoadedWeights(Mapping[str, Tensor]):
         return tensors
 
     def __contains__(self, name: object) -> bool:
-        """Return whether a tensor exists. A head's canonical name is found without loading."""
+        """Return whether a tensor exists. For a head's canonical name, nothing is loaded."""
         return name in (self._source.head[0] if name in REWARD_HEAD else self._tensors)
 
     def __iter__(self) -> Iterator[str]:
@@ -144,10 +144,10 @@ class LoadedWeights(Mapping[str, Tensor]):
 
 
 def read_any(folder: Path, *, trusted: bool = False) -> TransformersSource:
-    """Read configuration and tokenizer of a directory.
+    """Read the configuration and the tokenizer of a Hugging Face directory, not the weights.
 
-    ``trusted``: whether the directory's own code builds the model, if it has code. Raises
-    `CheckpointError` for an unsupported model, or a vocabulary smaller than its tokenizer.
+    ``trusted``: allow Python code in the directory to build the model. Raises `CheckpointError` if
+    the model is not supported, or if its vocabulary is smaller than the tokenizer's.
     """
     settings = read_json(folder / "config.json")
     architecture = architecture_of(settings, str(folder), trusted=trusted)
@@ -157,7 +157,8 @@ def read_any(folder: Path, *, trusted: bool = False) -> TransformersSource:
     if size > architecture.vocab_size:
         raise CheckpointError(
             f"the tokenizer in {str(folder)!r} has {size} tokens, but vocab_size="
-            f"{architecture.vocab_size} in config.json. Give the tokenizer of this model"
+            f"{architecture.vocab_size} in config.json. Copy this model's own tokenizer files to "
+            "the directory"
         )
     return source
 
@@ -165,7 +166,10 @@ def read_any(folder: Path, *, trusted: bool = False) -> TransformersSource:
 def architecture_of(
     settings: Mapping[str, Any], origin: str, *, trusted: bool = False
 ) -> TransformersArchitecture:
-    """Return the architecture of a ``config.json`` in the directory ``origin`` (`read_any`)."""
+    """Return the architecture for ``settings``, the ``config.json`` of the directory ``origin``.
+
+    ``trusted`` and errors: see `read_any`.
+    """
     # Code of the directory runs only if the user trusts the directory.
     code = origin if trusted and "auto_map" in settings else ""
     _check_type(settings, origin, bool(code))
@@ -197,12 +201,12 @@ def architecture_of(
 
 
 def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> None:
-    """Refuse a model that transformers does not build or that is no plain language model."""
+    """Raise `CheckpointError` unless transformers can build a causal language model."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    # What the type is.
+    # Properties of the model type.
     kind, problem = settings.get("model_type"), ""
     version = f"transformers {transformers.__version__}"
     parts = [
@@ -212,7 +216,7 @@ def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> Non
     ]
     causal = settings["auto_map"] if has_code else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     is_causal = ("AutoModelForCausalLM" if has_code else kind) in causal
-    # Why it cannot be trained, if it cannot.
+    # Find the first reason against training the model.
     if kind not in CONFIG_MAPPING_NAMES and not has_code:
         near = difflib.get_close_matches(str(kind), sorted(CONFIG_MAPPING_NAMES), n=3)
         similar = f" Similar types: {', '.join(near)}." if near else ""
@@ -228,35 +232,36 @@ def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> Non
             )
     elif any("text" in part for part in parts):
         problem = (
-            f"is a model of several kinds of input ({', '.join(parts)}). Save its language model "
-            "alone, in a directory of the text type"
+            f"is a model of several kinds of input ({', '.join(parts)}). Save only its language "
+            "model with save_pretrained, and give that directory"
         )
     elif not is_causal or settings.get("is_encoder_decoder"):
-        problem = "is no decoder-only language model. Give a causal language model"
+        problem = "is not a decoder-only language model. Give a causal language model's directory"
     elif settings.get("quantization_config"):
         method = dict(settings["quantization_config"]).get("quant_method", "unknown")
         problem = (
-            f"is quantised ({method}), and training needs full weights. Give the unquantised model"
+            f"is quantised ({method}), but training needs unquantised weights. Give the directory "
+            "of the unquantised model"
         )
     if problem:
         raise CheckpointError(f"model_type={kind!r} in config.json of {origin!r} {problem}")
 
 
 def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """Return the value under the first name with a value, of a list the largest, or 0."""
+    """Return the first nonzero value among the keys ``names`` (the maximum of a list), or 0."""
     value = next(filter(None, map(values.get, names)), 0)
     return max(value) if isinstance(value, list | tuple) else int(value)
 
 
 def _config(text: str, code: str) -> "PreTrainedConfig":
-    """Return transformers' configuration, or that of the ``code``, for a ``config.json``."""
+    """Build transformers' configuration from ``config.json``'s text, or the directory ``code``."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     if code:
         return AutoConfig.from_pretrained(code, trust_remote_code=True, local_files_only=True)
 
     def special_float(content: dict[str, Any]) -> Any:
-        """Return infinity or NaN, which transformers writes as an object."""
+        """Decode infinity and NaN, which transformers writes as ``{"__float__": "Infinity"}``."""
         return float(content["__float__"]) if content.keys() == {"__float__"} else content
 
     settings = json.loads(text, object_hook=special_float)
@@ -269,7 +274,7 @@ def _own_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
 
 
 def unapplied_settings(architecture: GPTArchitecture) -> dict[str, float]:
-    """Return what training does not apply: dropout, noise and auxiliary losses of routers."""
+    """Return the nonzero settings that training ignores: dropout, router noise, router losses."""
     settings = _own_config(architecture).to_dict()
     unapplied = [*_RANDOM, *(["aux_loss"] if settings.get("output_router_logits") else [])]
     return {
@@ -280,7 +285,7 @@ def unapplied_settings(architecture: GPTArchitecture) -> dict[str, float]:
 
 
 def model_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
-    """Return transformers' configuration, without `unapplied_settings`."""
+    """Return transformers' configuration of the model, with `unapplied_settings` set to 0."""
     if architecture.has_table:
         from transformers import AutoConfig
 
@@ -296,7 +301,7 @@ def model_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
 def empty_model(
     architecture: GPTArchitecture, dtype: torch.dtype = torch.float32
 ) -> "PreTrainedModel":
-    """Build the model of ``dtype`` without memory for parameters. Its buffers are on the host."""
+    """Build the model in ``dtype`` with parameters on the meta device and buffers on the host."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -314,25 +319,25 @@ def empty_model(
 
 
 def parameter_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
-    """Return name and shape of every parameter, tied weights once."""
+    """Return the shape of every parameter by its name. Tied weights occur once."""
     parameters = empty_model(architecture).named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in parameters}
 
 
 def body_path(model: "PreTrainedModel") -> str:
-    """Return the name of the module that computes the last hidden state."""
+    """Return the name of the submodule below the output layer, which computes hidden states."""
     # Neither ``get_decoder`` nor ``base_model`` is this module for all types.
     for body in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
         if body is not None and body is not model and not isinstance(body, nn.Linear):
             return path_of(model, body)
     raise CheckpointError(
-        f"{type(model).__name__} of transformers has no body apart from its output layer, so that "
-        "it cannot be trained here"
+        f"{type(model).__name__} of transformers has no separate module below its output layer, "
+        "so that it cannot be trained. Choose another model"
     )
 
 
 def path_of(model: nn.Module, part: nn.Module) -> str:
-    """Return the name of a module in ``model``."""
+    """Return the name of the submodule ``part`` of ``model``."""
     return next(name for name, module in model.named_modules() if module is part)
 
 
@@ -343,9 +348,9 @@ def save_any(
     tokenizer_files: Mapping[str, bytes],
     keys: Mapping[str, Any],
 ) -> None:
-    """Write a new directory that ``from_pretrained`` loads, completely or not at all.
+    """Write a new directory for ``from_pretrained``. An error leaves no partial directory.
 
-    ``weights``: by the module's names. ``keys``: NeMo's keys of a reward model.
+    ``weights``: tensors by their names in the module. ``keys``: NeMo's settings of a reward model.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -365,11 +370,10 @@ def save_any(
 
 @functools.lru_cache(maxsize=1)
 def names_in_files(architecture: GPTArchitecture) -> tuple["PreTrainedModel", dict[str, str]]:
-    """Return the model without memory, and the name in it of each tensor by the name in files.
+    """Return the model on the meta device, and a map from names in files to names in the module.
 
-    Raises:
-        ConfigError: engines cannot load the model, because one tensor in its files consists of
-            several in the module, or because its code is in its directory.
+    Raises `ConfigError` if inference engines cannot load the model: its files join tensors that are
+    separate in the module, or its Python code is in its directory.
     """
     model = empty_model(architecture)
     saved = model.state_dict().keys()
@@ -380,13 +384,13 @@ def names_in_files(architecture: GPTArchitecture) -> tuple["PreTrainedModel", di
         for written, part in _as_in_files(model, {name: tensor}).items():
             shapes[written], names[written] = part.shape, name
     whole = _as_in_files(model, tensors)
-    problem = "its code is in its directory" if getattr(architecture, "code", "") else ""
+    problem = "its Python code is in its directory" if getattr(architecture, "code", "") else ""
     if whole.keys() != names.keys() or any(whole[n].shape != shapes[n] for n in whole):
         problem = "its files join tensors that are separate in the model"
     if problem:
         raise ConfigError(
             f"generation.backend=vllm: engines cannot load the {architecture.family} model, "
-            f"because {problem}. Set generation.backend=megatron: the policy samples"
+            f"because {problem}. Set generation.backend=megatron to sample with the policy's model"
         )
     return model, names
 
@@ -398,10 +402,10 @@ def _as_in_files(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> dic
 
 
 class FileWeights(Mapping[str, Tensor]):
-    """Weights [...] by their names in files, each converted when its name is indexed."""
+    """Weights by their names in Hugging Face files. A weight is converted when it is indexed."""
 
     def __init__(self, weights: Mapping[str, Tensor], architecture: GPTArchitecture) -> None:
-        """Prepare to convert ``weights``, which have the module's names."""
+        """Save ``weights``, tensors by their names in the module."""
         self._weights = weights
         self._model, self._names = names_in_files(architecture)
         self._converted: dict[str, Tensor] = {}  # of one tensor of the module
@@ -420,9 +424,9 @@ class FileWeights(Mapping[str, Tensor]):
 
 
 def require_megatron(architecture: GPTArchitecture) -> None:
-    """Raise if megatron-core does not build the architecture."""
+    """Raise `CheckpointError` if megatron-core cannot build the architecture."""
     if not architecture.has_table:
         raise CheckpointError(
             f"model_type={architecture.family!r} is a model of transformers that megatron-core "
-            "does not build. Set policy.backend=dtensor"
+            "does not build. Set policy.backend=dtensor to train it with transformers"
         )

@@ -13,6 +13,7 @@ from aligner.checkpoint.hf.tensors import (
     GLM4_MOE_TABLE,
     GPT2_TABLE,
     INTERLEAVED_ROPE,
+    LATENT_ATTENTION,
     LLAMA_TABLE,
     MIXTRAL_TABLE,
     QWEN2_MOE_TABLE,
@@ -51,9 +52,9 @@ _GPT2_KEYS = {
     "attention_dropout": "attn_pdrop",
     "hidden_dropout": "resid_pdrop",
 }
-# Settings that config.json lacks, or that matter only in training.
+# Fields that config.json lacks, or that matter only in training.
 _NOT_CARRIED = {"make_vocab_size_divisible_by", "family", "hidden_dropout", "attention_dropout"}
-# Key, fixed value (or family), and another value that transformers treats as equal to it.
+# (key, fixed value or family, another value that transformers treats as equal)
 _SAME: tuple[tuple[str, Any, Any], ...] = (
     *(("hidden_act", "silu", "swish"), ("hidden_act", "gemma", "gelu")),
     *(("mlp_only_layers", [], None), ("use_bidirectional_attention", None, False)),
@@ -271,6 +272,20 @@ _GLM4_MOE = _PLAIN.variant(
     implied={"moe_router_sigmoid": True},
     rotary_percent=0.5,
 )
+_DEEPSEEK_V3 = _GLM4_MOE.variant(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    table=LATENT_ATTENTION,
+    keys={"q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank"}
+    | {"value_channels": "v_head_dim"},
+    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "n_routed_experts": 256}
+    | {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "qk_nope_head_dim": 128}
+    | {"qk_rope_head_dim": 64, "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5}
+    | {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
+    fixed={"attention_bias": False, "rope_interleave": True},
+    implied={"qk_layernorm": False},
+    rotary_percent=None,
+)
 _OLMO3 = next(family for family in _LLAMA_LIKE if family.model_type == "olmo2").variant(
     "olmo3",
     "Olmo3ForCausalLM",
@@ -278,12 +293,26 @@ _OLMO3 = next(family for family in _LLAMA_LIKE if family.model_type == "olmo2").
     defaults={"sliding_window": 4096, "rope_theta": 5e5},
     window_pattern=4,
 )
+_GEMMA_NORMS = norms_after(
+    "post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm"
+)
+_GEMMA2 = _LLAMA_LIKE[-1].variant(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    table=_GEMMA_NORMS,
+    keys={**_WINDOW, "attention_scale": "query_pre_attn_scalar"}
+    | {"attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"},
+    defaults={"sliding_window": 4096, "query_pre_attn_scalar": 256, "num_key_value_heads": 4}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    implied={"branch_norms": "both"},
+    window_pattern=2,
+    rotates_alike=True,
+)
 _GEMMA3 = _LLAMA_LIKE[-1].variant(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    table=norms_after(
-        "post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm"
-    ),
+    table=_GEMMA_NORMS,
     keys={**_WINDOW, "attention_scale": "query_pre_attn_scalar"},
     defaults={"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_theta": 1e6}
     | {"num_key_value_heads": 4, "max_position_embeddings": 131_072},
@@ -307,8 +336,10 @@ _FAMILIES = (
     ),
     *_LLAMA_LIKE,
     _OLMO3,
+    _GEMMA2,
     _GEMMA3,
     _GLM4_MOE,
+    _DEEPSEEK_V3,
     _QWEN3_MOE.variant(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
@@ -328,13 +359,16 @@ def family_of(model_type: object) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"model_type={model_type!r} is not supported. Supported families: "
-            f"{', '.join(FAMILIES)} (SmolLM is a llama)"
+            f"{', '.join(FAMILIES)} (SmolLM has model_type=llama)"
         )
     return FAMILIES[model_type]
 
 
 def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
-    """Return the architecture that a ``config.json`` describes."""
+    """Return the architecture that ``config``, the content of a ``config.json``, describes.
+
+    Raises `CheckpointError` for values that are missing, damaged or not supported.
+    """
     family = family_of(config.get("model_type"))
     for key, value in family.fixed.items():
         setting = config.get(key, value)
@@ -355,10 +389,10 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
 
 
 def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
-    """Return the family and ``config.json`` of an architecture.
+    """Return the model family and the content of ``config.json`` for an architecture.
 
-    Without a recorded family, the architecture's features determine it. Raises `CheckpointError` if
-    the family cannot express the architecture.
+    If ``architecture.family`` is None, other fields determine the family. Raises `CheckpointError`
+    if the family cannot express the architecture.
     """
     family = family_of(architecture.family or _guess(architecture))
     config = family.write(architecture)
@@ -366,7 +400,7 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
     if lost:
         raise CheckpointError(
             f"a Hugging Face {family.model_type} cannot express {', '.join(lost)}. "
-            f"Supported families: {', '.join(FAMILIES)}"
+            f"Keep the model as .nemo, or use a supported family: {', '.join(FAMILIES)}"
         )
     return family, config
 
@@ -379,7 +413,7 @@ def _guess(architecture: GPTArchitecture) -> str:
     if architecture.normalization == "rmsnorm1p":
         return "gemma" if architecture.branch_norms == "before" else "gemma3_text"
     if architecture.moe_router_sigmoid:
-        return "glm4_moe"
+        return "glm4_moe" if architecture.kv_lora_rank is None else "deepseek_v3"
     if architecture.num_moe_experts is not None:
         return "qwen3_moe" if architecture.qk_layernorm else "mixtral"
     if architecture.qk_layernorm:

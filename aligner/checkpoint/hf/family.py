@@ -1,4 +1,4 @@
-"""Reading and writing of the ``config.json`` of one family of models."""
+"""Conversion between ``config.json`` and `GPTArchitecture` for one model family."""
 
 import dataclasses
 import math
@@ -24,35 +24,37 @@ ORIGINAL = "original_max_position_embeddings"
 _ROPE_SETTINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
-    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", ORIGINAL),
+    "yarn": ("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    + (ORIGINAL,),
     "longrope": ("short_factor", "long_factor", "attention_factor", ORIGINAL),
 }
-_OPTIONAL_ROPE_SETTINGS = {"attention_factor", "beta_fast", "beta_slow"}
+_OPTIONAL_ROPE_SETTINGS = {*_ROPE_SETTINGS["yarn"]} - {"factor", ORIGINAL}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PARTIAL, _LAYERS = "partial_rotary_factor", "num_hidden_layers"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Family of models with one ``model_type``. Keys are keys of ``config.json``."""
+    """Models with one ``model_type``. "Keys" below are keys of ``config.json``."""
 
     model_type: str
     model_class: str  # of transformers
     table: Table  # names and layouts of the tensors
     keys: Mapping[str, str]  # architecture field → key
-    defaults: Mapping[str, Any]  # transformers' values of absent keys
-    fixed: Mapping[str, Any]  # keys with their only supported value, also if the key is absent
-    implied: Mapping[str, Any] = field(default_factory=dict)  # fields with one value in the family
+    defaults: Mapping[str, Any]  # key → transformers' value if the key is absent
+    fixed: Mapping[str, Any]  # key → its only supported value and default
+    implied: Mapping[str, Any] = field(default_factory=dict)  # architecture field → its only value
     equal: Mapping[str, str] = field(default_factory=dict)  # keys that must equal another key
-    # Rotated share of a head by default. None: all, and the configuration may give no other share.
+    # Default of the rotated share of a head. None: config.json must not give a share but 1.0.
     rotary_percent: float | None = None
     scales_embeddings: bool = False  # multiplies embeddings by the root of their width
-    # Default of n, where all layers but every n-th have a window. None: all layers are alike.
+    # Default of n: every n-th layer has full attention, the others a window. None: all are alike.
     window_pattern: int | None = None
-    window_rotary_base: float | None = None  # default of layers with a window
+    window_rotary_base: float | None = None  # default rotary base of layers with a window
+    rotates_alike: bool = False  # layers with a window have the rotation of the others
 
     def variant(self, model_type: str, model_class: str, **changes: Any) -> "Family":
-        """Return a family with other names and ``changes``. Mappings are extended."""
+        """Return a copy with these names and ``changes``. Mappings in them extend the old ones."""
         extended: dict[str, Any] = {
             name: {**getattr(self, name), **value} if isinstance(value, Mapping) else value
             for name, value in changes.items()
@@ -64,7 +66,7 @@ class Family:
         return self.model_type == "gpt2"
 
     def read(self, config: Config) -> GPTArchitecture:
-        """Return the architecture that ``config``, with all defaults filled in, describes."""
+        """Return the architecture that ``config`` describes, in which no default is missing."""
         fields: dict[str, Any] = {name: config.get(key) for name, key in self.keys.items()}
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         fields["num_query_groups"] = fields.get("num_query_groups") or heads
@@ -75,7 +77,8 @@ class Family:
         for key, other in self.equal.items():
             if bool(config.get(key)) != bool(config.get(other)):
                 raise CheckpointError(
-                    f"{other} and {key} differ in config.json. Set both or neither"
+                    f"{other}={config.get(other)!r} and {key}={config.get(key)!r} in config.json "
+                    "differ, which is not supported. Give a model in which both are equal"
                 )
         if "moe_router_pre_softmax" in fields:
             fields["moe_router_pre_softmax"] = not fields["moe_router_pre_softmax"]
@@ -86,7 +89,7 @@ class Family:
             fields["layers_without_experts"] = tuple(range(fields["layers_without_experts"]))
             width = fields["moe_shared_expert_size"] * fields["moe_ffn_hidden_size"]
             fields["moe_shared_expert_size"] = width or None
-        if "layers_without_rope" in fields:  # as given, or every fourth layer
+        if "layers_without_rope" in fields:  # listed, or every fourth layer
             count, interval = config[_LAYERS], config.get("no_rope_layer_interval") or 4
             rotated = config["no_rope_layers"] or [(n + 1) % interval for n in range(count)]
             fields["layers_without_rope"] = tuple(n for n in range(count) if not rotated[n])
@@ -94,13 +97,15 @@ class Family:
             fields |= self._read_windows(config)
         if "attention_scale" in fields and self.model_type.startswith("gemma"):
             fields["attention_scale"] = fields["attention_scale"] ** -0.5
+        if "kv_lora_rank" in fields:
+            fields |= _read_latent_attention(config, fields)
         if self.scales_embeddings:
             fields["embedding_multiplier"] = math.sqrt(hidden)
         return GPTArchitecture(**{**fields, **self.implied, "family": self.model_type})
 
     def write(self, architecture: GPTArchitecture) -> Config:
-        """Return the ``config.json`` of an architecture."""
-        # Some families have an id in their defaults, which a small vocabulary lacks.
+        """Return the content of ``config.json`` for an architecture."""
+        # Some families have a default pad_token_id that a small vocabulary lacks.
         config: Config = {"pad_token_id": None, **self.fixed}
         config |= {key: getattr(architecture, name) for name, key in self.keys.items()}
         if self._is_gpt2:
@@ -126,17 +131,24 @@ class Family:
             config |= self._written_windows(architecture, config)
         if "attention_scale" in self.keys and self.model_type.startswith("gemma"):
             config["query_pre_attn_scalar"] = round((architecture.attention_scale or 1.0) ** -2)
+        if "kv_lora_rank" in self.keys:
+            rotated = architecture.rotated_channels
+            config |= {"qk_rope_head_dim": rotated, "head_dim": rotated}
+            config["qk_nope_head_dim"] = architecture.kv_channels - rotated
         names = {"model_type": self.model_type, "architectures": [self.model_class]}
         return {**config, **names}
 
     def _read_windows(self, config: Config) -> dict[str, Any]:
-        """Return the layers without a window, and the rotary base of the others."""
+        """Return the fields for layers with and without a window, and for their rotary base."""
         numbers, pattern = range(config[_LAYERS]), config.get("sliding_window_pattern")
         full = {n for n in numbers if (n + 1) % (pattern or self.window_pattern or 1) == 0}
         if config.get("layer_types"):
             full = {n for n in numbers if config["layer_types"][n] == _FULL}
         if len(full) == len(numbers):
             return {"window_size": None}
+        windows = {"layers_without_window": tuple(sorted(full))}
+        if self.rotates_alike:
+            return windows
         rope = (config.get("rope_parameters") or {}).get(_SLIDING) or {}
         if rope.get("rope_type", "default") != "default":
             raise CheckpointError(
@@ -147,17 +159,19 @@ class Family:
         read = self._read_rope(config)
         base = float(base or self.window_rotary_base or read["rotary_base"])
         is_same = base == read["rotary_base"] and read["rope_scaling"] is None
-        windows = {"layers_without_window": tuple(sorted(full))}
         return {**windows, "window_rotary_base": None if is_same else base}
 
     def _written_windows(self, architecture: GPTArchitecture, config: Config) -> Config:
-        """Return the kinds of the layers and their rotations."""
+        """Return the keys for layers with and without a window, and for their rotation."""
         numbers, windowed = range(architecture.num_layers), architecture.window_size is not None
         full = architecture.layers_without_window if windowed else numbers
+        kinds = {"layer_types": [_FULL if n in full else _SLIDING for n in numbers]}
+        if self.rotates_alike:
+            return kinds
         base, scaling = config["rope_theta"], config["rope_scaling"] or {"rope_type": "default"}
         local = architecture.window_rotary_base or base
         return {
-            "layer_types": [_FULL if n in full else _SLIDING for n in numbers],
+            **kinds,
             "rope_local_base_freq": local,
             "rope_parameters": {
                 _FULL: {**scaling, "rope_theta": base},
@@ -166,8 +180,8 @@ class Family:
         }
 
     def _read_rope(self, config: Config) -> dict[str, Any]:
-        """Return base, share and scaling of the rotation, and the longest sequence."""
-        # Keys of transformers 5, or older ones.
+        """Return the fields of the rotary embedding, and ``max_position_embeddings``."""
+        # transformers 5 has other keys than earlier versions.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope = rope.get(_FULL) or rope
         share = rope.get(_PARTIAL, config.get(_PARTIAL))
@@ -188,7 +202,7 @@ class Family:
         }
 
     def _written_rope(self, architecture: GPTArchitecture) -> Config:
-        """Return the keys that `_read_rope` reads, in the older form that all versions read."""
+        """Return the keys of the rotary embedding in their older form, which all versions read."""
         config: Config = {"rope_theta": architecture.rotary_base, "rope_scaling": None}
         scaling = architecture.rope_scaling
         if scaling is not None:
@@ -208,7 +222,6 @@ class Family:
 
 
 def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
-    """Return the scaling of the rotary frequencies."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     # Early configurations of Phi-3 have other names for longrope.
     kind = "longrope" if "short_factor" in rope else kind
@@ -223,18 +236,17 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
     if kind != "linear":
         values[ORIGINAL] = int(config.get(ORIGINAL) or rope.get(ORIGINAL) or positions)
     # Settings that transformers derives from others.
-    scales = [float(rope.get(name) or 0.0) for name in ("mscale", "mscale_all_dim")]
     if kind == "yarn" and rope.get("truncate") is False:
-        raise CheckpointError("truncate=false of rope type 'yarn' in config.json is not supported")
-    if kind == "yarn" and all(scales) and rope.get("attention_factor") is None:
-        upper, lower = (1.0 + 0.1 * scale * math.log(rope["factor"]) for scale in scales)
-        values["attention_factor"] = upper / lower
+        raise CheckpointError(
+            "truncate=false of rope type 'yarn' in config.json is not supported. Supported: true"
+        )
     if kind == "longrope":
         values["factor"] = positions / values[ORIGINAL]
         if rope.get("factor") and rope.get("attention_factor") is None:
-            original = values[ORIGINAL]
-            given = RopeScaling(rope["factor"], 1.0, 4.0, original, "longrope")
-            values["attention_factor"] = given.concentration
+            scaling = RopeScaling(
+                rope["factor"], original_max_position_embeddings=values[ORIGINAL], kind="longrope"
+            )
+            values["attention_factor"] = scaling.concentration
     # An absent setting has its default, if it has one.
     settings: dict[str, Any] = {"kind": kind, "factor": float(values["factor"])}
     for name in _ROPE_SETTINGS[kind]:
@@ -246,6 +258,22 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
         else:
             settings[name] = value if name == ORIGINAL else float(value)
     return RopeScaling(**settings)
+
+
+def _read_latent_attention(config: Config, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return widths, rotated share and scale of the scores of latent attention."""
+    rotated = config["qk_rope_head_dim"]
+    width = config["qk_nope_head_dim"] + rotated
+    scaling, scale = fields["rope_scaling"], None
+    if scaling is not None and scaling.mscale_all_dim:
+        scale = width**-0.5 * scaling.yarn_factor(scaling.mscale_all_dim) ** 2
+    return {
+        "num_query_groups": fields["num_attention_heads"],
+        "kv_channels": width,
+        # The next larger number, because a smaller product would be rounded down.
+        "rotary_percent": min(math.nextafter(rotated / width, 1.0), 1.0),
+        "attention_scale": scale,
+    }
 
 
 def _read_gpt2(config: Config) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Reading of GGUF files, dequantised to float32.
+"""Read GGUF files and dequantise their tensors to float32.
 
-Every key and every tensor of a file is used, or an error names it.
+A key or tensor of a file that cannot be used raises an error.
 """
 
 import re
@@ -17,7 +17,7 @@ from aligner.checkpoint.hf.families import family_of
 from aligner.data.tokenizers.gguf import gguf_tokenizer_files, gguf_values
 from aligner.errors import CheckpointError, raised_as
 
-# general.architecture → model_type. A llama with a window is a Mistral. With experts it is refused.
+# general.architecture → model_type. A llama with a window becomes a mistral (`_family`).
 _MODEL_TYPES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "gpt2")},
     "qwen3moe": "qwen3_moe",
@@ -38,12 +38,12 @@ _OPTIONAL = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-# Keys without effect at any value.
+# Keys that may be ignored at any value.
 _UNUSED = (
     *("tensor_data_layout", "rope.scaling.finetuned"),
     *("split.no", "split.count", "split.tensors.count"),  # of files with one part
 )
-# Keys without effect at these values.
+# Keys that may be ignored at these values.
 _ZERO = (
     *("expert_count", "expert_used_count", "expert_shared_count", "attention.sliding_window"),
     *("attention.max_alibi_bias", "attention.clamp_kqv", "attention.scale"),
@@ -61,7 +61,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.type": ("none",),
     "rope.scaling.attn_factor": (1.0,),
 }
-# Keys of the container, and keys that `aligner.data.tokenizers.gguf` checks.
+# Keys of the file format, and keys that `aligner.data.tokenizers.gguf` checks.
 _ELSEWHERE = ("GGUF.", "general.", "tokenizer.", "quantize.")
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
@@ -69,9 +69,11 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], dict[str, bytes]]:
-    """Return ``config.json``, float32 tensors (read when indexed) and tokenizer files of a model.
+    """Convert a GGUF file to the content of a Hugging Face directory.
 
-    Raises `CheckpointError` if the file is damaged, or it contains an unsupported key or tensor.
+    Returns the content of ``config.json``, the float32 tensors by name (read when they are
+    indexed), and the tokenizer files by name. Raises `CheckpointError` if the file is damaged or
+    contains an unsupported key or tensor.
     """
     reader, values = gguf_values(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -82,7 +84,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], dict[st
 
 
 def _names(architecture: str, model_type: str) -> dict[str, str]:
-    """Map GGUF modules to Hugging Face modules. ``{n}`` is the layer, ``{e}`` the expert."""
+    """Map GGUF names to Hugging Face modules. ``{n}`` is the layer number, ``{e}`` the expert."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
@@ -105,7 +107,7 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
         for key, v in values.items()
         if not key.startswith(_ELSEWHERE)
     }
-    # Properties that every supported file has.
+    # Check the properties that every supported file has.
     lacking = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
     problem = ""
     if architecture not in _MODEL_TYPES or kind != "model":
@@ -119,7 +121,7 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
             "`llama-gguf-split --merge` and give the joined file"
         )
     elif lacking:
-        problem = f"{', '.join(lacking)} must be present, each one integer"
+        problem = f"{', '.join(lacking)} must be present, each with one integer"
     elif "token_embd.weight" not in tensors:
         problem = "the tensor token_embd.weight is missing"
     if problem:
@@ -131,7 +133,7 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
             settings.pop(key, None)
     config = {ours: settings.pop(key) for key, ours in _SIZES.items()}
     config |= {ours: settings.pop(key) for key, ours in _OPTIONAL.items() if key in settings}
-    # Sizes of heads and of the vocabulary. Other sizes stay in the settings, which are refused.
+    # Sizes of heads and of the vocabulary. Unequal head sizes stay in ``settings`` and are refused.
     head = settings.pop("attention.key_length", None)
     head = head or config["hidden_size"] // config["num_attention_heads"]
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -146,7 +148,7 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
     if settings:
         raise CheckpointError(
             f"{', '.join(f'{prefix}{key}={value!r:.40}' for key, value in settings.items())}: not "
-            "supported. Convert the model from its Hugging Face directory instead"
+            "supported. Give the Hugging Face directory of the model instead of the GGUF file"
         )
     return config
 
@@ -154,7 +156,7 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
 def _family(
     architecture: str, config: dict[str, Any], settings: dict[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return ``model_type`` and its specific keys, and remove those from ``settings``."""
+    """Return ``model_type`` and the family's ``config.json`` keys, taken out of ``settings``."""
     kind = _MODEL_TYPES[architecture]
     if kind == "llama" and "sliding_window" in config:
         return {"model_type": "mistral"}
@@ -172,14 +174,17 @@ def _family(
     # A llama has biases in all projections or in none.
     biases = [name for name in tensors if name.endswith(".bias")]
     if len(biases) not in (0, 7 * config["num_hidden_layers"]):  # q, k, v, output, gate, up, down
-        raise CheckpointError(f"{biases[0]}: all projections must have biases, or none")
+        raise CheckpointError(
+            f"{biases[0]}: a bias in some projections only is not supported for llama models. Give "
+            "a model with biases in all projections or in none"
+        )
     return {"model_type": kind, "attention_bias": bool(biases), "mlp_bias": bool(biases)}
 
 
 def _rope(
     settings: dict[str, Any], config: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return ``rope_scaling`` from keys or llama3's factors, and remove those from ``settings``."""
+    """Return ``rope_scaling``, taken out of ``settings`` or found from the tensor of factors."""
     old = settings.pop("rope.scale_linear", None)
     factor = settings.pop("rope.scaling.factor", old)
     kind = settings.get("rope.scaling.type", "linear")
@@ -204,12 +209,13 @@ def _rope(
             llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": original}
             return {"rope_scaling": llama3} if factor != 1.0 else {}
     raise CheckpointError(
-        f"the factors of {_ROPE_FACTORS} are not llama3's. Only llama3's scaling is supported"
+        f"the tensor {_ROPE_FACTORS} does not have the values of llama3's rope scaling. Other "
+        "scalings are not supported"
     )
 
 
 class GGUFTensors(LazyTensors):
-    """Tensors under Hugging Face's names, dequantised to float32 when they are indexed."""
+    """Tensors by Hugging Face name, dequantised to float32 when they are indexed."""
 
     def __init__(
         self, tensors: Mapping[str, Any], config: Mapping[str, Any], names: Mapping[str, str]
@@ -244,7 +250,7 @@ class GGUFTensors(LazyTensors):
             heads = self._config["num_attention_heads"]
             counts = {"q_proj": heads, "k_proj": self._config.get("num_key_value_heads", heads)}
             count = counts.get(name.split(".")[-2])
-            if count is not None:  # llama.cpp interleaves the two halves of a head's rotation
+            if count is not None:  # llama.cpp interleaves the two rotated halves of each head
                 pairs = value.reshape(count, -1, 2, *value.shape[1:])
                 value = pairs.transpose(1, 2).reshape(value.shape)
         # GPT-2 stores weights transposed.

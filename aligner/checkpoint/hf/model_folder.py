@@ -1,4 +1,4 @@
-"""Reading of Hugging Face directories and GGUF files, and writing of Hugging Face directories."""
+"""Read Hugging Face directories and GGUF files, and write Hugging Face directories."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """Contents of a directory or GGUF file: canonical weights and the tokenizer's files."""
+    """Model of a Hugging Face directory or a GGUF file. The weights have canonical names."""
 
     architecture: GPTArchitecture
     weights: HuggingFaceWeights
@@ -55,17 +55,20 @@ class HuggingFaceModel:
 
     @property
     def config(self) -> Config:
-        """Architecture under NeMo's keys."""
+        """Architecture as a configuration with NeMo's keys."""
         return config_from_architecture(self.architecture)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer that ``tokenizer_files`` describe."""
+        """Tokenizer built from ``tokenizer_files``."""
         return tokenizer_from_files(self.tokenizer_files)
 
 
 def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
-    """Open a Hugging Face directory (``config.json``, safetensors) or a ``.gguf`` file."""
+    """Open a Hugging Face directory (``config.json``, safetensors) or a ``.gguf`` file.
+
+    A weight is read when it is indexed. Raises `CheckpointError` for other and damaged files.
+    """
     path = Path(path)
     if path.is_dir():
         config = read_json(path / "config.json")
@@ -77,19 +80,19 @@ def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
         config, state, tokenizer_files = read_gguf(path)
     else:
         kind = CheckpointError if path.exists() else CheckpointNotFoundError
-        problem = "is neither of these" if path.exists() else "does not exist"
+        problem = "has no supported format" if path.exists() else "does not exist"
         raise kind(
             f"{str(path)!r} {problem}. Give a Hugging Face directory or a .gguf file"
             f"{hub_remedy(str(path))}"
         )
-    # The tensors are checked against the architecture and read later.
+    # Check names of tensors against the architecture. The tensors are read later.
     architecture = architecture_from_hf(config)
     weights = HuggingFaceWeights(state, family_of(architecture.family).table, architecture)
     return HuggingFaceModel(architecture, weights, tokenizer_files)
 
 
 class SafetensorsFolder(LazyTensors):
-    """All tensors of a directory's safetensors files, memory-mapped and read when indexed."""
+    """Tensors of all safetensors files in a directory. A tensor is read when it is indexed."""
 
     def __init__(self, folder: Path) -> None:
         index, names = folder / _INDEX, ["model.safetensors"]
@@ -112,7 +115,7 @@ class SafetensorsFolder(LazyTensors):
             if unlisted:
                 raise CheckpointError(
                     f"{str(folder / name)!r} contains {unlisted[0]}, but {_INDEX} does not list "
-                    "it. The files belong to two models, or the index is damaged"
+                    "it. Remove the file if it belongs to another model, or restore the index"
                 )
             self._files |= dict.fromkeys(tensors, file)
         super().__init__(self._files)
@@ -123,21 +126,21 @@ class SafetensorsFolder(LazyTensors):
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the map from tensors to files in the directory of ``index``."""
+    """Return the file name of each tensor that ``index`` lists."""
     listed: Any = read_json(index).get("weight_map")
     entries = listed if isinstance(listed, dict) else {"weight_map": listed}
     for key, name in entries.items():
         is_plain = isinstance(name, str) and Path(name).name == name
         if not is_plain or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{str(index)!r} names the file {name!r} for {key}. A .safetensors file in the "
-                "same directory is expected"
+                f"{str(index)!r} names the file {name!r} for {key}. Only .safetensors files in the "
+                "same directory are allowed"
             )
     return entries
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or raise `CheckpointError`."""
+    """Return the JSON object in a file. Raises `CheckpointError` if there is none."""
     absent = f"{str(path.parent)!r} contains no {path.name}"
     with raised_as(CheckpointError, absent, FileNotFoundError, remedy="give a model's directory"):
         content = path.read_bytes()
@@ -145,7 +148,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the directory's tokenizer files, completed by transformers and ``config.json``."""
+    """Return the content of each tokenizer file in a directory, by name.
+
+    transformers converts files of slow tokenizers. If no file lists several end tokens, those of
+    ``config``, the content of ``config.json``, are added.
+    """
     files = read_files(folder, TOKENIZER_FILES)
     if is_slow(folder):
         files |= load_tokenizer(folder).files()
@@ -162,15 +169,18 @@ def save_hf(
     tokenizer_files: Mapping[str, bytes],
     keys: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a Hugging Face directory that ``from_pretrained`` loads, see `new_folder`.
+    """Write a new Hugging Face directory for ``from_pretrained``.
 
-    ``keys``: NeMo's keys of the model. A reward model becomes a sequence classifier, a critic a
-    token classifier. Raises `CheckpointError` if the classifier does not exist or scores otherwise.
+    A reward model becomes a sequence classifier, a critic a token classifier. ``keys``: the model's
+    settings under NeMo's keys. Raises `CheckpointError` if transformers has no classifier with
+    equal scores, and the errors of `new_folder`.
     """
     folder = Path(folder)
     for name in tokenizer_files:
         if not is_tokenizer_file(name):
-            raise CheckpointError(f"{name!r} is not the name of a tokenizer file")
+            raise CheckpointError(
+                f"{name!r} in tokenizer_files is not the name of a tokenizer file. Remove it"
+            )
     check_names(weights, architecture, "the model to be saved")
     family, config = config_to_hf(architecture)
     config |= _special_ids(tokenizer_files)
@@ -194,7 +204,7 @@ def save_hf(
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill, and rename it to ``folder`` after the block.
+    """Yield a temporary folder to fill, and rename it to ``folder`` after the block.
 
     Raises `StorageError` if ``folder`` exists and is not empty, or cannot be written.
     """
@@ -218,7 +228,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the ``config.json`` settings of a sequence classifier, or without keys of a critic."""
+    """Return the ``config.json`` settings of a reward model, or of a critic if ``keys`` is None."""
     if family.table is not LLAMA_TABLE:
         raise CheckpointError(
             f"the model has a reward head (rm_head), which a Hugging Face {family.model_type} "
@@ -230,7 +240,7 @@ def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None
     if keys is not None and has_offset:
         raise CheckpointError(
             "the reward head (rm_head) has a bias or standardised rewards, which a sequence "
-            "classifier of transformers does not have. Score with the .nemo (reward.model, "
+            "classifier of transformers lacks. Score with the .nemo file (reward.model, "
             "`aligner serve-reward`), or train with trainer.reward_model.loss=bradley_terry and "
             "standardize_on=null"
         )
@@ -257,7 +267,7 @@ def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | list[i
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Write safetensors, in several files if one would be too large. Return the dtype."""
+    """Write safetensors files of at most 5 GB. Returns the dtype's name, such as ``bfloat16``."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     total, dtype = 0, ""
@@ -278,7 +288,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
         shard[name] = tensor.clone() if is_part else tensor
         total += tensor.nbytes
     flush()
-    # The names contain the count of shards, which is only known now.
+    # The file names contain the number of files, which is only known now.
     weight_map: dict[str, str] = {}
     for index, names in enumerate(shards):
         part = "" if len(shards) == 1 else f"-{index + 1:05d}-of-{len(shards):05d}"

@@ -1,6 +1,7 @@
-"""Export of adapters in the format of Hugging Face's PEFT, for ``PeftModel.from_pretrained``.
+"""Export LoRA adapters in the format of Hugging Face's PEFT, for ``PeftModel.from_pretrained``.
 
-Modules of a fused linear (query, key and value, or gate and up) share A and have their rows of B.
+The modules of a fused linear (query, key and value, or gate and up) get the same A, and each its
+rows of B.
 """
 
 import json
@@ -30,13 +31,15 @@ def save_peft(
     architecture: GPTArchitecture,
     base_model: str | None = None,
 ) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, completely or not at all.
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, both files or none.
 
     Args:
         folder: path of a new or an empty directory.
         adapters: result of `read_adapters`.
-        architecture: shape of the base model.
-        base_model: name or path of the base model in Hugging Face's format, for the configuration.
+        architecture: architecture of the base model.
+        base_model: name or path of the base model, which ``adapter_config.json`` records.
+
+    Raises `CheckpointError` if the adapters include a reward head that PEFT cannot represent.
     """
     has_table, has_head = architecture.has_table, REWARD_HEAD[0] in adapters.tensors
     if has_head and not (has_table and config_to_hf(architecture)[0].table is LLAMA_TABLE):
@@ -68,7 +71,7 @@ def save_peft(
 def _any_state(
     adapters: Adapters, architecture: GPTArchitecture
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return PEFT's tensors and settings for a model that only transformers builds.
+    """Return PEFT tensors and settings for a model without a table of tensor names.
 
     PEFT wraps a module of experts once for each adapted parameter, the last parameter outermost. A
     is [experts * rank, in], and B [out, rank * experts].
@@ -98,7 +101,7 @@ def _any_state(
 def _table_state(
     adapters: Adapters, architecture: GPTArchitecture, has_head: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return PEFT's tensors and settings for a family with a table of tensors."""
+    """Return PEFT tensors and settings for a family with a table of tensor names."""
     family, _ = config_to_hf(architecture)
     # A and B of every linear of Hugging Face's model.
     linears = {

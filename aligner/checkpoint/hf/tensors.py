@@ -1,7 +1,4 @@
-"""Tables of Hugging Face's tensor names and layouts for canonical tensors.
-
-A row maps a canonical module to its Hugging Face modules and their layout.
-"""
+"""Tables that map canonical modules to Hugging Face modules and the layout of their tensors."""
 
 import itertools
 import re
@@ -30,13 +27,13 @@ from aligner.errors import CheckpointError, raised_as
 class Layout:
     """Conversion between one canonical tensor and its Hugging Face tensors.
 
-    ``join(parts, architecture) -> tensor`` and ``part(tensor, architecture) -> parts``. Weights are
-    [out, in], biases [out], of any dtype.
+    ``join`` converts the Hugging Face tensors to the canonical tensor, and ``part`` is its inverse.
+    Weights are [out, in] and biases [out], of any dtype.
     """
 
     join: Callable[[list[Tensor], GPTArchitecture], Tensor]
     part: Callable[[Tensor, GPTArchitecture], list[Tensor]]
-    transposed: bool = False  # the parts' columns are the tensor's rows
+    transposed: bool = False  # Hugging Face's weights are [in, out]
 
 
 def _conv(tensor: Tensor) -> Tensor:
@@ -45,14 +42,14 @@ def _conv(tensor: Tensor) -> Tensor:
 
 
 def join_qkv(parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
-    """Interleave ``[heads*D, …], [groups*D, …], [groups*D, …]`` per query group. Any dtype."""
+    """Join query ``[heads*D, …]``, key and value ``[groups*D, …]``, interleaved by query group."""
     groups = architecture.num_query_groups
     grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
     return torch.cat(grouped, dim=1).flatten(0, 1)
 
 
 def part_qkv(tensor: Tensor, architecture: GPTArchitecture) -> list[Tensor]:
-    """Split ``[(heads + 2 * groups) * D, …]`` into query, key and value: inverse of `join_qkv`."""
+    """Split ``[(heads + 2 * groups) * D, …]`` into query, key and value. Inverse of `join_qkv`."""
     groups, head = architecture.num_query_groups, architecture.kv_channels
     queries = architecture.num_attention_heads // groups * head
     grouped = tensor.reshape(groups, queries + 2 * head, *tensor.shape[1:])
@@ -64,25 +61,25 @@ def _join_fused_qkv(fused: Tensor, architecture: GPTArchitecture) -> Tensor:
     sizes = [count * architecture.kv_channels for count in rows]
     if fused.shape[0] != sum(sizes):
         raise CheckpointError(
-            f"the projection to query, key and value has {fused.shape[0]} outputs, expected "
-            f"{sum(sizes)}"
+            f"the projection to query, key and value has {fused.shape[0]} outputs, but config.json "
+            f"gives {sum(sizes)}. Correct num_attention_heads or num_key_value_heads"
         )
     return join_qkv(list(fused.split(sizes)), architecture)
 
 
 def _rotated_order(architecture: GPTArchitecture) -> Tensor:
-    """Return the columns of a head, the even rotated columns before the odd columns.
+    """Return the indices of a head's columns, int64 [D]: even rotated, odd rotated, unrotated.
 
-    The order converts rotation of adjacent columns to rotation of one half against the other.
+    In this order, columns that were rotated in adjacent pairs can be rotated half against half.
     """
     width = architecture.kv_channels
-    rotated = int(width * architecture.rotary_percent)
+    rotated = architecture.rotated_channels
     columns = torch.arange(width)
     return torch.cat((columns[:rotated:2], columns[1:rotated:2], columns[rotated:]))
 
 
 def _reorder(parts: list[Tensor], order: Tensor) -> list[Tensor]:
-    """Reorder the rows of every head of query and key, and leave the value."""
+    """Apply ``order`` to the rows of each head of query and key. The value is unchanged."""
     *rotated, value = parts
     heads = [part.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1) for part in rotated]
     return [*heads, value]
@@ -126,6 +123,51 @@ INTERLEAVED_ROPE: Table = {
         _SEPARATE_QKV,
     )
 }
+
+
+def _latent_order(architecture: GPTArchitecture, first: int) -> Tensor:
+    """Return the rows of a head, or of the projection to latents, in canonical order.
+
+    The file has the rotated rows, in pairs of adjacent rows, from ``first`` on.
+    """
+    rotated = torch.arange(first, first + architecture.rotated_channels)
+    return torch.cat((rotated[::2], rotated[1::2]))
+
+
+def _query_order(architecture: GPTArchitecture) -> Tensor:
+    fixed = architecture.kv_channels - architecture.rotated_channels
+    return torch.cat((_latent_order(architecture, fixed), torch.arange(fixed)))
+
+
+def _latents_order(architecture: GPTArchitecture) -> Tensor:
+    rank = architecture.kv_lora_rank or 0
+    return torch.cat((torch.arange(rank), _latent_order(architecture, rank)))
+
+
+def _by_order(order: Callable[[GPTArchitecture], Tensor]) -> Layout:
+    """Return the layout of a tensor whose rows, or the rows of each head, are reordered."""
+
+    def reordered(tensor: Tensor, rows: Tensor) -> Tensor:
+        return tensor.unflatten(0, (-1, len(rows)))[:, rows].flatten(0, 1)
+
+    return Layout(
+        lambda parts, arch: reordered(parts[0], order(arch)),
+        lambda tensor, arch: [reordered(tensor, order(arch).argsort())],
+    )
+
+
+LATENT_ATTENTION: Table = {
+    f"{_L}.self_attention.linear_q_proj": (_by_order(_query_order), (f"{_ATTENTION}.q_proj",)),
+    f"{_L}.self_attention.linear_q_down_proj": (_COPY, (f"{_ATTENTION}.q_a_proj",)),
+    f"{_L}.self_attention.q_layernorm": (_COPY, (f"{_ATTENTION}.q_a_layernorm",)),
+    f"{_L}.self_attention.linear_q_up_proj": (_by_order(_query_order), (f"{_ATTENTION}.q_b_proj",)),
+    f"{_L}.self_attention.linear_kv_down_proj": (
+        _by_order(_latents_order),
+        (f"{_ATTENTION}.kv_a_proj_with_mqa",),
+    ),
+    f"{_L}.self_attention.kv_layernorm": (_COPY, (f"{_ATTENTION}.kv_a_layernorm",)),
+    f"{_L}.self_attention.linear_kv_up_proj": (_COPY, (f"{_ATTENTION}.kv_b_proj",)),
+}
 FUSED_QKV: Table = {
     f"{_L}.self_attention.linear_qkv": (
         Layout(
@@ -152,7 +194,7 @@ _EXPERT = f"{_L}.mlp.experts.local_experts.{{e}}"
 
 
 def norms_after(attention: str, mlp: str, before_mlp: str = "post_attention_layernorm") -> Table:
-    """Return the rows of the norms after attention and MLP, and of the norm before the MLP."""
+    """Return table rows for the norms after attention, after the MLP, and before the MLP."""
     return {
         f"{_L}.pre_mlp_layernorm": (_COPY, (f"{_H}.{before_mlp}",)),
         f"{_L}.self_attn_bda.norm": (_COPY, (f"{_H}.{attention}",)),
@@ -161,7 +203,7 @@ def norms_after(attention: str, mlp: str, before_mlp: str = "post_attention_laye
 
 
 def _experts_table(block: str, gate: str, up: str, down: str) -> Table:
-    """Return Llama's tensor names with experts below ``block`` instead of the MLP."""
+    """Return Llama's table with the experts of module ``block`` in place of the MLP."""
     expert = f"{_H}.{block}.experts.{{e}}"
     dense = {module: row for module, row in LLAMA_TABLE.items() if module not in _DENSE_MLP}
     return {
@@ -214,15 +256,15 @@ _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
     """Return the layout and the Hugging Face names of one canonical tensor."""
-    # The table contains names with marks for the indices.
+    # The table has {n} and {e} in place of the numbers of layer and expert.
     layer, expert = LAYER.match(name), EXPERT.search(name)
     unnumbered = f"decoder.layers.{{n}}.{layer[2]}" if layer else name
     unnumbered = EXPERT.sub("{e}", unnumbered)
     module, _, kind = unnumbered.rpartition(".")
-    if unnumbered in table:  # a parameter with a name of its own
+    if unnumbered in table:  # a parameter that is not called weight or bias
         module, kind = unnumbered, "weight"
     if module not in table:
-        raise CheckpointError(f"{name} does not exist in this Hugging Face family")
+        raise CheckpointError(f"the tensor {name} does not exist in this Hugging Face family")
     layout, sources = table[module]
     kind = _KINDS.get(kind, kind)
     indices = {"n": layer and layer[1], "e": expert and expert[1]}
@@ -232,7 +274,7 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
 def part_rows(
     linear: str, rows: Tensor, table: Table, architecture: GPTArchitecture
 ) -> dict[str, Tensor]:
-    """Split ``rows`` [outputs of ``linear``, …] into one part [outputs, …] for each module."""
+    """Split ``rows`` [outputs, …] of a canonical linear. Returns Hugging Face module → its rows."""
     layout, names = _row(f"{linear}.weight", table)
     parts = layout.part(rows, architecture)
     return {
@@ -242,7 +284,10 @@ def part_rows(
 
 
 class HuggingFaceWeights(LazyTensors):
-    """Canonical view of a Hugging Face state dict. A classifier's ``score`` is the reward head."""
+    """Tensors of a Hugging Face state dict under canonical names and in canonical layouts.
+
+    The module ``score`` of a classifier is the reward head.
+    """
 
     def __init__(self, state: Weights, table: Table, architecture: GPTArchitecture) -> None:
         self._state, self._architecture = state, architecture
@@ -292,7 +337,7 @@ class HuggingFaceWeights(LazyTensors):
         for source, part in zip(sources, parts, strict=True):
             if not part.is_floating_point():
                 raise CheckpointError(
-                    f"{source} of a quantised model has {part.dtype}. Give the model in bf16"
+                    f"{source} of a quantised model has dtype {part.dtype}. Give the model in bf16"
                 )
         shapes = {s: list(p.shape) for s, p in zip(sources, parts, strict=True)}
         with raised_as(CheckpointError, f"{shapes} do not fit config.json", RuntimeError):
@@ -303,7 +348,7 @@ class HuggingFaceWeights(LazyTensors):
 
 
 class HuggingFaceView(LazyTensors):
-    """Canonical weights under Hugging Face's names. A weight is read when it is indexed."""
+    """Canonical weights under Hugging Face names. A weight is converted when it is indexed."""
 
     def __init__(self, weights: Weights, table: Table, architecture: GPTArchitecture) -> None:
         self._weights, self._architecture = weights, architecture

@@ -1,7 +1,7 @@
-"""The `.nemo` container: a tar that is read in place and written in one atomic pass.
+"""Reader and writer of `.nemo` archives: tar files, plain or gzip.
 
-Members are read, or mapped into memory, at their position in the tar, so that hostile member names
-have no effect. `aligner.checkpoint.nemo.inflated` inflates a gzip archive.
+Members are read at their offset in the tar and never extracted, so that hostile member names have
+no effect. `aligner.checkpoint.nemo.inflated` decompresses gzip archives.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ CHECKSUMS = "checksums.json"  # member → SHA-256, for members without CRC-32
 _KEY = "model.restore_from_path"
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = tarfile.BLOCKSIZE
-# Only written pages of a private mapping need memory. Older Pythons lack Linux's name of the flag.
+# Only pages that are written need memory. Older Python versions lack the name of Linux's flag.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @contextlib.contextmanager
-def named_by(key: str) -> Iterator[None]:
-    """Name ``key`` instead of ``model.restore_from_path`` in errors of missing checkpoints."""
+def path_given_by(key: str) -> Iterator[None]:
+    """Name ``key`` instead of ``model.restore_from_path`` in errors about missing checkpoints."""
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -47,13 +47,13 @@ class ArchiveReader:
         self.path = Path(path)
         self._tar: tarfile.TarFile | None = None
         self._members: dict[str, tarfile.TarInfo] = {}
-        self._mapped: dict[str, memoryview] = {}  # by file of a directory, or ``""`` for a tar
+        self._mapped: dict[str, memoryview] = {}  # file in a directory, or "" for a tar → bytes
         if not self.path.exists():
             raise CheckpointNotFoundError(
                 f"checkpoint {str(self.path)!r} does not exist. Check {_KEY}"
                 f"{hub_remedy(str(self.path))}"
             )
-        # A directory. A link could lead to a file elsewhere.
+        # A directory: refuse links, which could lead to files elsewhere.
         if self.path.is_dir():
             if not (self.path / "model_config.yaml").is_file():
                 # Another directory, such as /, can be large and can change while it is listed.
@@ -69,7 +69,7 @@ class ArchiveReader:
             files = (path.relative_to(self.path) for path in paths if path.is_file())
             self.names = frozenset(file.as_posix() for file in files)
             return
-        # A tar, perhaps compressed. Its members are checked before any is read.
+        # A tar, perhaps compressed: check all members before one is read.
         self._stream: IO[bytes] = open(self.path, "rb")  # noqa: SIM115 - closed by close()
         if self._stream.read(2) == _GZIP_MAGIC:
             self._stream.close()
@@ -117,7 +117,8 @@ class ArchiveReader:
     def view(self, name: str) -> memoryview:
         """Map member ``name`` into memory. The view stays valid after `close`.
 
-        Processes share the memory. Bytes are read when accessed, and writing changes only a copy.
+        Processes share the memory. Writing to the view changes a copy of the page, not the file.
+        Raises `CheckpointError` if there is no such member.
         """
         if name not in self.names:
             raise CheckpointError(
@@ -129,7 +130,7 @@ class ArchiveReader:
                     else "Is it a .nemo file?"
                 )
             )
-        # A directory has one mapping per file, a tar one mapping for all members.
+        # A directory has a mapping for each file, a tar one mapping for all members.
         if self._tar is None:
             if name not in self._mapped:
                 with open(self.path / name, "rb") as stream:
@@ -143,8 +144,8 @@ class ArchiveReader:
     def read(self, name: str) -> bytes:
         """Return all bytes of member ``name``.
 
-        Raises `CheckpointError` if a tar's bytes do not match their digest in `CHECKSUMS`. Users
-        may edit the files of an unpacked archive.
+        Raises `CheckpointError` if the bytes do not match their digest in `CHECKSUMS`. Files of an
+        unpacked archive are not checked, because users may edit them.
         """
         if self._tar is None and name in self.names:
             return (self.path / name).read_bytes()
@@ -157,14 +158,14 @@ class ArchiveReader:
         return data
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Read member ``name``, which contains a JSON object."""
+        """Return the JSON object in member ``name``. Raises `CheckpointError` if it is damaged."""
         data = bytes(self.view(name)) if name == CHECKSUMS else self.read(name)
         text = f"{name} of {str(self.path)!r} is damaged"
         return json_object(data, CheckpointError, text, "copy the file again")
 
     @functools.cached_property
     def _digests(self) -> dict[str, Any]:
-        """SHA-256 by member. Empty for an archive without the list."""
+        """SHA-256 of each member that `CHECKSUMS` lists. Empty without this member."""
         listed = self.read_json(CHECKSUMS) if CHECKSUMS in self.names else {}
         absent = sorted(set(listed) - self.names)
         if absent:
@@ -174,7 +175,7 @@ class ArchiveReader:
         return listed
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file. Mappings stay valid while views use them."""
         self._mapped = {}
         if self._tar is not None:
             self._tar.close()
@@ -215,8 +216,7 @@ class ViewStream(io.RawIOBase):
 
 
 def _mapping(stream: IO[bytes]) -> memoryview:
-    """Map a file into memory."""
-    if os.fstat(stream.fileno()).st_size == 0:  # cannot be mapped
+    if os.fstat(stream.fileno()).st_size == 0:  # empty files cannot be mapped
         return memoryview(b"")
     # Writable, because torch requires it. Private, so that the file never changes.
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NO_RESERVE
@@ -224,7 +224,7 @@ def _mapping(stream: IO[bytes]) -> memoryview:
 
 
 class ArchiveWriter:
-    """Writer of a plain tar, member by member, without temporary copies. Bytes are reproducible."""
+    """Writer of a plain tar, member by member. Equal members give equal bytes."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -245,11 +245,11 @@ class ArchiveWriter:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """Stream a file of unknown size. Its header is written when the block ends."""
+        """Open a member for writing. Its size may be unknown until the block ends."""
         info = tarfile.TarInfo(f"./{name}")
         info.mode = 0o644
         start = self._stream.tell()
-        self._stream.write(bytes(_BLOCK))  # space for the header, which states the size
+        self._stream.write(bytes(_BLOCK))  # space for the header, which contains the size
         yield self._stream
         end = self._stream.tell()
         info.size = end - start - _BLOCK
@@ -260,7 +260,7 @@ class ArchiveWriter:
         self._stream.seek(next_member)
 
     def finish(self) -> None:
-        """Write the list of checksums and the end-of-archive mark, padded like tar's."""
+        """Write the list of checksums and the end-of-archive mark, padded as tar does."""
         self.add(CHECKSUMS, json.dumps(self._digests, sort_keys=True).encode())
         self._stream.write(bytes(2 * _BLOCK))
         self._stream.write(bytes(-self._stream.tell() % tarfile.RECORDSIZE))
@@ -274,5 +274,5 @@ def _header(info: tarfile.TarInfo) -> bytes:
     # TarInfo's defaults are time 0 and no owner, so that equal models give equal bytes.
     header = info.tobuf(tarfile.GNU_FORMAT)
     if len(header) != _BLOCK:
-        raise CheckpointError(f"member name {info.name!r} is too long for a .nemo archive")
+        raise CheckpointError(f"the file name {info.name!r} is too long for a .nemo. Shorten it")
     return header

@@ -1,6 +1,7 @@
-"""Files inside a `.nemo`: artifacts of users (NeMo's ``register_artifact``) and tokenizer files.
+"""Tokenizer files and users' files (NeMo's ``register_artifact``) in a `.nemo` archive.
 
-A file is the member ``<hex>_<name>``. Its configuration key has the value ``nemo:<hex>_<name>``.
+A file is the member ``<hex>_<name>``. A key of ``model_config.yaml`` refers to it with the value
+``nemo:<hex>_<name>``.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ _PREFIX = re.compile(r"^[0-9a-f]{32}_")
 def write_artifacts(
     archive: ArchiveWriter, config: dict[str, Any], artifacts: Mapping[str, Path]
 ) -> None:
-    """Add files by dotted key, and set each key of ``config``, in place, to its file."""
+    """Add the files of ``artifacts`` (dotted key → path), and set their keys in ``config``."""
     for key, path in sorted(artifacts.items()):
         name = _PREFIX.sub("", path.name)  # files extracted from a `.nemo` already have a prefix
         *parents, leaf = key.split(".")
@@ -31,20 +32,20 @@ def write_artifacts(
 
 
 def _add(archive: ArchiveWriter, name: str, content: bytes) -> str:
-    """Add a file and return its reference. The prefix (random in NeMo) is the content's digest."""
+    """Add a file, prefixed with its digest (in NeMo a random prefix). Return its reference."""
     member = f"{hashlib.sha256(content).hexdigest()[:32]}_{name}"
     archive.add(member, content)
     return f"{_REFERENCE}{member}"
 
 
 def extract_artifacts(archive: ArchiveReader, config: Mapping[str, Any], folder: Path) -> None:
-    """Copy the members that ``config`` references, except the tokenizer's, to ``folder``."""
+    """Copy the files that ``config`` refers to, except tokenizer files, into ``folder``."""
     outside = {key: value for key, value in config.items() if key != "tokenizer"}
     for member in archive.names & {*_references(outside)}:
         if Path(member).name != member:
             raise CheckpointError(
                 f"model_config.yaml of {str(archive.path)!r} refers to 'nemo:{member}' in a "
-                "folder. Files of users must be at the top level of the archive"
+                "folder. Move the file to the top level of the archive"
             )
         (folder / member).write_bytes(archive.read(member))
 
@@ -57,7 +58,7 @@ def _references(value: Any) -> Iterator[str]:
         yield value[len(_REFERENCE) :]
 
 
-# NeMo identifies files by role, not by their original names.
+# Key of NeMo's section ``tokenizer`` → file name.
 _ROLE_NAMES = {
     "model": "tokenizer.model",
     "tokenizer_model": "tokenizer.model",
@@ -68,8 +69,8 @@ _ROLE_NAMES = {
 
 
 def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return name → content of the packaged tokenizer files, empty if none are packaged."""
-    # The names in the configuration.
+    """Return name → content of the archive's tokenizer files, empty if it has none."""
+    # Read the file names in the configuration.
     section, path = config.get("tokenizer") or {}, repr(str(archive.path))
     listed = section.get("files") or {} if isinstance(section, Mapping) else section
     if not isinstance(listed, Mapping):
@@ -77,14 +78,14 @@ def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> d
             f"tokenizer.files of model_config.yaml in {path} is a {type(listed).__name__}, not a "
             "mapping of names to files"
         )
-    # Names become file names of a conversion, so a path or another name is an attack.
+    # A conversion writes files with these names, so that a path could overwrite other files.
     for name in listed:
         if not is_tokenizer_file(name):
             raise CheckpointError(
                 f"model_config.yaml of {path} names {str(name)!r}, which is not the name of a "
                 "tokenizer file: refused as malicious"
             )
-    # Resolve the references to members of the archive, which refuses an absent member.
+    # Read the members that the configuration refers to. An absent member raises an error.
     roles = {_ROLE_NAMES[key]: section[key] for key in _ROLE_NAMES if section.get(key)}
     members = {
         name: value.removeprefix(_REFERENCE)
@@ -95,11 +96,11 @@ def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> d
 
 
 def write_tokenizer_files(archive: ArchiveWriter, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Add tokenizer files and return the ``tokenizer`` section with their references."""
+    """Add tokenizer files and return the section ``tokenizer`` that refers to them."""
     references = {name: _add(archive, name, content) for name, content in sorted(files.items())}
     section: dict[str, Any] = {"type": None, "model": None, "vocab_file": None, "merge_file": None}
     extra = {name: references.pop(name) for name in [GENERATION_CONFIG] if name in references}
-    # NeMo's keys depend on the kind of tokenizer. Other files are listed individually.
+    # NeMo has keys for two kinds of tokenizer. Files of other kinds are listed under ``files``.
     if set(references) == {"tokenizer.model"}:
         section |= {"library": "sentencepiece", "model": references["tokenizer.model"]}
     elif set(references) == {"vocab.json", "merges.txt"}:

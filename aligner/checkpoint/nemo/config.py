@@ -43,8 +43,7 @@ _WRITTEN_ACTIVATIONS: dict[Activation, str] = {
     "geglu": "fast-geglu",
     "geglu_tanh": "geglu",  # together with bias_activation_fusion
 }
-# Settings of experts that megatron-core supports and `GPTArchitecture` does not (only Mixtral's and
-# Qwen3-MoE's experts are supported), with the value that disables them.
+# Settings of experts that megatron-core has, but `GPTArchitecture` lacks → value without effect.
 _PLAIN_EXPERTS: Config = {
     "moe_layer_freq": 1,
     "moe_router_score_function": "softmax",
@@ -53,10 +52,12 @@ _PLAIN_EXPERTS: Config = {
     "moe_router_topk_scaling_factor": None,
     "moe_expert_capacity_factor": None,
 }
-# Fields that NeMo has no key for. They are written if they differ from the default.
+# Fields of `GPTArchitecture` without a key in NeMo, written if they differ from the default.
 _OWN_KEYS = (
     *("qk_norm_over_heads", "branch_norms", "embedding_multiplier", "residual_multiplier"),
+    *("logits_divisor", "logits_cap", "attention_cap"),
     *("logits_divisor", "window_rotary_base", "layers_without_experts", "moe_router_sigmoid"),
+    *("q_lora_rank", "kv_lora_rank", "value_channels"),
     *("moe_router_groups", "moe_router_group_topk", "moe_router_normalizes", "moe_router_scale"),
 )
 _INTERPOLATION = re.compile(r"^\$\{\.*(?:model\.)?(\w+)\}$")
@@ -68,7 +69,10 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 def parse_config(data: bytes) -> Config:
-    """Parse the YAML and resolve simple references such as ``${.encoder_seq_length}``."""
+    """Parse ``model_config.yaml`` and resolve references such as ``${.encoder_seq_length}``.
+
+    Raises `CheckpointError` if it does not describe a GPT.
+    """
     damage = (yaml.YAMLError, UnicodeDecodeError, RecursionError)
     with raised_as(CheckpointError, "model_config.yaml cannot be parsed", *damage):
         config = yaml.safe_load(data)
@@ -78,13 +82,14 @@ def parse_config(data: bytes) -> Config:
     missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
         raise CheckpointError(
-            f"model_config.yaml lacks {', '.join(missing)}. It does not describe a GPT model"
+            f"model_config.yaml lacks {', '.join(missing)}, so that it does not describe a GPT. "
+            "Give a .nemo of a GPT model"
         )
     return {key: _resolved(config, value) for key, value in config.items()}
 
 
 def _resolved(config: Config, value: Any) -> Any:
-    for _ in range(8):  # limits chains and cycles of references
+    for _ in range(8):  # maximum length of a chain of references, which may be a cycle
         match = _INTERPOLATION.match(value) if isinstance(value, str) else None
         if match is None or match[1] not in config:
             break
@@ -95,27 +100,27 @@ def _resolved(config: Config, value: Any) -> Any:
 def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchitecture:
     """Return the architecture for NeMo's keys. An absent or null key has NeMo's default.
 
-    ``vocab_size``: size of the tokenizer, because NeMo does not write it. A ``vocab_size`` key
-    written by this library takes precedence: an embedding may be larger than its tokenizer.
+    ``vocab_size``: number of the tokenizer's tokens, used if ``config`` lacks ``vocab_size``. Only
+    this library writes that key. Raises `CheckpointError` for missing and unsupported values.
     """
     vocab_size = config.get("vocab_size") or vocab_size
     if vocab_size is None:
         raise CheckpointError(
             "the vocabulary size is unknown: model_config.yaml lacks vocab_size and the archive "
-            "contains no tokenizer"
+            "contains no tokenizer. Add vocab_size to model_config.yaml"
         )
 
     def get(key: str, default: Any) -> Any:
         value = config.get(key)
         return default if value is None else value
 
-    # Variants of experts that the models of this library do not compute.
+    # Refuse variants of experts that this library does not compute.
     for key, plain in _PLAIN_EXPERTS.items():
         if config.get("num_moe_experts") and config.get(key) not in (None, plain):
             raise CheckpointError(
                 f"{key}={config[key]!r} in model_config.yaml is not supported. Supported: {plain!r}"
             )
-    # The architecture. Attributes whose keys are read with rules have functions of their own.
+    # Fields that depend on several keys are read by functions below.
     text = "model_config.yaml contains a value of a wrong type"
     with raised_as(CheckpointError, text, TypeError, ValueError, ArithmeticError):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -177,7 +182,7 @@ def _choice(config: Config, key: str, default: str, choices: dict[str, Any]) -> 
 
 
 def _activation(config: Config) -> Activation:
-    """Return the activation. NeMo's fused bias-gelu kernels always compute the tanh form."""
+    """Return the activation. NeMo's fused kernels of bias and gelu compute the tanh form."""
     activation: Activation = _choice(config, "activation", "gelu", _ACTIVATIONS)
     fused = bool(config.get("bias_activation_fusion"))
     if activation == "gelu" and (fused or config.get("openai_gelu")):
@@ -193,7 +198,10 @@ def _normalization(config: Config) -> Normalization:
 
 
 def _positions(config: Config) -> int:
-    """Return the number of positions, for megatron-core's learned table ``encoder_seq_length``."""
+    """Return the maximum number of positions.
+
+    megatron-core's learned position embeddings have ``encoder_seq_length`` rows.
+    """
     keys = ["max_position_embeddings", "encoder_seq_length"]
     learned = config.get("position_embedding_type") in (None, "learned_absolute")
     if learned and config.get("mcore_gpt"):
@@ -219,7 +227,7 @@ def _rope_scaling(config: Config) -> RopeScaling | None:
 
 
 def config_from_architecture(architecture: GPTArchitecture) -> Config:
-    """Return NeMo's keys for an architecture, including all keys that affect numbers."""
+    """Return the content of ``model_config.yaml`` for an architecture."""
     is_zero_centred = architecture.normalization == "rmsnorm1p"
     # Keys that are always written. The optional keys follow.
     config: Config = {
@@ -260,7 +268,7 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "target": "nemo.collections.nlp.models.language_modeling.megatron_gpt_model."
         "MegatronGPTModel",
     }
-    # Keys that NeMo's readers expect only in models that use them.
+    # Keys that are written only for models that use them.
     optional = {
         "hf_model_type": architecture.family,
         "layernorm_zero_centered_gamma": is_zero_centred or None,
@@ -289,16 +297,17 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
 
 
 def _skipped(config: Config, key: str, *, invert: bool = False) -> tuple[int, ...]:
-    """Return the layers that megatron-core skips: those with a flag, or every n-th one.
+    """Return the numbers of the layers that ``key`` excepts: a list of flags, or every n-th layer.
 
-    ``invert``: the flags mark the other layers.
+    ``invert``: a flag of 1 marks the other layers.
     """
     flags, layers = config.get(key) or [], range(int(config["num_layers"]))
     if isinstance(flags, int):
         return tuple(n for n in layers if (n + 1) % flags == 0)
     if flags and len(flags) != len(layers):
         raise CheckpointError(
-            f"{key} in model_config.yaml has {len(flags)} values for {len(layers)} layers"
+            f"{key} in model_config.yaml has {len(flags)} values, but the model has {len(layers)} "
+            "layers. Give one value per layer"
         )
     return tuple(n for n, flag in enumerate(flags) if bool(flag) is not invert)
 
@@ -319,5 +328,5 @@ def _written_rope_scaling(scaling: RopeScaling | None) -> Config:
 
 
 def dump_config(config: Config) -> bytes:
-    """Return the YAML in the order of the keys."""
+    """Return ``config`` as YAML. The order of its keys is unchanged."""
     return yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode()

@@ -1,4 +1,4 @@
-"""NeMo's interface to our checkpoints: `restore_from` and `save_to` of a `ModelPT`."""
+"""NeMo's interface to this library's checkpoints: `restore_from` and `save_to` of a `ModelPT`."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 
 
 class GPTSaveRestoreConnector(SaveRestoreConnector):
-    """Reader and writer of `.nemo` files in any layout, without unpacking and without pickles."""
+    """Reader and writer of `.nemo` files in any parallel layout. No code in the files runs."""
 
     def restore_from(
         self,
@@ -24,15 +24,16 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
         trainer: Any = None,
         validate_access_integrity: bool = True,
     ) -> Any:
-        """Restore a model with NeMo's arguments, on the accelerator instead of ``map_location``.
+        """Build a model of ``calling_cls`` from a `.nemo` on the accelerator. Arguments are NeMo's.
 
-        ``return_config=True`` returns ``model_config.yaml`` as a dictionary and builds nothing.
+        ``map_location`` and ``validate_access_integrity`` have no effect. ``return_config=True``
+        returns the content of ``model_config.yaml`` instead of a model.
         """
         del map_location, validate_access_integrity
         if override_config_path is not None:
             raise NotImplementedError(
                 "override_config_path is not supported, because the checkpoint determines the "
-                "architecture. Pass settings to load_from_nemo instead"
+                "architecture. Pass changed settings to load_from_nemo instead"
             )
         with open_nemo(restore_path) as checkpoint:
             if return_config:

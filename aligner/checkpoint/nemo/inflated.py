@@ -1,8 +1,8 @@
-"""Gzip files that are inflated once for all processes of a machine that read them concurrently.
+"""Gzip files that all processes of a machine read from one decompressed (inflated) file.
 
-The inflated file is in ``TMPDIR``. Readers keep a shared lock on it. The first reader inflates it
-under an exclusive lock, then sets mode 0400. The last reader removes it. The file of a killed
-process remains until the next gzip archive is opened.
+The inflated file is in ``TMPDIR``. The first reader writes it under an exclusive lock, then sets
+its mode to 0400. Each reader keeps a shared lock. The last reader removes the file. If all readers
+are killed, the file remains until the next gzip archive is opened.
 
 ::
 
@@ -35,7 +35,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_inflated(path: Path) -> IO[bytes]:
-    """Open the content of the gzip file ``path``, and inflate it unless another process has.
+    """Open the decompressed content of the gzip file ``path`` for reading.
 
     Raises `CheckpointError` for a damaged file, `StorageError` if ``TMPDIR`` has too little space.
     """
@@ -50,8 +50,8 @@ def open_inflated(path: Path) -> IO[bytes]:
     except StorageError:
         raise
     except OSError:
-        # The shared file is another user's, or its file system has no locks. Use a file without a
-        # name, which the system removes with the process.
+        # The shared file belongs to another user, or its file system has no locks. Use a file
+        # without a name, which the system removes when the process ends.
         private = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         try:
             _inflate(path, private)
@@ -63,7 +63,7 @@ def open_inflated(path: Path) -> IO[bytes]:
 
 
 def _shared_path(path: Path) -> str:
-    """Return the same path for every process of this user that opens the file ``path``."""
+    """Return the path of the inflated file, equal for all processes of this user."""
     status = os.stat(path)
     boot = _BOOT.read_text() if _BOOT.exists() else ""
     identity = (boot, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -72,7 +72,7 @@ def _shared_path(path: Path) -> str:
 
 
 class _Shared(io.FileIO):
-    """The shared file, open for reading. The process that closes it last removes it.
+    """Inflated file, open for reading. `close` removes the file if no other process reads it.
 
     Raises `OSError` if the file belongs to another user, or its file system has no locks.
     """
@@ -80,11 +80,11 @@ class _Shared(io.FileIO):
     def __init__(self, path: str, packed: Path) -> None:
         self._path = path
         while not self._open(packed):
-            # Its last reader has removed the file, or the inflating process failed or starts soon.
+            # The file was removed by its last reader, or is not inflated yet, or inflating failed.
             time.sleep(random.uniform(0.001, 0.01))
 
     def _open(self, packed: Path) -> bool:
-        """Open the file, and wait for its content or inflate it. Return False to try again."""
+        """Open the file and inflate it if necessary. Return False if another try is necessary."""
         flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW
         super().__init__(os.open(self._path, flags, 0o600), "rb")
         is_ready = False
@@ -122,7 +122,7 @@ class _Shared(io.FileIO):
         return False
 
     def close(self) -> None:
-        """Remove the file unless another process reads it."""
+        """Close the file, and remove it unless another process reads it."""
         if not self.closed:
             _remove_if_unused(self.fileno(), self._path)
         super().close()

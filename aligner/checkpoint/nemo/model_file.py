@@ -1,4 +1,4 @@
-"""`.nemo` checkpoints: reading of all that NeMo wrote, writing for NeMo (as torch_dist)."""
+"""`.nemo` checkpoints: reads all formats that NeMo wrote, and writes the format torch_dist."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ CONFIG_FILE = "model_config.yaml"
 
 
 class NemoCheckpoint:
-    """Opened `.nemo` file, valid until its archive is closed. Parts are read on first use."""
+    """Model in an open `.nemo` archive. Tokenizer and weights are read when they are first used."""
 
     def __init__(self, archive: ArchiveReader) -> None:
         self._archive = archive
@@ -54,12 +54,12 @@ class NemoCheckpoint:
         self.tokenizer_files: dict[str, bytes] = read_tokenizer_files(archive, self.config)
 
     def extract_artifacts(self, folder: Path) -> None:
-        """Copy files registered by users into ``folder``."""
+        """Copy the files that users added (NeMo's ``register_artifact``) into ``folder``."""
         extract_artifacts(self._archive, self.config, folder)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The packaged tokenizer."""
+        """Tokenizer of the files in the archive. Raises `TokenizerError` if there are none."""
         path = str(self._archive.path)
         if not self.tokenizer_files:
             raise TokenizerError(
@@ -83,7 +83,7 @@ class NemoCheckpoint:
 
 @contextlib.contextmanager
 def open_nemo(path: str | os.PathLike[str]) -> Iterator[NemoCheckpoint]:
-    """Open a `.nemo` file or an unpacked directory without extracting files or running code."""
+    """Open a `.nemo` file or an unpacked directory. No file is extracted and no code runs."""
     with ArchiveReader(path) as archive:
         yield NemoCheckpoint(archive)
 
@@ -96,16 +96,16 @@ def save_nemo(
     extra_config: Mapping[str, Any] | None = None,
     artifacts: Mapping[str, Path] | None = None,
 ) -> None:
-    """Write a `.nemo` atomically. Equal models give equal bytes.
+    """Write a `.nemo` file, all of it or nothing. Equal models give equal bytes.
 
     Args:
-        path: path of the file, which is replaced once the new file is complete and on disk.
-        weights: canonical weights, read one tensor at a time. A reward head is included.
-        architecture: shape of the model.
+        path: path of the file. An existing file is replaced once the new file is on the disk.
+        weights: canonical weights, read one tensor at a time. A reward head is written too.
+        architecture: architecture of the model.
         tokenizer_files: result of ``Tokenizer.files()``.
         extra_config: additional keys for ``model_config.yaml``. Keys of the architecture and the
             tokenizer take precedence.
-        artifacts: additional files by the configuration key that refers to the file.
+        artifacts: additional files, as dotted key of ``model_config.yaml`` → path.
     """
     check_names(weights, architecture, "the model to be saved")
     config = {**(extra_config or {}), **config_from_architecture(architecture)}
@@ -114,14 +114,14 @@ def save_nemo(
         config["tokenizer"] = write_tokenizer_files(archive, tokenizer_files)
         write_artifacts(archive, config, artifacts or {})
         archive.add(CONFIG_FILE, dump_config(config))
-        write_torch_dist(archive, WEIGHTS_FOLDER, _boxes(weights, architecture))
+        write_torch_dist(archive, WEIGHTS_FOLDER, _chunks(weights, architecture))
         archive.finish()
 
 
-def _boxes(
+def _chunks(
     weights: Weights, architecture: GPTArchitecture
 ) -> Iterator[tuple[str, Shape, tuple[int, ...], Tensor]]:
-    """Yield the boxes of `write_torch_dist`, one for each layer. The vocabulary is padded."""
+    """Yield the chunks for `write_torch_dist`, one per canonical tensor, with padded vocabulary."""
     shapes = expected_shapes(architecture)
     for name in [*shapes, *REWARD_HEAD]:
         if name not in weights:  # only a head, or the output layer that a head replaces
@@ -139,7 +139,10 @@ def _boxes(
 def _stack_position(
     name: str, architecture: GPTArchitecture
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return the key without layer and expert, their indices, and the numbers of each."""
+    """Return where a torch_dist checkpoint, which stacks layers and experts, has a tensor.
+
+    Returns the key without numbers, the index of layer (and expert), and their counts.
+    """
     match = LAYER.match(name)
     if match is None:
         return name, (), ()

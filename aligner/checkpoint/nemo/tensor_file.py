@@ -1,13 +1,13 @@
-"""Memory-mapped tensors of files that `torch.save` wrote.
+"""Memory-mapped tensors in files that `torch.save` wrote.
 
-torch's restricted unpickler rebuilds the tensors as views of the file's mapping. The CRC-32 of a
-tensor's record in the zip file is compared in a thread while the tensor is copied. Files of torch
-before its zip format (1.6) are read when they are opened, and have no CRC-32.
+torch's restricted unpickler rebuilds the tensors as views of the mapped file. A tensor is a record
+of the zip file. Its CRC-32 is computed in a thread while the tensor is copied. Files in the format
+before torch 1.6 are read completely when they are opened, and have no CRC-32.
 
 ::
 
     main thread    `Record.begin` ── copy tensors ── `Record.check`, before values are used
-    a thread             └ compute the CRC-32 ──────────┘
+    other thread         └ compute the CRC-32 ──────────┘
 """
 
 import functools
@@ -32,23 +32,26 @@ from aligner.errors import CheckpointError, raised_as
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # mark, bytes of the name and of the extra field
 _MARK = b"PK\x03\x04"
-_THREAD_BYTES = 1 << 20  # smaller records are checked faster than passed to a thread
+_THREAD_BYTES = 1 << 20  # for smaller records, starting a thread costs more than the CRC-32
 
 
 class Record:
-    """Bytes of one record of a file. Their CRC-32 is compared once with ``crc``, if given."""
+    """Bytes of one record of a zip file, and the CRC-32 ``crc`` with which they were written.
+
+    If ``crc`` is None, the bytes are not checked. ``name`` is for errors.
+    """
 
     def __init__(self, content: memoryview, crc: int | None, name: str) -> None:
         self.content, self._crc, self._name = content, crc, name
         self._computed: Future[int] | None = None
 
     def begin(self, threads: Executor) -> None:
-        """Compute the CRC-32 of a large record in one of ``threads``, without Python's lock."""
+        """Start to compute the CRC-32 of a large record in one of ``threads``."""
         if self._computed is None and self._crc is not None and len(self.content) >= _THREAD_BYTES:
             self._computed = threads.submit(zlib.crc32, self.content)
 
     def is_intact(self) -> bool:
-        """Return whether the CRC-32 matches. Wait for the thread, or compute the CRC-32 here."""
+        """Return whether the CRC-32 of the bytes matches. Waits for the thread of `begin`."""
         if self._crc is not None:
             computed = self._computed.result() if self._computed else zlib.crc32(self.content)
             if computed != self._crc:
@@ -57,10 +60,10 @@ class Record:
         return True
 
     def check(self) -> None:
-        """Raise `CheckpointError` unless `is_intact`."""
+        """Raise `CheckpointError` if the record is damaged."""
         if not self.is_intact():
             raise CheckpointError(
-                f"{self._name} is damaged: its CRC-32 differs from the CRC-32 that was written. "
+                f"{self._name} is damaged: its CRC-32 is not the one that was written with it. "
                 "Copy the file again"
             )
 
@@ -69,7 +72,7 @@ class Record:
 class StoredTensor:
     """A tensor of any shape and dtype in a file.
 
-    ``view`` maps the file's memory. The checksum is compared separately (`records`).
+    ``view`` is a view of the mapped file, whose checksum has not been compared yet.
     """
 
     view: Tensor
@@ -81,23 +84,24 @@ class StoredTensor:
         return self.view.shape
 
     def records(self) -> list[Record]:
-        """Return the records whose checksums are compared before the tensors are used."""
+        """Return the records that a caller must `check` before it uses the tensor's values."""
         return [] if self.record is None else [self.record]
 
     def tensor(self, index: tuple[int, ...] = ()) -> Tensor:
-        """Return the tensor with its leading axes fixed at ``index``, without CRC-32 checks."""
-        part = self.view[index]  # bytes of boxes may not be aligned to the dtype
+        """Return ``view[index]``, whose checksum has not been compared yet."""
+        part = self.view[index]  # its address may not be aligned to the dtype
         return part.clone() if part.data_ptr() % part.element_size() else part
 
 
 def load_tensors(content: memoryview, name: str) -> Any:
-    """Open the file ``content`` of `torch.save`, in writable memory, without running code.
+    """Open a file of `torch.save` without running code in it.
 
-    Returns the saved value on the CPU. A tensor, or a tensor that is a value of a mapping, becomes
-    a `StoredTensor`. ``name`` is for errors. Raises `CheckpointError` if the file is damaged, or it
-    contains more than tensors.
+    ``content``: bytes of the file in writable memory. ``name``: name of the file, for errors.
+    Returns the saved value on the CPU. If it is a tensor, or a mapping with tensors as values, the
+    tensors are `StoredTensor`. Raises `CheckpointError` if the file is damaged, or contains more
+    than tensors.
     """
-    # A damaged file raises nearly any type.
+    # A damaged file can raise almost any class of error.
     with (
         raised_as(CheckpointError, f"{name} is damaged"),
         torch.serialization.safe_globals([io.BytesIO]),  # in ``_extra_state``
@@ -111,19 +115,20 @@ def load_tensors(content: memoryview, name: str) -> Any:
         except pickle.UnpicklingError as error:
             reason = str(error).strip().split("\n")[0]  # the other lines advise to trust the file
             raise CheckpointError(
-                f"{name} is damaged or contains more than tensors: refused ({reason})"
+                f"{name} is damaged or contains more than tensors: refused ({reason}). Copy the "
+                "file again, or save only tensors in it"
             ) from error
 
 
 def _load_zip(file: zipfile.ZipFile, content: memoryview, name: str) -> Any:
-    # The records of the archive, as views of the mapped file.
+    # Make the records of the zip file, as views of the mapped file.
     infos = {info.filename: info for info in file.infolist()}
     root = next(path for path in infos if path.endswith("/data.pkl")).removesuffix("data.pkl")
     records = {
         path: Record(_bytes_of(file, info, content), info.CRC, f"{path} of {name}")
         for path, info in infos.items()
     }
-    # The pickle and other short records are needed now. They show whether the file has CRCs.
+    # Check the short records now, as the pickle. They also show whether the file has CRC-32s.
     short = [record for path, record in records.items() if not path.startswith(f"{root}data/")]
     if not any(record.is_intact() for record in short):
         _warn_without_crc()
@@ -143,7 +148,10 @@ def _load_zip(file: zipfile.ZipFile, content: memoryview, name: str) -> Any:
             path, size = f"{root}data/{key}", count * dtype.itemsize
             record = records[path]
             if len(record.content) < size:
-                raise CheckpointError(f"{path} of {name} is damaged: it is too short")
+                raise CheckpointError(
+                    f"{path} of {name} is damaged: it has {len(record.content)} of {size} bytes. "
+                    "Copy the file again"
+                )
             values = torch.empty(0, dtype=torch.uint8)
             if size:
                 values = torch.frombuffer(record.content, dtype=torch.uint8, count=size)
@@ -165,7 +173,7 @@ def _load_zip(file: zipfile.ZipFile, content: memoryview, name: str) -> Any:
 
 
 def _stored(value: Any, records: Mapping[int, Record]) -> Any:
-    """Replace the tensors of ``value`` by `StoredTensor`. ``records``: by storage address."""
+    """Replace tensors in ``value`` by `StoredTensor`. ``records``: storage address → record."""
 
     def stored(item: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -179,7 +187,7 @@ def _stored(value: Any, records: Mapping[int, Record]) -> Any:
 
 
 def _bytes_of(file: zipfile.ZipFile, info: zipfile.ZipInfo, content: memoryview) -> memoryview:
-    """Return the bytes of a record, as a part of ``content`` unless they are compressed."""
+    """Return the bytes of a record, as a view of ``content`` unless they are compressed."""
     if info.compress_type != zipfile.ZIP_STORED:
         return memoryview(bytearray(file.read(info)))
     mark, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(content, info.header_offset)
@@ -193,6 +201,6 @@ def _bytes_of(file: zipfile.ZipFile, info: zipfile.ZipInfo, content: memoryview)
 def _warn_without_crc() -> None:
     warnings.warn(
         "weights were written without CRC-32 (torch.serialization.set_crc32_options), so that "
-        "damage to the weights cannot be detected",
+        "damage to the file cannot be detected",
         stacklevel=3,
     )

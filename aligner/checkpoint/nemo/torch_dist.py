@@ -1,7 +1,8 @@
-"""megatron-core's ``torch_dist`` checkpoints, read and written without megatron-core.
+"""Read and write megatron-core's ``torch_dist`` checkpoints, without megatron-core.
 
-``.metadata`` is a pickle with the file and offset of every box (rectangular part) of every tensor,
-read by an unpickler of few names. ``*.distcp`` are `torch.save` blobs, one for each box.
+A tensor is stored in chunks, rectangular parts. ``*.distcp`` contain the `torch.save` bytes of the
+chunks. ``.metadata`` is a pickle with file and offset of each chunk. It is read by an unpickler
+that admits few names.
 """
 
 import io
@@ -31,7 +32,7 @@ _FORMAT = {
 
 
 class _Inert:
-    """Placeholder for recorded save plans, which differ between versions and are not used."""
+    """Placeholder for pickled save plans, which are not used."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -66,15 +67,15 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Resolve an admitted name. Any other name is an attempt to run code."""
+        """Return an admitted class. Other names are refused, because they could run code."""
         text = f".metadata refers to {module}.{name}, which is refused as malicious"
         with raised_as(CheckpointError, text, KeyError):
             return _ADMITTED[module, name]
 
 
 def read_metadata(data: bytes) -> dcp.Metadata:
-    """Unpickle ``.metadata`` safely."""
-    # A damaged pickle raises nearly any type.
+    """Unpickle ``.metadata`` without running code in it."""
+    # A damaged pickle can raise almost any class of error.
     with raised_as(CheckpointError, ".metadata of the checkpoint is damaged"):
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, dcp.Metadata):
@@ -83,7 +84,10 @@ def read_metadata(data: bytes) -> dcp.Metadata:
 
 
 class TorchDistSource:
-    """Tensors of a torch_dist directory inside an archive. Boxes are read on demand."""
+    """Tensors of a torch_dist directory in an archive. A chunk is read when it is used.
+
+    ``shapes``: key → shape of the tensor.
+    """
 
     def __init__(self, archive: ArchiveReader, folder: str) -> None:
         self._archive, self._folder = archive, folder
@@ -93,53 +97,55 @@ class TorchDistSource:
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, dcp.TensorStorageMetadata)
         }
-        # File and offset of each box, by key and offset of the box.
+        # (key, offset of the chunk in the tensor) → file, and position in the file.
         self._storage: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
             (index.fqn, tuple(index.offset or ())): info
             for index, info in metadata.storage_data.items()
         }
-        self._boxes: dict[tuple[str, tuple[int, ...]], StoredTensor] = {}
+        self._chunks: dict[tuple[str, tuple[int, ...]], StoredTensor] = {}
         self.shapes = {key: tuple(entry.size) for key, entry in self._tensors.items()}
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return tensor ``key`` with its leading axes fixed at ``index``, without CRC-32 checks."""
+        """Return ``tensor[index]`` of the tensor ``key``. Call `Record.check` for its `records`."""
         entry, lead = self._tensors[key], len(index)
         result = torch.empty(entry.size[lead:], dtype=entry.properties.dtype)
         filled = 0
-        for box, local in self._boxes_at(entry, index):
-            start, size = box.offsets[lead:], box.sizes[lead:]
-            part = self._box(key, box).tensor(local)
-            # Without copying if one box covers the tensor.
+        for chunk, local in self._chunks_at(entry, index):
+            start, size = chunk.offsets[lead:], chunk.sizes[lead:]
+            part = self._chunk(key, chunk).tensor(local)
+            # A chunk that covers the tensor is not copied.
             if part.shape == result.shape:
                 return part
             result[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))] = part
             filled += part.numel()
         if filled != result.numel():
-            raise CheckpointError(f"{key} is incomplete in the checkpoint's .metadata")
+            raise CheckpointError(
+                f".metadata of the checkpoint lacks a part of {key}. Copy the checkpoint again"
+            )
         return result
 
     def records(self, key: str, index: tuple[int, ...] = ()) -> list[Record]:
-        """Return the records whose checksums are compared before the tensors are used."""
-        boxes = self._boxes_at(self._tensors[key], index)
-        return [record for box, _ in boxes for record in self._box(key, box).records()]
+        """Return the records that a caller must `check` before it uses values of `read`."""
+        chunks = self._chunks_at(self._tensors[key], index)
+        return [record for chunk, _ in chunks for record in self._chunk(key, chunk).records()]
 
-    def _boxes_at(
+    def _chunks_at(
         self, entry: dcp.TensorStorageMetadata, index: tuple[int, ...]
     ) -> Iterator[tuple[dcp.ChunkStorageMetadata, tuple[int, ...]]]:
-        """Yield the boxes with elements at ``index``, and the index within each box."""
-        for box in entry.chunks:
-            local = tuple(i - start for i, start in zip(index, box.offsets, strict=False))
-            if all(0 <= i < size for i, size in zip(local, box.sizes, strict=False)):
-                yield box, local
+        """Yield each chunk with elements at ``index``, and this index relative to the chunk."""
+        for chunk in entry.chunks:
+            local = tuple(i - start for i, start in zip(index, chunk.offsets, strict=False))
+            if all(0 <= i < size for i, size in zip(local, chunk.sizes, strict=False)):
+                yield chunk, local
 
-    def _box(self, key: str, box: dcp.ChunkStorageMetadata) -> StoredTensor:
-        identity = key, tuple(box.offsets)
-        if identity in self._boxes:
-            return self._boxes[identity]
-        text = f".metadata states no file for box {identity[1]} of {key}"
+    def _chunk(self, key: str, chunk: dcp.ChunkStorageMetadata) -> StoredTensor:
+        identity = key, tuple(chunk.offsets)
+        if identity in self._chunks:
+            return self._chunks[identity]
+        text = f".metadata names no file for the chunk at offset {identity[1]} of {key}"
         with raised_as(CheckpointError, text, KeyError):
             info = self._storage[identity]
-        # Open the part of the file as a file of `torch.save`.
+        # A part of the file has the format of `torch.save`.
         name = f"{self._folder}/{pathlib.PurePosixPath(info.relative_path).name}"
         content = self._archive.view(name)[info.offset : info.offset + info.length]
         if len(content) != info.length:
@@ -148,31 +154,31 @@ class TorchDistSource:
                 f"{info.offset + info.length}. Copy it again"
             )
         tensor = load_tensors(content, f"{name} ({key})")
-        if not isinstance(tensor, StoredTensor) or tensor.view.shape != box.sizes:
+        if not isinstance(tensor, StoredTensor) or tensor.view.shape != chunk.sizes:
             raise CheckpointError(
-                f"the shard at offset {identity[1]} of {key} in {name} is not a tensor of shape "
-                f"{tuple(box.sizes)}"
+                f"the chunk at offset {identity[1]} of {key} in {name} is not a tensor of shape "
+                f"{tuple(chunk.sizes)}. Copy the checkpoint again"
             )
-        self._boxes[identity] = tensor
+        self._chunks[identity] = tensor
         return tensor
 
 
 def write_torch_dist(
     archive: ArchiveWriter,
     folder: str,
-    boxes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]],
+    chunks: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]],
 ) -> None:
-    """Write a torch_dist checkpoint into an archive.
+    """Write a torch_dist checkpoint into the directory ``folder`` of an archive.
 
-    ``boxes`` yields the chunks of tensors, ``(key, global shape, offset, chunk)``, of any shape and
-    dtype. The chunks of a key must tile the tensor. Only one chunk is in memory at a time.
+    ``chunks`` yields (key, global shape, offset of the chunk, chunk), of any shape and dtype. The
+    chunks of a key must tile the tensor. Only one chunk is in memory at a time.
     """
     archive.add_directory(folder)
     tensors: dict[str, dcp.TensorStorageMetadata] = {}
     storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
     with archive.open(f"{folder}/{DATA_FILE}") as stream:
         origin = stream.tell()
-        for key, shape, offset, tensor in boxes:
+        for key, shape, offset, tensor in chunks:
             start = stream.tell() - origin
             stream.write(saved_bytes(tensor))
             length = stream.tell() - origin - start
@@ -182,9 +188,9 @@ def write_torch_dist(
             whole = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
             entry = tensors.setdefault(key, whole)
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offset), tensor.shape))
-    # Write the files that describe the boxes.
+    # Write the files that describe the chunks.
     metadata = dcp.Metadata(state_dict_metadata=dict(tensors), storage_data=storage)
-    # megatron-core reads this attribute. Empty entries mean that no tensor was reshaped.
+    # An empty entry tells megatron-core that the tensor was not reshaped.
     metadata.mcore_data = {key: {} for key in tensors}
     archive.add(f"{folder}/.metadata", pickle.dumps(metadata, protocol=4))
     archive.add(f"{folder}/common.pt", saved_bytes({}))
@@ -192,7 +198,7 @@ def write_torch_dist(
 
 
 def saved_bytes(value: Any) -> bytes:
-    """Return the bytes of `torch.save`. A view is saved without the rest of its storage."""
+    """Return the bytes that `torch.save` writes. Of a view, only its elements are saved."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         if value.untyped_storage().nbytes() != value.nbytes:

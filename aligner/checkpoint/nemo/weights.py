@@ -1,4 +1,4 @@
-"""Lazy reading of all weight layouts of `.nemo` files into canonical form."""
+"""Canonical weights of `.nemo` files in all layouts. A weight is read when it is indexed."""
 
 import itertools
 import re
@@ -40,7 +40,7 @@ _STACKED = re.compile(r"^decoder\.layers\.(?!\d)(.*)$")
 _STACKED_EXPERTS = ".experts.experts."
 _THREADS = 1  # more threads would compete with the copying thread
 _TENSORS_AHEAD = 8  # about a layer
-# By ``sharded_backend``.
+# Value of ``sharded_backend`` → reader.
 _SOURCES: dict[str, type[TorchDistSource | ZarrSource]] = {
     "torch_dist": TorchDistSource,
     "zarr": ZarrSource,
@@ -50,7 +50,7 @@ _LEGACY_UP = re.compile(r"(.*\.mlp\.)dense_h_to_4h_2\.(weight|bias)$")
 
 @dataclass(frozen=True)
 class StackedPart:
-    """A tensor of a distributed checkpoint, or one layer or expert of it."""
+    """Tensor of a distributed checkpoint, or one layer or expert of a stacked tensor."""
 
     source: TorchDistSource | ZarrSource
     key: str
@@ -58,15 +58,15 @@ class StackedPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape without the axes of layers and experts."""
+        """Shape of the part, without the axes of layers and experts."""
         return self.source.shapes[self.key][len(self.index) :]
 
     def records(self) -> list[Record]:
-        """Return the records whose checksums are compared before the tensors are used."""
+        """Return the records that a caller must `check` before it uses the tensor's values."""
         return self.source.records(self.key, self.index)
 
     def tensor(self) -> Tensor:
-        """Return the tensor without comparing its records."""
+        """Return the part as a tensor, whose checksum has not been compared yet."""
         return self.source.read(self.key, self.index)
 
 
@@ -74,12 +74,12 @@ Part = StoredTensor | StackedPart
 
 
 class LazyWeights(LazyTensors):
-    """Canonical weights that are read when indexed. Names, shapes and CRC-32 are checked.
+    """Canonical weights that are read when indexed. Names, shapes and checksums are checked.
 
     Args:
-        parts: canonical name → parts of the tensor in the order of the tensor-parallel ranks, as
-            `merge` joins them. A caller reads the names in this order.
-        architecture: shape of the model.
+        parts: canonical name → parts of the tensor in the order of the tensor-parallel ranks.
+            Reading is fastest if names are indexed in the order of this mapping.
+        architecture: architecture of the model.
         source: name of the file, for errors.
     """
 
@@ -109,7 +109,7 @@ class LazyWeights(LazyTensors):
         return tensor
 
     def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
-        """Return this rank's part of a tensor, as `split` does. Then call `check`."""
+        """Return this rank's part of a tensor (see `split`). Call `check` before it is used."""
         parts, axis = self._parts[name], split_axis(name)
         first, shapes = parts[0], {tuple(part.shape) for part in parts}
         is_split = axis is not None and axis < len(first.shape) and len(shapes) == 1
@@ -118,7 +118,7 @@ class LazyWeights(LazyTensors):
         return split(name, self._joined(name), self._architecture, tp_rank, tp_size)
 
     def check(self) -> None:
-        """Wait for the comparison of all records. Raise `CheckpointError` for a damaged record."""
+        """Raise `CheckpointError` if the checksum of a part that was read differs."""
         for record in self._unchecked:
             record.check()
         self._unchecked.clear()
@@ -138,13 +138,16 @@ class LazyWeights(LazyTensors):
         return merge(name, [self._read(part) for part in self._parts[name]], self._architecture)
 
     def _resplit(self, name: str, axis: int, like: Tensor, tp_rank: int, tp_size: int) -> Tensor:
-        """Collect a share from rows (or columns) of parts with the shape and dtype of ``like``."""
+        """Return this rank's part from the rows (or columns) that it has in each of the parts.
+
+        ``like``: one of the parts, all of which have its shape and dtype.
+        """
         self._check_shape(name)
         parts, shape = self._parts[name], like.shape
         ranks = {"tp_rank": tp_rank, "tp_size": tp_size}
         origin = origin_of_rows(name, shape, len(parts), self._architecture, **ranks)
         runs = list(runs_of_rows(origin, shape[axis]))
-        # Read only the parts with rows of the share.
+        # Read only the parts that contain rows of this rank's part.
         rows = [
             self._read(parts[part]).narrow(axis, start, length) for _, part, start, length in runs
         ]
@@ -158,7 +161,6 @@ class LazyWeights(LazyTensors):
         return result
 
     def _check_shape(self, name: str) -> None:
-        """Check the shape of the whole tensor without reading any of it."""
         if name not in REWARD_HEAD:  # the role checks the shape of a head with a clearer error
             forms = [torch.empty(part.shape, device="meta") for part in self._parts[name]]
             merged = merge(name, forms, self._architecture)
@@ -166,7 +168,7 @@ class LazyWeights(LazyTensors):
 
 
 def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyWeights:
-    """Detect the layout of the archive's weights and open them."""
+    """Detect the format of the archive's weights and open them."""
     names = archive.names
     if f"{WEIGHTS_FOLDER}/metadata.json" in names:
         backend = archive.read_json(f"{WEIGHTS_FOLDER}/metadata.json").get("sharded_backend")
@@ -182,7 +184,7 @@ def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyW
         parts = _rank_parts(_load_ranks(archive))
     else:
         raise CheckpointError(
-            f"{str(archive.path)!r} contains no weights: expected {WEIGHTS_FILE}, "
+            f"{str(archive.path)!r} contains no weights in a supported format: {WEIGHTS_FILE}, "
             f"{WEIGHTS_FOLDER}/metadata.json, mp_rank_XX/ or tp_rank_XX_pp_rank_XXX/"
         )
     return LazyWeights(parts, architecture, repr(str(archive.path)))
@@ -191,15 +193,15 @@ def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyW
 def _stacked_parts(
     source: TorchDistSource | ZarrSource, architecture: GPTArchitecture
 ) -> dict[str, Sequence[Part]]:
-    """Return one part for each layer (and expert) of each stacked tensor."""
-    # Of surplus layers only the first is listed. `check_names` refuses it.
+    """Return canonical name → part, for each layer (and expert) of each stacked tensor."""
+    # List one layer more than the model has, which `check_names` then reports.
     most = (architecture.num_layers + 1, (architecture.num_moe_experts or 0) + 1)
     parts: dict[str, Sequence[Part]] = {}
     for key, shape in source.shapes.items():
         name = canonical_name(key)
         if name is None:
             continue
-        # Leading axes are layers, unless the name has the layer's number, and experts.
+        # The first axes are layers, unless the name has the layer's number, and experts.
         stacked = _STACKED.match(name)
         has_experts = _STACKED_EXPERTS in name
         limits = most[stacked is None : 1 + has_experts]
@@ -219,7 +221,7 @@ RankState = dict[str, StoredTensor]
 
 
 def _load_rank(archive: ArchiveReader, name: str) -> RankState:
-    """Return canonical names (layer indices local to the stage) and tensors of one rank file."""
+    """Return name → tensor of one rank's file. Layers are numbered within the pipeline stage."""
     state = load_tensors(archive.view(name), f"{name} of {str(archive.path)!r}")
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{name} contains a {type(state).__name__}, expected a state dict")
@@ -230,13 +232,15 @@ def _load_rank(archive: ArchiveReader, name: str) -> RankState:
         canonical = canonical_name(key)
         if canonical is not None and isinstance(value, StoredTensor):
             result[canonical] = value
-    # Stack the separate gate and up of old unfused SwiGLU into ``[gate; up]``.
+    # Old files have separate gate and up projections. Stack them to ``[gate; up]``.
     for up in list(result):
         match = _LEGACY_UP.match(up)
         if match is not None:
             gate = f"{match[1]}linear_fc1.{match[2]}"
             if gate not in result:
-                raise CheckpointError(f"{up} is present without its gate {gate}")
+                raise CheckpointError(
+                    f"{name} of {str(archive.path)!r} contains {up} without {gate}. Copy it again"
+                )
             halves = result[gate], result.pop(up)
             for record in halves[0].records() + halves[1].records():
                 record.check()
@@ -245,7 +249,7 @@ def _load_rank(archive: ArchiveReader, name: str) -> RankState:
 
 
 def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:
-    """Load rank files as ``[pipeline stage][tensor rank]``."""
+    """Load the files of all ranks. Returns their tensors as ``[pipeline stage][tensor rank]``."""
     files: dict[tuple[int, int], str] = {}
     for name in archive.names:
         match = _RANK_FILE.match(name)
@@ -261,14 +265,17 @@ def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:
 
 
 def _rank_parts(stages: list[list[RankState]]) -> dict[str, Sequence[Part]]:
-    """Return the tensor-parallel parts of each tensor, with global layer indices."""
+    """Return canonical name → tensor-parallel parts. ``stages``: result of `_load_ranks`."""
     parts: dict[str, Sequence[Part]] = {}
     first_layer = 0
     for stage, ranks in enumerate(stages):
         layers = 0
         for name in ranks[0]:
             if any(name not in rank for rank in ranks):
-                raise CheckpointError(f"{name} is missing on some tensor-parallel rank of {stage=}")
+                raise CheckpointError(
+                    f"the file of a tensor-parallel rank of pipeline {stage=} lacks {name}. Copy "
+                    "the checkpoint again"
+                )
             match = LAYER.match(name)
             layers = max(layers, int(match[1]) + 1 if match else 0)
             unique = f"decoder.layers.{int(match[1]) + first_layer}.{match[2]}" if match else name

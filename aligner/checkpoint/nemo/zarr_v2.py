@@ -1,6 +1,6 @@
-"""Reading of the subset of zarr version 2 in older NeMo files: uncompressed, C order.
+"""Read uncompressed zarr version 2 arrays in C order, which older NeMo files contain.
 
-The zarr library does not read NeMo's dtype ``bfloat16``, which NumPy lacks.
+The zarr library cannot read NeMo's dtype ``bfloat16``, because NumPy lacks this dtype.
 """
 
 import itertools
@@ -29,7 +29,10 @@ _HEADER = "/.zarray"
 
 
 class ZarrSource:
-    """Tensors of a zarr directory inside an archive. Chunks are read on demand."""
+    """Tensors of a zarr directory in an archive. A chunk is read when it is used.
+
+    ``shapes``: key → shape of the tensor.
+    """
 
     def __init__(self, archive: ArchiveReader, folder: str) -> None:
         self._archive, self._folder = archive, folder
@@ -42,7 +45,7 @@ class ZarrSource:
         self.shapes = {key: tuple(header["shape"]) for key, header in self._headers.items()}
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return tensor ``key`` with its leading axes fixed at ``index``."""
+        """Return ``tensor[index]`` of the tensor ``key``."""
         header, shape = self._headers[key], self.shapes[key]
         chunk, dtype, lead = tuple(header["chunks"]), _DTYPES[header["dtype"]], len(index)
         result = torch.full(shape[lead:], header["fill_value"] or 0, dtype=dtype)
@@ -56,18 +59,19 @@ class ZarrSource:
             content = self._archive.read(name)
             if len(content) != math.prod(chunk) * dtype.itemsize:
                 raise CheckpointError(
-                    f"{name} has {len(content)} bytes, unlike a chunk of shape {chunk}"
+                    f"{name} has {len(content)} bytes, but a chunk of shape {chunk} has "
+                    f"{math.prod(chunk) * dtype.itemsize}. Copy the checkpoint again"
                 )
             data = torch.frombuffer(bytearray(content), dtype=dtype).view(chunk)
             data = data[tuple(i % n for i, n in zip(index, chunk, strict=False))]
-            # Chunks at the far edge are stored completely and extend beyond the tensor.
-            places = zip(position[lead:], chunk[lead:], strict=True)
-            target = result[tuple(slice(p * n, (p + 1) * n) for p, n in places)]
+            # The last chunk of an axis is stored completely, even if it exceeds the tensor.
+            axes = zip(position[lead:], chunk[lead:], strict=True)
+            target = result[tuple(slice(p * n, (p + 1) * n) for p, n in axes)]
             target.copy_(data[tuple(map(slice, target.shape))])
         return result
 
     def records(self, key: str, index: tuple[int, ...] = ()) -> list[Record]:
-        """Return no records: the format has no checksums."""
+        """Return an empty list, because the format has no checksums."""
         del key, index
         return []
 

@@ -1,4 +1,4 @@
-"""Directories of a run state: manifest, CRC-32 checksums, replacement, removal, recovery.
+"""Directories of run states: manifest, CRC-32 checksums, replacement, removal, recovery.
 
 The checksums of a role's files are in `CHECKSUMS` in the role's folder, all others in the manifest.
 """
@@ -22,27 +22,27 @@ CHECKSUMS = "checksums.json"  # file name → checksum, for the files of the sam
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _BLOCK = 1 << 22
 
-# All-gathers one small object over the ranks: `exchange(value)[r]` is the value of rank r.
+# Gathers one small object of every rank on all ranks: `exchange(value)[r]` is rank r's value.
 Exchange = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """A complete state on the disk, as described by its manifest."""
+    """Contents of the manifest of a complete state on the disk."""
 
     path: Path
     step: int
     monitor: str | None
     metric: float | None  # value of ``monitor`` at this step, None if not measured
-    checksums: Mapping[str, str]  # by file name, empty in states of earlier versions
+    checksums: Mapping[str, str]  # file name → CRC-32, empty in states of earlier versions
 
 
 @contextlib.contextmanager
 def raised_on_all(exchange: Exchange, prefix: str = "") -> Iterator[None]:
-    """Run the block on every rank. If it fails on any rank, raise on all.
+    """Raise an error on all ranks if the block, which every rank runs, fails on any rank.
 
-    Ranks without a failure raise a `StorageError` that begins with ``prefix``, or a
-    `DamagedStateError` if all failures are of this class.
+    A rank on which the block fails raises this error. Other ranks raise a `DamagedStateError` if
+    all errors have this class, else a `StorageError`. Its message begins with ``prefix``.
     """
     error: Exception | None = None
     try:
@@ -71,7 +71,7 @@ def file_checksum(path: Path) -> str:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Read the checksums of the files in ``folder``. Empty if the folder has none."""
+    """Return file name → checksum from `CHECKSUMS` in ``folder``, empty without this file."""
     path = folder / CHECKSUMS
     if not path.exists():
         return {}
@@ -81,14 +81,14 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def check_files(folder: Path, checksums: Mapping[str, str]) -> None:
-    """Raise `DamagedStateError` if a file's checksum differs (``checksums``: by file name)."""
+    """Raise `DamagedStateError` if a file is missing or its checksum differs from ``checksums``."""
     for name, expected in checksums.items():
         path = folder / name
         with raised_as(DamagedStateError, f"{path} cannot be read", OSError):
             actual = file_checksum(path)
         if actual != expected:
             raise DamagedStateError(
-                f"{path} is damaged: its checksum is {actual} and was {expected} when it was saved"
+                f"{path} is damaged: its checksum was {expected} when it was saved, and is {actual}"
             )
 
 
@@ -100,8 +100,8 @@ def is_step(path: Path) -> bool:
 def read_manifest(path: Path) -> SavedState:
     """Read the manifest of a state.
 
-    Raises `DamagedStateError` if the directory's files do not match the manifest. Callers must not
-    skip the `CheckpointError` of a state in another version of this format.
+    Raises `DamagedStateError` if the directory's files do not match the manifest, and
+    `CheckpointError` if the state has another version of the format.
     """
     text = f"the run state {path} is damaged or incomplete"
     damage = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -128,7 +128,7 @@ def read_manifest(path: Path) -> SavedState:
 
 
 def replace_folder(partial: Path, final: Path) -> None:
-    """Flush ``partial`` and rename it to ``final``. An earlier ``final`` is removed afterwards."""
+    """Flush ``partial`` to the disk and rename it to ``final``, which it replaces."""
     sync_tree(partial)
     old = final.with_name(f".old-{final.name}")
     if final.exists():
@@ -140,7 +140,7 @@ def replace_folder(partial: Path, final: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Rename and remove a directory, so that its remains are never read as a state."""
+    """Remove a directory. It is renamed first, so that a part of it is never read as a state."""
     if not path.exists():
         return
     renamed = path.with_name(f".del-{path.name.lstrip('.')}")
@@ -150,7 +150,7 @@ def discard(path: Path) -> None:
 
 
 def recover(root: Path) -> None:
-    """Undo an interrupted save, replacement or removal."""
+    """Remove partial directories of interrupted saves, and restore a half-replaced state."""
     for old in root.glob(".old-step_*"):
         final = root / old.name.removeprefix(".old-")
         if final.exists():

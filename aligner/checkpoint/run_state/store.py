@@ -1,15 +1,16 @@
 """Run states: one directory ``step_000012`` per step, complete or absent.
 
 Rank 0 writes ``manifest.json`` (step, metric, sizes and checksums), ``state.json`` (entries without
-tensors) and ``NAME.pt`` (an entry with tensors), workers the folders of the roles (`worker_state`).
-The directory is renamed after every file is flushed to the disk. Nothing is unpickled.
+tensors) and a file ``NAME.pt`` for each entry with tensors. Workers write the folders of the roles
+(`worker_state`). Once all files are on the disk, the directory gets its final name. No code in the
+files runs.
 
-Threads write a state while training continues::
+A state can be written in the background while training continues::
 
-    in the step        every rank: wait for the previous state, agree on the directory, copy
-    in the background  every worker: its share, flushed, then its mark
-                       rank 0: its entries, and after all marks the manifest and the rename
-    every step         all ranks: agree on whether a write has failed, and raise its error
+    in the step        all ranks: wait for the previous state, create the directory, copy tensors
+    in the background  every worker: write its share, flush it, write its mark
+                       rank 0: write its entries, wait for all marks, write manifest, rename
+    every step         all ranks: if a write has failed on a rank, raise its error on all
 """
 
 import contextlib
@@ -55,42 +56,42 @@ from aligner.errors import CheckpointError, CheckpointNotFoundError, DamagedStat
 
 _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RESERVED = ("state", "manifest")
-_OTHERS_S = 30.0  # after an error, time limit for the shares of other processes
+_OTHERS_S = 30.0  # seconds to wait for other processes after an error
 
 
 @dataclass(frozen=True)
 class LoadedState(SavedState):
-    """A state in memory. Tensors are on the CPU, backed by the file and copied on write."""
+    """State whose entries were read. Tensors are on the CPU, memory-mapped, copied on write."""
 
     state: Mapping[str, Any]  # every entry passed to ``save``, by name
 
 
 class SavedRole(Protocol):
-    """Handle of the workers that write the shares of a role."""
+    """Handle of a role's workers, each of which writes its share of the role's state."""
 
     @property
     def num_shares(self) -> int:
-        """Number of shares."""
+        """Number of shares, one per worker."""
 
     def begin_saving(self, folder: Path, in_background: bool) -> None:
-        """Let each worker write its current share, or a copy of it in the background."""
+        """Let each worker write its share, or copy it and write the copy in the background."""
 
     def check_saving(self, wait: bool) -> None:
-        """Raise the error of writing. ``wait``: first wait for the end of writing."""
+        """Raise the error of a worker that could not write. ``wait``: wait for all first."""
 
 
 @dataclass(frozen=True)
 class _Pending:
     """A state that is being written while training continues."""
 
-    path: Path  # of its directory before the rename
-    size: int  # bytes of this rank
+    path: Path  # temporary directory
+    size: int  # number of bytes that this rank writes
     roles: Mapping[str, SavedRole]
-    task: BackgroundTask | None  # on rank 0, ends with the rename
+    task: BackgroundTask | None  # rank 0's writing of entries and manifest
 
 
 class RunStateStore:
-    """Storage of the run states below ``root``.
+    """Directory ``root`` of run states, which writes, lists, reads and removes states.
 
     All ranks must call `save`, `check`, `finish`, `load` and `recover`. An error on one rank is
     raised on all ranks.
@@ -98,12 +99,13 @@ class RunStateStore:
     Args:
         root: directory of the states, visible to all ranks.
         save_top_k: number of best states to keep, by ``metric``, or by step without ``monitor``.
-        monitor: name of the metric passed to `save`, or None without a metric.
+        monitor: name of the metric that is passed to `save`, or None.
         mode: whether a higher (``max``) or lower (``min``) metric is better.
         save_last_k: number of newest states to keep. If the newest is damaged, a run continues
             from the previous one.
         rank: rank of this process.
-        exchange: function that gathers one object of every rank. The default is for one process.
+        exchange: function that gathers an object of every rank (`Exchange`). The default is for
+            one process.
     """
 
     def __init__(
@@ -134,14 +136,15 @@ class RunStateStore:
         in_background: bool = False,
         on_saved: Callable[[], None] = lambda: None,
     ) -> Path:
-        """Write the state of ``step`` and return its directory, after the previous state.
+        """Wait for the previous state, then write the state of ``step``. Return its directory.
 
         Args:
-            step: step of the state.
-            state: named trees (`run_state.tree`), equal on every rank. Rank 0 writes them.
+            step: number of the step.
+            state: entry name → tree (`run_state.tree`), equal on every rank. Rank 0 writes it.
             metric: value of ``monitor`` at this step, or None if it was not measured.
             roles: folder name → role whose workers write into this folder.
-            in_background: whether threads write copies of the data after the call (see `check`).
+            in_background: copy the data and return. Threads write the copies, and `check` raises
+                their errors.
             on_saved: function that is called on rank 0 when the state is complete.
         """
         self.finish()
@@ -152,7 +155,7 @@ class RunStateStore:
         size = sum(estimate_bytes(tree) for tree in entries.values())
         temporary = self.root / f".tmp-{self.path(step).name}"
 
-        # Rank 0 commits, in the background or before the call returns.
+        # Rank 0 writes its entries and completes the state, in the background or before the return.
         def commit(stop: Event | None = None) -> None:
             plain = {name: tree for name, tree in entries.items() if is_json(tree)}
             write_json(temporary / "state.json", plain)
@@ -164,7 +167,7 @@ class RunStateStore:
             on_saved()
 
         try:
-            # Create the directory, start the workers, then write the entries and rename.
+            # Create the directory, let the workers write, then call `commit`.
             with self._raised_on_all(), _writing(temporary, size):
                 if self.rank == 0:
                     self.root.mkdir(parents=True, exist_ok=True)
@@ -188,17 +191,17 @@ class RunStateStore:
 
     @property
     def is_saving(self) -> bool:
-        """True if a state is being written in the background on any rank."""
+        """Whether any rank is writing a state in the background."""
         return self._pending is not None
 
     def check(self, wait: bool = False) -> None:
-        """Raise the error of writing in the background. ``wait``: wait for the complete state."""
+        """Raise the error of background writing. ``wait``: wait for the complete state first."""
         pending = self._pending
         if pending is None:
             return
         task, is_finished = pending.task, True
         try:
-            # Errors of the workers, then of rank 0.
+            # Raise errors of the workers, then of rank 0.
             with self._raised_on_all(), _writing(pending.path, pending.size):
                 for role in pending.roles.values():
                     role.check_saving(wait)
@@ -214,11 +217,14 @@ class RunStateStore:
             self._pending = None
 
     def finish(self) -> None:
-        """Wait until the last state is complete, and raise its error like `check`."""
+        """Wait until the last state is complete. Raises an error of background writing."""
         self.check(wait=True)
 
     def drain(self) -> None:
-        """Wait for the last state after an error on this rank only, if all other ranks write."""
+        """Wait for the last state, without collectives, because other ranks may not call this.
+
+        A run calls it after an error on this rank. Errors of writing are ignored.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -229,7 +235,7 @@ class RunStateStore:
             pending.task.stop()
 
     def _abandon(self, pending: _Pending) -> None:
-        """Remove a state that cannot become complete, after all ranks stopped writing it."""
+        """Stop writing a state after an error, and remove it once all ranks have stopped."""
         self._pending = None
         if pending.task is not None:
             pending.task.stop()
@@ -241,7 +247,7 @@ class RunStateStore:
             shutil.rmtree(pending.path, ignore_errors=True)
 
     def path(self, step: int) -> Path:
-        """Return the path of the state of ``step``, which may not exist."""
+        """Return the directory of the state of ``step``, whether it exists or not."""
         return self.root / f"step_{step:06d}"
 
     def _commit(self, temporary: Path, step: int, metric: float | None) -> None:
@@ -250,7 +256,7 @@ class RunStateStore:
             for path in sorted(temporary.rglob("*"))
             if path.is_file()
         }
-        # The checksums of a role's files are in the role's folder.
+        # The manifest has checksums of all files but those whose checksums are in their folder.
         roles = {Path(name).parent for name in files if name.endswith(f"/{CHECKSUMS}")}
         of_roles = {str(role / name) for role in roles for name in read_checksums(temporary / role)}
         manifest = {
@@ -280,7 +286,10 @@ class RunStateStore:
             discard(path)
 
     def _score(self, state: SavedState) -> float | None:
-        """Return a number that is higher for better states. None without a ``monitor`` value."""
+        """Return a number that is higher for better states, or None without a value of ``monitor``.
+
+        Without ``monitor``, later states are better.
+        """
         if self.monitor is None:
             return state.step
         if state.metric is None or state.monitor != self.monitor:
@@ -290,7 +299,7 @@ class RunStateStore:
     # Reading
 
     def survey(self) -> tuple[list[SavedState], list[str]]:
-        """Return the states with complete files, oldest first, and the errors of the others."""
+        """Return the complete states, oldest step first, and an error text for each other state."""
         states, damaged = [], []
         folders = sorted(filter(is_step, self.root.iterdir())) if self.root.is_dir() else []
         for folder in folders:
@@ -305,16 +314,21 @@ class RunStateStore:
         return self.survey()[0]
 
     def recover(self) -> None:
-        """Remove the remains of an interrupted save."""
+        """Remove what an interrupted save left."""
         with self._raised_on_all():
             if self.rank == 0 and self.root.is_dir():
                 recover(self.root)
 
     def load(self, path: Path) -> LoadedState:
-        """Read the entries that rank 0 wrote. Raise `DamagedStateError` if a file is damaged."""
+        """Read the entries of the state at ``path``, but not the folders of the roles.
+
+        Raises `DamagedStateError` if a file is damaged.
+        """
         with self._raised_on_all():
             if not path.is_dir():
-                raise CheckpointNotFoundError(f"run state {path} does not exist")
+                raise CheckpointNotFoundError(
+                    f"the run state {path} does not exist. Give the path of a directory step_NNNNNN"
+                )
             saved = read_manifest(path)
             check_files(path, saved.checksums)
             plain = path / "state.json"
@@ -329,18 +343,18 @@ class RunStateStore:
 
 
 def _entries(state: Mapping[str, Any], copies: bool) -> dict[str, Any]:
-    """Return the trees to write. ``copies``: with copies of their tensors."""
+    """Return the normalised trees of ``state``. ``copies``: copy their tensors."""
     for name in state:
         if not _ENTRY_NAME.fullmatch(name) or name in _RESERVED:
             raise CheckpointError(
-                f"{name!r} cannot be the name of a run state's entry. Use lower-case letters, "
-                f"digits and underscores, and none of {', '.join(_RESERVED)}"
+                f"{name!r} cannot be the name of an entry in a run state. Use lower-case letters, "
+                f"digits and underscores, but not {' or '.join(_RESERVED)}"
             )
     trees = {name: normalise(tree, name) for name, tree in state.items()}
     return map_tensors(trees, Tensor.clone) if copies else trees
 
 
 def _writing(path: Path, size: int) -> contextlib.AbstractContextManager[None]:
-    """Turn a failed write below ``path`` into a `StorageError` that mentions earlier states."""
+    """Convert an `OSError` below ``path`` to a `StorageError` that mentions earlier states."""
     note = f". The run state was not saved. Earlier states in {path.parent} are intact"
     return storing(path, size, note)

@@ -1,7 +1,7 @@
 """Trees of tensors and plain values, the contents of a run state.
 
 A tree is a mapping, list or tuple of trees, a tensor, or a plain value (``None``, bool, int,
-float, str, bytes, ``torch.dtype``). Reading executes no pickle.
+float, str, bytes, ``torch.dtype``). Reading a file of a tree runs no code in it.
 """
 
 import contextlib
@@ -23,29 +23,31 @@ from aligner.device import accelerator
 from aligner.errors import CheckpointError, DamagedStateError, raised_as
 
 _TENSOR_TYPES = (Tensor, nn.Parameter, nn.Buffer)
-_FILE_OVERHEAD = 64 * 1024  # of the archive's directory, in addition to a share per tensor
+# Estimated bytes in a file of `torch.save` in addition to the tensors' values.
+_FILE_OVERHEAD = 64 * 1024
 _TENSOR_OVERHEAD = 512
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "state") -> Any:
-    """Copy the containers of ``tree`` and apply ``change`` to each tensor (any shape).
+    """Return a copy of ``tree`` with ``change`` applied to each tensor.
 
-    Mappings become dicts, NumPy's numbers and enums int or float. Raises `CheckpointError` with
-    the path of a value that is not a tree.
+    Mappings become dicts. NumPy's numbers and enums become int, float or str. Raises
+    `CheckpointError` for a value that is not a tree. Its message gives the value's path in the
+    tree, which begins with ``where``.
     """
     if isinstance(tree, Tensor):
         kind, is_strided = type(tree), tree.layout is torch.strided
         if kind not in _TENSOR_TYPES or tree.is_meta or not is_strided:
             raise CheckpointError(
-                f"{where} is a {tree.layout} {kind.__qualname__} on {tree.device}. Save each "
-                "rank's local tensor, with data"
+                f"{where} is a {tree.layout} {kind.__qualname__} on {tree.device}, which cannot be "
+                "saved. Save this rank's local tensor with data, such as tensor.to_local()"
             )
         return change(tree.detach())
     if isinstance(tree, Mapping):
         for key in tree:
             if not isinstance(key, (str, int)):
                 raise CheckpointError(
-                    f"{where} has the key {key!r}. Keys must be strings or integers"
+                    f"{where} has the key {key!r}, but keys must be strings or integers. Convert it"
                 )
         return {key: map_tensors(value, change, f"{where}.{key}") for key, value in tree.items()}
     # Subclasses such as named tuples are not trees.
@@ -81,7 +83,10 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def is_json(tree: Any) -> bool:
-    """Return whether JSON restores this tree exactly: no tensors, tuples, int keys, NaN, bytes."""
+    """Return whether JSON can represent the tree exactly.
+
+    JSON cannot represent tensors, tuples, integer keys, NaN, infinity and bytes.
+    """
     if isinstance(tree, dict):
         return all(isinstance(k, str) and is_json(v) for k, v in tree.items())
     if isinstance(tree, list):
@@ -92,9 +97,10 @@ def is_json(tree: Any) -> bool:
 
 
 def normalise(tree: Any, where: str = "state") -> Any:
-    """Return a tree for writing, with plain containers and no storage with unused parts.
+    """Return the tree as `write_tree` needs it, with plain containers and compact tensors.
 
-    A file contains complete storages. A tensor is copied if the tree lacks parts of its storage.
+    A file contains the complete storage of each tensor. A tensor is therefore cloned if its storage
+    has elements that no tensor in the tree contains.
     """
     tree = map_tensors(tree, lambda tensor: tensor, where)
     is_covered = _covering(tree)
@@ -102,7 +108,10 @@ def normalise(tree: Any, where: str = "state") -> Any:
 
 
 def copied(tree: Any, memory: CopyMemory) -> Any:
-    """Copy the result of `normalise` to ``memory``, which was cleared for `bytes_to_copy`."""
+    """Return a tree with copies of all tensors in ``memory``.
+
+    ``tree``: result of `map_tensors`. ``memory``: cleared for at least `bytes_to_copy` bytes.
+    """
     is_covered = _covering(tree)
     copies: dict[int, Tensor] = {}
 
@@ -112,7 +121,7 @@ def copied(tree: Any, memory: CopyMemory) -> Any:
             target = memory.take(tensor.nbytes)
             _copy_bytes(tensor.view(-1).view(torch.uint8), target)
             return target.view(tensor.dtype).view(tensor.shape)
-        # Views of one storage share one copy.
+        # Tensors that share a storage share its copy.
         storage = tensor.untyped_storage()
         if storage._cdata not in copies:
             copies[storage._cdata] = target = memory.take(storage.nbytes())
@@ -130,17 +139,17 @@ def copied(tree: Any, memory: CopyMemory) -> Any:
 
 
 def _copy_bytes(source: Tensor, target: Tensor) -> None:
-    """Copy uint8 ``[n]`` to host memory. `accelerator.synchronize` completes the copy."""
+    """Copy uint8 [n] to host memory. Call `accelerator.synchronize` before using the copy."""
     if not source.is_cpu:
         target.copy_(source, non_blocking=True)
         return
-    # torch's copy synchronises its threads for each tensor, which is slow if cores are busy. A
-    # tensor that NumPy viewed cannot be resized in place, and offloading resizes tensors.
+    # ``copy_`` would synchronise torch's threads, which is slow if cores are busy. NumPy would keep
+    # the tensor from being resized, and offloading resizes tensors.
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
 def bytes_to_copy(tree: Any) -> int:
-    """Return the bytes of host memory that `copied` uses for a tree."""
+    """Return the number of bytes of host memory that `copied` uses for a tree."""
     is_covered = _covering(tree)
     storages, parts = {}, []
     for tensor in tensors_of(tree):
@@ -152,12 +161,12 @@ def bytes_to_copy(tree: Any) -> int:
 
 
 def storage_bytes(storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
-    """Return a storage as uint8 ``[bytes]``. ``device``: of its tensors, if they are fake."""
+    """Return a storage as a uint8 tensor [bytes]. ``device``: device of its tensors, if fake."""
     return torch.empty(0, dtype=torch.uint8, device=device or storage.device).set_(storage)
 
 
 def _covering(tree: Any) -> Callable[[Tensor], bool]:
-    """Return a function that tells whether the tree's tensors cover a tensor's storage."""
+    """Return a function: whether the tree contains all elements of a tensor's storage."""
     spans: dict[int, set[tuple[int, int]]] = {}  # storage → address and bytes of its tensors
     for tensor in tensors_of(tree):
         span = tensor.data_ptr(), tensor.nbytes
@@ -175,13 +184,13 @@ def _storage_id(tensor: Tensor) -> int:
 
 
 def estimate_bytes(tree: Any) -> int:
-    """Return an upper estimate of a normalised tree's file size. Each storage counts once."""
+    """Return an upper estimate of the file size of a normalised tree in bytes."""
     storages = {_storage_id(t): t.untyped_storage().nbytes() for t in tensors_of(tree)}
     return sum(storages.values()) + _TENSOR_OVERHEAD * len(storages) + _FILE_OVERHEAD
 
 
 def write_tree(path: Path, tree: Any, stop: threading.Event | None = None) -> int:
-    """Write a normalised tree durably. Return the CRC-32 of the file. ``stop``: `durable_file`."""
+    """Write a normalised tree durably. Return the file's CRC-32. ``stop``: see `durable_file`."""
     with _no_archive_checksums(), durable_file(path, estimate_bytes(tree), stop) as file:
         torch.save(tree, file)
     assert file.checksum is not None, "torch.save writes sequentially"
@@ -189,12 +198,12 @@ def write_tree(path: Path, tree: Any, stop: threading.Event | None = None) -> in
 
 
 _crc_lock = threading.Lock()
-_crc_options: list[bool] = []  # value of the option when each writing thread started
+_crc_options: list[bool] = []  # for each writing thread, the option before it began
 
 
 @contextlib.contextmanager
 def _no_archive_checksums() -> Iterator[None]:
-    """Turn off the archive's checksums, which are never read, while any thread writes a tree."""
+    """Turn off checksums in files of `torch.save`, which are never read, during the block."""
     with _crc_lock:
         _crc_options.append(torch.serialization.get_crc32_options())
         torch.serialization.set_crc32_options(False)
@@ -209,13 +218,16 @@ def _no_archive_checksums() -> Iterator[None]:
 
 
 def read_tree(path: Path) -> Any:
-    """Read a file of `write_tree` on the CPU, memory-mapped, without executing code."""
+    """Read a file of `write_tree`. Tensors are on the CPU and memory-mapped. No code runs."""
     with raised_as(DamagedStateError, f"{path} cannot be read as tensors"):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def capture_rng(device_state: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's (global), torch's CPU and the device's generators."""
+    """Return the states of the global random generators of Python, NumPy, torch (CPU) and device.
+
+    ``device_state``: function that returns the state of the device's generator.
+    """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
@@ -235,7 +247,7 @@ def capture_rng(device_state: Callable[[], Any] = lambda: None) -> dict[str, Any
 def restore_rng(
     state: Mapping[str, Any], set_device_state: Callable[[Any], None] = lambda _: None
 ) -> None:
-    """Restore the states of `capture_rng`. ``set_device_state`` receives the device's state."""
+    """Restore the result of `capture_rng`. ``set_device_state`` is called with the device state."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)

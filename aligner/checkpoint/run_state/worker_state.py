@@ -1,12 +1,12 @@
-"""Shares of one role's workers in a run state: a folder per role, one file per worker.
+"""Folder of a role in a run state, with one file per worker: the worker's share of the state.
 
-``rank_00000.pt`` is a worker's share. Once it is on the disk, the worker writes its size and
-checksum to the mark ``rank_00000.done``, so that no collective runs during training. Rank 0 waits
-for all marks and replaces them by ``checksums.json``.
+``rank_00000.pt`` is a share. Once it is on the disk, the worker writes the share's size and
+checksum to ``rank_00000.done``, called its mark. Rank 0 polls for all marks, because no collective
+may run during training, and replaces them by ``checksums.json``.
 
-A worker writes in the step, or in a thread from a copy that was made in the step::
+A worker writes its share immediately, or copies it and writes the copy in a thread::
 
-    step      begin: copy the share ── training continues ── failure: raise the thread's error
+    worker    begin: copy the share ── training continues ── failure: return the thread's error
     thread         └ write rank_N.pt ── flush ── rename rank_N.done
     rank 0                                          └ seal: wait for all marks, write checksums
 """
@@ -54,19 +54,19 @@ _log = logging.getLogger(__name__)
 
 
 class StatefulWorker(Protocol):
-    """A worker whose share of a role can be saved."""
+    """Worker of a role that has a share of the role's state."""
 
     parallel: ParallelState
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return this process's share."""
+        """Return this worker's share, a tree (`run_state.tree`)."""
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore from the `state_dict` of every worker of the saved run, in rank order."""
+        """Restore the state. ``states``: `state_dict` of all workers of the saved run, by rank."""
 
 
 class ShareWriter:
-    """Writer of one worker's share of each run state, immediately or in the background."""
+    """Writer of a worker's share of a run state, immediately or in the background."""
 
     def __init__(self, worker: StatefulWorker) -> None:
         self._worker = worker
@@ -75,7 +75,7 @@ class ShareWriter:
         self._has_warned = False
 
     def prepare(self) -> None:
-        """Allocate the memory for a copy in the background: it takes longer than copying."""
+        """Start to allocate the memory for a copy, which takes longer than copying, in a thread."""
         size = bytes_to_copy(_share_of(self._worker))
         if self._task is not None or not self._has_memory(size):
             return
@@ -87,14 +87,14 @@ class ShareWriter:
         self._task = BackgroundTask(allocate, f"memory for the run state of rank {self._rank}")
 
     def begin(self, folder: str, in_background: bool) -> None:
-        """Write the current share to ``folder``, which all workers see.
+        """Write the current share to ``folder``, on a disk that all workers share.
 
-        With ``in_background`` and enough host memory, a thread writes a copy after this call.
+        With ``in_background`` and enough host memory, copy the share and let a thread write it.
         Raises `StorageError` if this share or the previous share cannot be written.
         """
         if (failure := self.failure(wait=True)) is not None:
             raise StorageError(failure)
-        # Copy the share if there is memory, else write it in place.
+        # Copy the share if there is memory, else write it before returning.
         target, rank = Path(folder), self._rank
         tree = map_tensors(_share_of(self._worker), lambda tensor: tensor, "worker")
         target.mkdir(exist_ok=True)
@@ -112,7 +112,7 @@ class ShareWriter:
             write()
 
     def failure(self, wait: bool) -> str | None:
-        """Return the error of writing the last share, or None. ``wait``: first wait for the end."""
+        """Return the error text of writing the last share, or None. ``wait``: wait for its end."""
         task = self._task
         if task is None or not (task.wait() if wait else task.is_finished):
             return None
@@ -126,7 +126,7 @@ class ShareWriter:
         return self._worker.parallel.rank
 
     def _has_memory(self, size: int) -> bool:
-        """Return whether the host has memory for a copy. Log a lack of memory once."""
+        """Return whether the host has ``size`` bytes for a copy. Log a lack of memory once."""
         local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", self._worker.parallel.world_size))
         free = available_bytes() // max(1, local_workers)
         if size <= free + self._memory.size:
@@ -135,7 +135,7 @@ class ShareWriter:
             self._has_warned = True
             _log.warning(
                 "a copy of the run state needs %s of host memory for this process, but %s are "
-                "free: it is written in place, and training waits for the disk",
+                "free: training waits until the state is written",
                 *map(readable_bytes, (size, free)),
             )
         return False
@@ -152,17 +152,17 @@ def _share_of(worker: StatefulWorker) -> dict[str, Any]:
 
 
 def _write_share(target: Path, rank: int, tree: Any, stop: threading.Event | None = None) -> None:
-    """Write a worker's file and, once the file is on the disk, its mark."""
+    """Write a worker's share durably, then its mark."""
     share = target / _name(rank)
     checksum = write_tree(share, tree, stop)
     unsealed = target / f".{_mark(rank)}.partial"
     write_json(unsealed, {"checksum": checksum, "size": share.stat().st_size})
-    # The last access to the folder, which `seal` then allows to be renamed.
+    # This is the last access to the folder, because rank 0 may rename it after `seal`.
     os.replace(unsealed, target / _mark(rank))
 
 
 def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> None:
-    """Wait until all workers have written their shares, and collect the checksums in one file.
+    """Wait until all workers have written their shares, and replace their marks by `CHECKSUMS`.
 
     Raises `AbandonedError` if ``stop`` is set, `DamagedStateError` if a share's size is wrong.
     """
@@ -178,8 +178,8 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
         mark = json.loads(mark_path.read_bytes())
         if share.stat().st_size != mark["size"]:
             raise DamagedStateError(
-                f"{share} has {share.stat().st_size} bytes, but {mark['size']} were written. Is "
-                "this directory the same on all machines?"
+                f"{share} has {share.stat().st_size} bytes, but {mark['size']} were written. Make "
+                "sure that this directory is the same on all machines"
             )
         checksums[share.name] = f"{mark['checksum']:08x}"
     write_json(folder / CHECKSUMS, checksums)
@@ -188,9 +188,9 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
 
 
 def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> None:
-    """Write this worker's share and its random states to ``folder``, which all workers see.
+    """Write this worker's share and its random states to ``folder``, on a disk that workers share.
 
-    All workers of the role must call it. ``prefix``: see `raised_on_all`.
+    All workers of the role must call this function. ``prefix``: see `raised_on_all`.
     """
     with raised_on_all(gather_objects, prefix):
         ShareWriter(worker).begin(folder, in_background=False)
@@ -199,9 +199,10 @@ def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> 
 
 
 def load_worker_state(worker: StatefulWorker, folder: str) -> None:
-    """Restore the result of `save_worker_state` on any layout, after a check of all files.
+    """Check the files of `save_worker_state`, and restore the state in any parallel layout.
 
-    All workers of the role must call it. On another layout the generators keep their seeded states.
+    All workers of the role must call this function. The states of random generators are restored
+    only in the layout of the saved run.
     """
     parallel = worker.parallel
     check_worker_states(parallel, Path(folder))
@@ -212,9 +213,9 @@ def load_worker_state(worker: StatefulWorker, folder: str) -> None:
 
 
 def check_worker_states(parallel: ParallelState, folder: Path) -> None:
-    """Raise `DamagedStateError` if a file is damaged. Every worker checks a part of the files.
+    """Raise `DamagedStateError` if a file in ``folder`` is damaged. Each worker checks some files.
 
-    A folder of a version without checksums is not checked.
+    A folder without `CHECKSUMS`, of an earlier version, is not checked.
     """
     with raised_on_all(gather_objects):
         checksums = sorted(read_checksums(folder).items())
@@ -222,9 +223,9 @@ def check_worker_states(parallel: ParallelState, folder: Path) -> None:
 
 
 def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
-    """Write the worker's training state to ``folder``, completely or not at all.
+    """Write the training state of all workers to ``folder``. An error leaves no partial folder.
 
-    All workers of the role must call it with the same ``folder``, on a disk that they share.
+    All workers of the role must call this function with the same ``folder``, on a shared disk.
     """
     target = Path(folder)
     partial = target.with_name(f".{target.name}.partial")
@@ -243,14 +244,14 @@ def load_optimizer_state(worker: StatefulWorker, folder: str) -> None:
     if not Path(folder).is_dir():
         raise CheckpointNotFoundError(
             f"optimizer_path={folder} does not exist. Give a directory that save_checkpoint wrote, "
-            "or none to start with fresh optimizer state"
+            "or omit optimizer_path to start with a new optimizer state"
         )
     check_worker_states(worker.parallel, Path(folder))
     worker.load_state_dict(SavedShares(Path(folder), worker.parallel.rank))
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
-    """Write the tokenizer's files into ``folder`` on rank 0. An error is raised on all ranks."""
+    """Write the tokenizer's files into ``folder`` on rank 0. All ranks raise an error of it."""
 
     def write() -> None:
         for name, content in tokenizer.files().items():
@@ -261,9 +262,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
 
 
 class SavedShares(Sequence[Mapping[str, Any]]):
-    """Results of `StatefulWorker.state_dict` of every saved worker, in rank order.
+    """Saved `StatefulWorker.state_dict` of every worker, in rank order.
 
-    A file is memory-mapped when it is indexed. The file of ``rank``, if any, describes the run.
+    A file is memory-mapped when it is indexed. ``rank``: worker whose file, if it exists, is read
+    for the layout of the saved run.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -271,10 +273,10 @@ class SavedShares(Sequence[Mapping[str, Any]]):
         self._shares: dict[int, Mapping[str, Any]] = {}
         first = rank if (folder / _name(rank)).exists() else 0
         self._size = int(self.share(first)["world_size"])
-        self.layout = str(self.share(first)["layout"])  # text
+        self.layout = str(self.share(first)["layout"])  # text of the parallel layout
 
     def share(self, rank: int) -> Mapping[str, Any]:
-        """Return everything that one worker wrote."""
+        """Return all that one worker wrote: its state, random states and parallel layout."""
         if rank not in self._shares:
             self._shares[rank] = read_tree(self._folder / _name(rank))
         return self._shares[rank]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from aligner.checkpoint.model_source import open_model
-from aligner.checkpoint.nemo.archive import named_by
+from aligner.checkpoint.nemo.archive import path_given_by
 from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
@@ -84,7 +84,7 @@ class ValueWorker(RoleWorker[ValueModel]):
         body_path = config.restore_from_path or model.restore_from_path
         settings = critic_settings(config, model, run)
         own_body = config.restore_from_path is not None and weights_path is None
-        with named_by("critic.restore_from_path" if own_body else "model.restore_from_path"):
+        with path_given_by("critic.restore_from_path" if own_body else "model.restore_from_path"):
             settings, whole_path = settings_to_continue(settings, weights_path)
             critic = self.load_model(settings, whole_path or body_path, tokenizer)
         super().__init__(

@@ -185,7 +185,7 @@ def test_without_memory_for_a_copy_the_step_waits_and_it_is_said(tmp_path, monke
     assert step_in(newest(store)) == 2
     assert role.writer._memory.size == 0
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "97.66 KiB are free: it is written in place" in told
+    assert "97.66 KiB are free: training waits until" in told
 
 
 def _save_slowly(root: str, numbers: int) -> None:

@@ -268,7 +268,7 @@ def test_spellings_that_transformers_takes_for_the_same():
 @pytest.mark.integration
 def test_a_config_file_in_place_of_its_directory_and_with_a_byte_order_mark(tmp_path):
     path = directory(tmp_path) / "config.json"
-    message = re.escape(f"Give its directory, {str(tmp_path)!r}")
+    message = re.escape(f"Give the model's directory, {str(tmp_path)!r}")
     with pytest.raises(CheckpointError, match=message), open_model(path):
         pass
     plain = read_hf(tmp_path).architecture
@@ -312,5 +312,5 @@ def test_integers_are_refused(tmp_path):
     whole = torch.ones(32, 48, dtype=torch.int8)
     save_file({**load_file(file), name: whole}, file, {"format": "pt"})
     weights = read_hf(tmp_path).weights
-    with pytest.raises(CheckpointError, match=rf"{name} of .* has torch\.int8"):
+    with pytest.raises(CheckpointError, match=rf"{name} of .* has dtype torch\.int8"):
         dict(weights)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from aligner.errors import LayoutError
 from aligner.models.gpt.layers.attention import attend_buckets, attend_segments
-from aligner.models.gpt.layers.dot_product import attend_rows, by_sequence
-from aligner.models.gpt.layers.segments import Bucket, Segments, take_rows
+from aligner.models.gpt.layers.dot_product import attend_rows
+from aligner.models.gpt.layers.scored_attention import attend_scores
+from aligner.models.gpt.layers.segments import Bucket, Segments
 
 NAME = "aligner"
 RECOMPUTED = "aligner_recomputed"  # recomputes the probabilities in backward
@@ -181,11 +181,9 @@ def attention(
     def attend_bucket(
         bucket: Bucket, queries: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor | None
     ) -> Tensor:
-        if key_rows is not None:
-            keys = by_sequence(take_rows(keys, key_rows), queries.shape[0])
-            values = by_sequence(take_rows(values, key_rows), queries.shape[0])
         seen = rule.mask(bucket, queries.device)
-        return _attend_scores(queries, keys, values, seen, scale, dropout, softcap, s_aux)
+        options = {"cap": softcap, "sinks": s_aux, "key_rows": key_rows}
+        return attend_scores(queries, keys, values, seen, scale, dropout, **options)
 
     if segments is None:
         if is_plain:
@@ -206,37 +204,6 @@ def attention(
         zero = (query.sum() + key.sum() + value.sum()) * 0.0
         out = zero.expand(*query.shape[:2], value.shape[-1])
     return out[None], None
-
-
-def _attend_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    scale: float,
-    dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Compute attention ``[n, heads, S, E]`` by PyTorch operations, with a float32 softmax.
-
-    ``seen``: bool ``[n or 1, 1, S, K]``, true if the query attends to the key. The result of a
-    query without keys (padding) is the mean of the values. For the others see `attention`.
-    """
-    # The queries of all heads of a group are the rows of one product.
-    rows, heads, length, _ = query.shape
-    groups, keys = key.shape[1:3]
-    by_group = query.reshape(rows, groups, -1, query.shape[3])
-    scores = (by_group @ key.transpose(-1, -2) * scale).view(rows, groups, -1, length, keys)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen[:, :, None], torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        sink = sinks.to(scores.dtype).view(1, groups, -1, 1, 1).expand(*scores.shape[:4], 1)
-        scores = torch.cat([scores, sink], -1)
-    probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)[..., :keys]
-    mixed = F.dropout(probabilities, dropout).flatten(2, 3) @ value
-    return mixed.view(rows, heads, length, -1)
 
 
 def recomputed_attention(module: nn.Module, *inputs: Any, **keywords: Any) -> tuple[Tensor, None]:

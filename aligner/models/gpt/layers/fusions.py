@@ -54,8 +54,14 @@ class GPTConfig(TransformerConfig):
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    attention_cap: float | None = None
+    is_scored: bool = False
     window_rotary_base: float | None = None
     moe_router_normalizes: bool = True
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    value_channels: int | None = None
+    rotated_channels: int = 0
     rotary_scale: float = 1.0  # by which all rotary angles are divided
 
     @property

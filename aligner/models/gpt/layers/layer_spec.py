@@ -44,6 +44,7 @@ from aligner.logprobs.output_layer import ready_weight
 from aligner.models.gpt.layers.attention import CoreAttention
 from aligner.models.gpt.layers.elementwise import Norm, SwiGLU
 from aligner.models.gpt.layers.fusions import GPTConfig
+from aligner.models.gpt.layers.scored_attention import ScoredAttention
 from aligner.models.gpt.layers.short_attention import ShortSelfAttention
 from aligner.models.gpt.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 
@@ -199,7 +200,8 @@ def has_transformer_engine() -> bool:
 def uses_transformer_engine(spec: LayerSpec, lora: LoraConfig | None, config: GPTConfig) -> bool:
     """Return whether layers use Transformer Engine.
 
-    It lacks adapters, norms over all heads or after a branch, and a second rotary base.
+    It lacks adapters, norms over all heads or after a branch, a second rotary base, soft caps and
+    our latent attention.
     """
     if spec == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
@@ -208,8 +210,8 @@ def uses_transformer_engine(spec: LayerSpec, lora: LoraConfig | None, config: GP
             + ("" if accelerator.has_gpu() else ", no GPU")
             + ". Install transformer_engine[pytorch], or set model.layer_spec=auto"
         )
-    plain = config.adds_plainly and not config.qk_norm_over_heads
-    plain = plain and config.window_rotary_base is None
+    plain = config.adds_plainly and not config.qk_norm_over_heads and not config.is_scored
+    plain = plain and config.window_rotary_base is None and config.kv_lora_rank is None
     return spec != "local" and has_transformer_engine() and lora is None and plain
 
 
@@ -265,6 +267,21 @@ def local_layer_spec(
     if config.qk_norm_over_heads:
         query_norm = ModuleSpec(AllHeadsNorm, {"heads": config.num_attention_heads})
         key_norm = ModuleSpec(AllHeadsNorm, {"heads": config.num_query_groups})
+    attention = ModuleSpec(
+        module=ShortSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=linear("self_attention.linear_qkv", *column),
+            core_attention=ScoredAttention if config.is_scored else CoreAttention,
+            linear_proj=linear("self_attention.linear_proj", *row),
+            q_layernorm=query_norm,
+            k_layernorm=key_norm,
+        ),
+    )
+    if config.kv_lora_rank is not None:
+        from aligner.models.gpt.layers.latent_attention import as_latent_attention
+
+        as_latent_attention(attention)
     add = get_bias_dropout_add
     if not config.adds_plainly:
         add = ModuleSpec(BranchAdd, {"config": config})
@@ -272,17 +289,7 @@ def local_layer_spec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=ShortSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=linear("self_attention.linear_qkv", *column),
-                    core_attention=CoreAttention,
-                    linear_proj=linear("self_attention.linear_proj", *row),
-                    q_layernorm=query_norm,
-                    k_layernorm=key_norm,
-                ),
-            ),
+            self_attention=attention,
             self_attn_bda=add,
             pre_mlp_layernorm=norm,
             mlp=mlp,

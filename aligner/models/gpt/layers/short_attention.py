@@ -210,7 +210,7 @@ class ShortSelfAttention(SelfAttention):
             and hidden.dtype == torch.float32
             and length <= min(MAX_LENGTH, getattr(core, "window", None) or MAX_LENGTH)
             and angles.shape[1:3] == (1, 1)
-            and isinstance(core, CoreAttention)
+            and type(core) is CoreAttention
             and core.cached is None
             and not (self.training and (core.dropout or self.checkpoint_core_attention))
             and isinstance(self.q_layernorm or IdentityOp(), IdentityOp)

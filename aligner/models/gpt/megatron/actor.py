@@ -15,6 +15,7 @@ from aligner.logprobs.output_layer import output_weight
 from aligner.losses.interfaces import AnyLossFunction
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.gpt.forward.schedule import MicroBatches, full_hidden_states
+from aligner.models.gpt.forward.token_logprobs import LogitsForm
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.policy import SamplingPolicy
 from aligner.models.gpt.role.settings import SectionType
@@ -35,6 +36,7 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         """See `MegatronGPTModel`. The settings include sampling."""
         super().__init__(cfg, trainer, **options)
         self._call_seeds = CallSeeds(self.settings.seed)
+        self.logits_form = LogitsForm(cap=self.architecture.logits_cap)
         self.configure_sampling()
 
     # Scoring ----------------------------------------------------------------------------------

@@ -99,7 +99,8 @@ _SAME_NAMES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("kv_channels", "layernorm_epsilon", "qk_norm_over_heads", "branch_norms"),
     *("embedding_multiplier", "residual_multiplier", "logits_divisor", "window_rotary_base"),
-    *("attention_dropout", "hidden_dropout"),
+    *("attention_cap", "is_scored", "attention_dropout", "hidden_dropout"),
+    *("q_lora_rank", "kv_lora_rank", "value_channels", "rotated_channels"),
 )
 
 
@@ -242,6 +243,10 @@ def build_gpt(
     if pre_process and architecture.embedding_multiplier != 1.0:
         scale = functools.partial(_scale_output, config.embedding_factor)
         model.embedding.word_embeddings.register_forward_hook(scale)
+    if post_process and architecture.logits_cap is not None:
+        # Only passes that return logits call the output layer. See `SamplingPolicy.logits_form`.
+        cap = functools.partial(_cap_logits, architecture.logits_cap)
+        model.output_layer.register_forward_hook(cap)
     if not initialize:
         _mark_tensor_parallel(model)
     return model.to(accelerator.device())
@@ -250,6 +255,11 @@ def build_gpt(
 def _scale_output(factor: float, module: Any, args: Any, output: Tensor) -> Tensor:
     del module, args
     return output * factor
+
+
+def _cap_logits(cap: float, module: Any, args: Any, output: tuple[Tensor, None]) -> Any:
+    del module, args
+    return cap * torch.tanh(output[0] / cap), output[1]
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:

@@ -1,0 +1,117 @@
+"""Attention by PyTorch operations, for soft caps and sinks, which fused kernels lack."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.models.gpt.layers.attention import CoreAttention, SegmentParams, attend_buckets
+from aligner.models.gpt.layers.dot_product import by_sequence
+from aligner.models.gpt.layers.segments import Bucket, take_rows
+
+
+def attend_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scale: float,
+    dropout: float = 0.0,
+    *,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+    key_rows: Tensor | None = None,
+) -> Tensor:
+    """Compute attention ``[n, heads, S, E]`` with a float32 softmax.
+
+    Args:
+        query: float ``[n, heads, S, D]``.
+        key: float ``[n, groups, K, D]``, or with ``key_rows`` distinct tokens ``[R, groups, D]``.
+        value: float ``[n, groups, K, E]``, or with ``key_rows`` ``[R, groups, E]``.
+        seen: bool ``[n or 1, 1, S, K]``, true if the query attends to the key. The result of a
+            query without keys (padding) is the mean of the values.
+        scale: factor of the scores.
+        dropout: share of the probabilities that are set to 0.
+        cap: bound ``c`` of scores ``s``, which become ``c * tanh(s / c)``. None or 0: no bound.
+        sinks: float ``[heads]``, score of a sink, to which every query also attends.
+        key_rows: int64 ``[n * K]``, row of each key.
+    """
+    if key_rows is not None:
+        key = by_sequence(take_rows(key, key_rows), query.shape[0])
+        value = by_sequence(take_rows(value, key_rows), query.shape[0])
+    # The queries of all heads of a group are the rows of one product.
+    rows, heads, length, _ = query.shape
+    groups, keys = key.shape[1:3]
+    by_group = query.reshape(rows, groups, -1, query.shape[3])
+    scores = (by_group @ key.transpose(-1, -2) * scale).view(rows, groups, -1, length, keys)
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~seen[:, :, None], torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, groups, -1, 1, 1).expand(*scores.shape[:4], 1)
+        scores = torch.cat([scores, sink], -1)
+    probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)[..., :keys]
+    mixed = F.dropout(probabilities, dropout).flatten(2, 3) @ value
+    return mixed.view(rows, heads, length, -1)
+
+
+class ScoredAttention(CoreAttention):
+    """`CoreAttention` with a soft cap of the scores (``config.attention_cap``)."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: SegmentParams | None = None,
+    ) -> Tensor:
+        """See `CoreAttention.forward`."""
+        assert attention_mask is None
+        assert attention_bias is None
+        length, batch = query.shape[:2]
+        if self.cached is not None:
+            return self.cached(self.layer_number, query, key, value)
+        if packed_seq_params is None:
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            whole = Bucket(batch, length, length, None)
+            out = self.attend_bucket(whole, query, key, value)
+            return out.permute(2, 0, 1, 3).flatten(2)
+        segments = packed_seq_params.segments
+        assert segments is not None
+        # Without sequences the gradients are zeros, not None: other ranks may wait for them.
+        if not segments.buckets:
+            return (query * 0.0 + (key.sum() + value.sum()) * 0.0).flatten(2)
+        keys, values = segments.gather_keys(key[:, 0], value[:, 0])
+        rows = attend_buckets(query[:, 0], keys, values, segments, self.attend_bucket)
+        return rows.reshape(length, 1, -1)
+
+    def attend_bucket(
+        self,
+        bucket: Bucket,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Compute a bucket's attention, float ``[n, heads, S, D]``. See `attend_buckets`."""
+        seen = bucket.mask(self.window, query.device)
+        if seen is None:
+            seen = query.new_ones(1, 1, bucket.queries, bucket.keys, dtype=torch.bool).tril()
+        return self.attend(query, key, value, seen, key_rows)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Tensor,
+        key_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `attend_scores`, float ``[n, heads, S, D]``, with this layer's settings."""
+        dropout = self.dropout if self.training else 0.0
+        cap = self.config.attention_cap
+        return attend_scores(
+            query, key, value, seen, self.scale, dropout, cap=cap, key_rows=key_rows
+        )
