@@ -73,10 +73,7 @@ class UserPolicyLoss:
     rows_per_group: ClassVar[int] = 1
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        """Import the class ``name`` and construct a loss with the keywords ``options``.
-
-        Raises ConfigError if this fails.
-        """
+        """Import the class ``name`` and construct a loss with the keywords ``options``."""
         self.name, self.options = name, dict(options)
         self._loss = _construct(load_function(name, key=KEY, kind="class"), name, self.options)
         self.needs_entropy = bool(getattr(self._loss, "needs_entropy", False))
