@@ -26,7 +26,7 @@ class WandbConfig:
 
 @dataclass(frozen=True)
 class ExpManagerConfig:
-    """Directory, checkpoints and loggers."""
+    """Options of a run's directory, saved states and loggers."""
 
     explicit_log_dir: FilePath = "results/aligner"
     """Directory of all files of the run. The default is `results/` and the algorithm, such as

@@ -33,7 +33,7 @@ def _with_sections(cls: type) -> type:
 @dataclass(frozen=True)
 @_with_sections
 class GenerationConfig:
-    """Sampling of responses."""
+    """Options of the engine that samples responses."""
 
     backend: Annotated[
         StrictStr, one_of(("megatron", *ENGINES), or_path="package.module:Class")

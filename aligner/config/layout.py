@@ -34,7 +34,7 @@ class ParallelConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes of one replica of the model (expert parallelism is inside DP)."""
+        """Number of processes of one model replica, without expert-parallel processes."""
         return self.tensor * self.pipeline * self.context
 
     @property

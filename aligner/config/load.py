@@ -36,10 +36,7 @@ _TASK = {
 
 
 def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
-    """Convert hydra's configuration to the class ``root``, with interpolations resolved.
-
-    Raises `ConfigError` if a value is invalid.
-    """
+    """Resolve interpolations, and convert hydra's configuration to the class ``root``."""
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -51,8 +48,8 @@ def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # ty
 def with_built_in_task(config: DictConfig) -> str:
     """Set missing data and reward in place. Return a note for the console, empty if nothing is set.
 
-    A run without reward, and without data or with the arithmetic task's data, gets the arithmetic
-    task. A run with an environment and without data gets rows without columns.
+    If the reward is missing, and the data are missing or those of the arithmetic task, this task is
+    set. If a run with an environment has no data, rows without columns are set.
     """
     plain = OmegaConf.to_container(config)  # interpolations are not resolved yet
 

@@ -112,7 +112,7 @@ class MultiWorkerFuture(list["ObjectRef"]):
         self.returned, self.timeout_s = returned, timeout_s
 
     def get_results(self) -> list[Any]:
-        """Wait for all workers. Return one result for each set of workers with the same output.
+        """Wait for all workers. Return their results, and equal (replicated) results once.
 
         Raises:
             AlignerError: a worker raised this error. It is raised again with the same class.
@@ -400,8 +400,6 @@ def _check_shards(method_name: str, data: Any, sizes: Sequence[int]) -> None:
     if not sizes:
         return
     if len(data) != sizes[0]:
-        raise WorkerError(
-            f"{method_name}: {len(data)} shards for {sizes[0]} coordinates. Pass one for each"
-        )
+        raise WorkerError(f"{method_name}: {len(data)} shards for {sizes[0]} coordinates")
     for part in data:
         _check_shards(method_name, part, sizes[1:])
