@@ -12,6 +12,7 @@ from aligner.checkpoint.hf.tensors import (
     FUSED_QKV,
     GLM4_MOE_TABLE,
     GPT2_TABLE,
+    GPT_OSS_TABLE,
     INTERLEAVED_ROPE,
     LLAMA_TABLE,
     MIXTRAL_TABLE,
@@ -307,6 +308,21 @@ _GEMMA3 = _LLAMA_LIKE[-1].variant(
     window_pattern=6,
     window_rotary_base=1e4,
 )
+_GPT_OSS = _PLAIN.variant(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    table=GPT_OSS_TABLE,
+    keys={**_WINDOW, "activation_clamp": "swiglu_limit"}
+    | {"num_moe_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
+    defaults={"sliding_window": 128, "swiglu_limit": 7.0, "num_local_experts": 128}
+    | {"num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5}
+    | {"max_position_embeddings": 131_072, "rope_theta": 1.5e5}
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL: 4096}},
+    fixed={"attention_bias": True, "swiglu_alpha": 1.702},
+    implied={"activation": "clamped_swiglu", "bias_linear": True, "attention_sinks": True},
+    window_pattern=2,
+    rotates_alike=True,
+)
 _FAMILIES = (
     *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE),
     Family(
@@ -324,6 +340,7 @@ _FAMILIES = (
     _GEMMA2,
     _GEMMA3,
     _GLM4_MOE,
+    _GPT_OSS,
     _QWEN3_MOE.variant(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
