@@ -113,7 +113,7 @@ def test_a_step_is_one_launch_without_a_wait(dry, case):
         assert found["launches"] <= LAUNCHES[case]
 
 
-SAMPLING_FAMILIES = ("gemma2", "gemma3", "olmo2", "granite", "smollm3", "gpt_oss")
+SAMPLING_FAMILIES = ("gemma2", "gemma3", "olmo2", "granite", "smollm3")
 
 
 @pytest.mark.parametrize("family", extended_except(("gemma2", "gemma3"), SAMPLING_FAMILIES))
