@@ -108,7 +108,7 @@ CASES = {
     "gpt_oss": (
         "gpt_oss",
         {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
-        | {"swiglu_limit": 0.6, "num_hidden_layers": 3}
+        | {"swiglu_limit": 0.6}
         | {"rope_parameters": {**YARN_ROPE, "truncate": False}},
     ),
     "gpt_oss_plain_rope": (

@@ -246,8 +246,9 @@ def build_gpt(
         model.embedding.position_embeddings.to(settings.dtype)
     if config.num_moe_experts and config.add_bias_linear:
         for name, parameter in model.named_parameters():
-            if ".local_experts." in name:  # each rank has the tokens of its experts
-                parameter.sequence_parallel = False
+            if ".local_experts." in name and name.endswith("linear_fc2.bias"):
+                # As the expert's weights: of this rank alone, from all tokens of the expert.
+                parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
     if not config.adds_plainly:
         for layer in model.decoder.layers:
             # Otherwise the addition would record gradients where the pass records none.
