@@ -51,6 +51,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None  # see `concentration`. None: computed by ``kind``
     truncate: bool = True  # yarn: round the bounds of the interpolated frequencies
+    mscale: float | None = None  # of ``yarn``, in place of an attention factor (DeepSeek-V3)
+    mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()  # exported only
 
@@ -71,10 +73,16 @@ class RopeScaling:
         """Factor by which rotated queries and keys are multiplied."""
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.yarn_factor(self.mscale) / self.yarn_factor(self.mscale_all_dim)
         stretch = math.log(max(self.factor, 1.0))
         if self.kind == "longrope":
             return math.sqrt(1.0 + stretch / math.log(self.original_max_position_embeddings))
-        return 1.0 + 0.1 * stretch if self.kind == "yarn" else 1.0
+        return self.yarn_factor(1.0) if self.kind == "yarn" else 1.0
+
+    def yarn_factor(self, scale: float) -> float:
+        """Return the factor that ``yarn`` derives from a scale: 1 + 0.1 * scale * ln(factor)."""
+        return 1.0 + 0.1 * scale * math.log(max(self.factor, 1.0))
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,11 @@ class GPTArchitecture:
     moe_router_group_topk: int = 1
     moe_router_normalizes: bool = True
     moe_router_scale: float = 1.0
+    # Latent attention (DeepSeek-V3): ranks of the projections to query (None: one projection) and
+    # to key and value, and the width of a head's value. Query and key have kv_channels columns.
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    value_channels: int | None = None
     # Hugging Face `model_type` of the source and of exports. None if unknown.
     family: str | None = None
     # Suffix of the file to which a run writes such a model.
@@ -173,11 +186,14 @@ class GPTArchitecture:
         divides = self.num_attention_heads % self.num_query_groups == 0
         divisor = f"a divisor of num_attention_heads={self.num_attention_heads}"
         _check("num_query_groups", self.num_query_groups, divides, divisor)
-        if self.moe_router_groups > 1:
-            fits = (self.num_moe_experts or 0) % self.moe_router_groups == 0
-            fits = fits and self.moe_router_groups * 2 <= (self.num_moe_experts or 0)
-            expected = "a divisor of num_moe_experts, with at least 2 experts in a group"
-            _check("moe_router_groups", self.moe_router_groups, fits, expected)
+        width, is_latent = self.value_channels, self.kv_lora_rank is not None
+        fits = (width is not None) is is_latent and (width or 0) <= self.kv_channels
+        expected = f"at most kv_channels={self.kv_channels} with kv_lora_rank, else null"
+        _check("value_channels", width, fits, expected)
+        groups, experts = self.moe_router_groups, self.num_moe_experts or 0
+        fits = self.moe_router_group_topk <= groups <= experts // 2 and experts % groups == 0
+        expected = "a divisor of num_moe_experts with 2 experts or more in each group"
+        _check("moe_router_groups", groups, fits or groups == 1, expected)
 
         # Layers and frequencies of the rotation.
         for name in ("layers_without_rope", "layers_without_window", "layers_without_experts"):
@@ -190,7 +206,7 @@ class GPTArchitecture:
         expected = "null if rotary_percent < 1 or the rope type is longrope"
         _check("window_rotary_base", self.window_rotary_base, valid, expected)
         if scaling is not None and is_long:
-            count = int(self.kv_channels * self.rotary_percent) // 2
+            count = self.rotated_channels // 2
             for name in ("short_factor", "long_factor"):
                 factors = getattr(scaling, name)
                 _check(f"rope_scaling.{name}", factors, len(factors) == count, f"{count} numbers")
@@ -199,6 +215,11 @@ class GPTArchitecture:
     def rope_concentration(self) -> float:
         """Factor by which rotated queries and keys are multiplied, 1 without `rope_scaling`."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.concentration
+
+    @property
+    def rotated_channels(self) -> int:
+        """Number of columns of a head that are rotated."""
+        return int(self.kv_channels * self.rotary_percent)
 
     @property
     def gated(self) -> bool:

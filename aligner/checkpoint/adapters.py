@@ -86,11 +86,15 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
 def _canonical_weights(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str, Shape]:
     if unknown := set(lora.target_modules) - LINEARS.keys():
         raise _no_target(unknown.pop(), lora, LINEARS)
-    if architecture.num_moe_experts is not None and any("mlp" in name for name in lora.linears):
+    is_latent = architecture.kv_lora_rank is not None
+    refused = ("mlp", "linear_qkv") if is_latent else ("mlp",)
+    has_refused = any(part in name for name in lora.linears for part in refused)
+    if architecture.num_moe_experts is not None and has_refused:
         raise ConfigError(
             f"model.peft.lora_tuning.target_modules={list(lora.target_modules)}: this model is a "
-            "mixture of experts, and those support adapters in attention only. Set "
-            "target_modules=[attention]"
+            "mixture of experts, and those support adapters in "
+            + ("the output projection of latent attention" if is_latent else "attention")
+            + f" only. Set target_modules=[attention{'_dense' if is_latent else ''}]"
         )
     return {
         f"{linear}{LORA}": shape

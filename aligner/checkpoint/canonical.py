@@ -3,7 +3,7 @@
 Canonical weights map megatron-core's names, without ``model.`` and with global layer numbers, to
 tensors that are neither split nor padded. The rows of the fused QKV projection are grouped by query
 group: its query heads, its key, its value (``kv_channels`` rows each). The first linear of a gated
-MLP has the rows ``[gate; up]``.
+MLP has the rows ``[gate; up]``. In latent attention, the rotated rows of a head come first.
 """
 
 import itertools
@@ -110,9 +110,12 @@ def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tup
     if norms != "after":
         yield from _norm("input_layernorm", hidden, architecture)
     qkv_bias = architecture.bias_linear or architecture.bias_qkv
-    yield from _linear(
-        "self_attention.linear_qkv", (heads + 2 * groups) * head, hidden, bias=qkv_bias
-    )
+    if architecture.kv_lora_rank is None:
+        yield from _linear(
+            "self_attention.linear_qkv", (heads + 2 * groups) * head, hidden, bias=qkv_bias
+        )
+    else:
+        yield from _latent_shapes(architecture, architecture.kv_lora_rank)
     if architecture.qk_norm_over_heads:
         yield "self_attention.q_layernorm.all_heads.weight", (heads * head,)
         yield "self_attention.k_layernorm.all_heads.weight", (groups * head,)
@@ -121,7 +124,8 @@ def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tup
         yield from _norm("self_attention.k_layernorm", head, architecture)
     # Attention output and the norms after it.
     bias = architecture.bias_linear
-    yield from _linear("self_attention.linear_proj", hidden, heads * head, bias=bias)
+    columns = heads * (architecture.value_channels or head)
+    yield from _linear("self_attention.linear_proj", hidden, columns, bias=bias)
     if architecture.attention_sinks:
         yield "self_attention.core_attention.softmax_offset", (heads,)
     if norms != "before":
@@ -144,6 +148,22 @@ def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tup
     for expert in range(architecture.num_moe_experts):
         prefix = f"mlp.experts.local_experts.{expert}"
         yield from _mlp(prefix, architecture.expert_ffn_hidden_size, architecture)
+
+
+def _latent_shapes(architecture: GPTArchitecture, rank: int) -> Iterator[tuple[str, Shape]]:
+    hidden, head = architecture.hidden_size, architecture.kv_channels
+    heads, rotated = architecture.num_attention_heads, architecture.rotated_channels
+    prefix, query_rank = "self_attention.linear_", architecture.q_lora_rank
+    if query_rank is None:
+        yield f"{prefix}q_proj.weight", (heads * head, hidden)
+    else:
+        yield f"{prefix}q_down_proj.weight", (query_rank, hidden)
+        yield "self_attention.q_layernorm.weight", (query_rank,)
+        yield f"{prefix}q_up_proj.weight", (heads * head, query_rank)
+    yield f"{prefix}kv_down_proj.weight", (rank + rotated, hidden)
+    yield "self_attention.kv_layernorm.weight", (rank,)
+    width = head - rotated + (architecture.value_channels or head)
+    yield f"{prefix}kv_up_proj.weight", (heads * width, rank)
 
 
 def _mlp(prefix: str, ffn_size: int, architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
@@ -210,7 +230,10 @@ def split_axis(name: str) -> int | None:
 
     If the outputs of a weight are split, so is matrix B of its adapter, and if its inputs, A.
     """
-    by_outputs = (".linear_qkv.", ".linear_fc1.", ".all_heads.", ".softmax_offset")
+    by_outputs = (
+        *(".linear_qkv.", ".linear_fc1.", ".all_heads.", "_up_proj.", ".linear_q_proj."),
+        ".softmax_offset",
+    )
     if name in _VOCABULARY or any(part in name for part in by_outputs):
         return None if name.endswith(LORA_A) else 0
     is_row_parallel = ".linear_proj." in name or ".linear_fc2." in name

@@ -1,7 +1,7 @@
 """Token rewards, and advantages with a critic (GAE, Schulman et al., 2016).
 
 Per-token tensors are padded, [B, S]: position ``t`` describes token ``t`` and ``values[:, t]`` is
-the value of the state before token ``t``. ``mask`` is 1 if the policy generated the token.
+the value of the state before token ``t``. ``mask`` is 1 for tokens that the policy generated.
 `aligner.losses.groups` computes advantages without a critic.
 """
 
@@ -19,12 +19,12 @@ def token_rewards(
     *,
     turn_ids: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``r_t = R · [t is the last generated token] - β · kl_t``, 0 at masked positions.
+    """Compute ``r_t = R · [t is the last generated token] - β · kl_t``, float [B, S].
 
-    ``rewards``: float [B], one per sample, or [B, S], one per token, which keep their positions.
-    ``kl``: float [B, S], or None without a KL penalty. ``token_mask``: [B, S]. A row without a
-    generated token gets no reward. ``turn_ids``: int64 [B, S], only for conversations: the last
-    token is the last token of the last turn. Returns float [B, S].
+    ``rewards``: float [B], R of each sample, or float [B, S], a reward for each token instead.
+    ``kl``: float [B, S], the estimated KL divergence, or None for no penalty. ``token_mask``:
+    [B, S], 1 for generated tokens, the result is 0 elsewhere. ``turn_ids``: int64 [B, S], the turn
+    that generated a token. With it, the last token is the last one of the last turn.
     """
     assert rewards.ndim in (1, 2), rewards.shape
     assert token_mask.ndim == 2, token_mask.shape
@@ -45,7 +45,7 @@ def token_rewards(
 
 
 def _in_time(generated: Tensor, turn_ids: Tensor | None) -> Tensor:
-    """Return int64 [B, S], the rank of each generated token by turn and column, else -1."""
+    """Number a row's generated tokens by turn, then column: int64 [B, S], -1 for other tokens."""
     if turn_ids is None:
         return generated.cumsum(1, dtype=torch.int64).sub_(1).masked_fill_(~generated, -1)
     latest = torch.iinfo(turn_ids.dtype).max
@@ -66,14 +66,14 @@ def generalized_advantage_estimate(
     """Compute advantages and returns, float [B, S] each, not whitened, 0 where the mask is 0.
 
     ``δ_t = r_t + γ·V_{t+1} - V_t``, ``A_t = δ_t + γλ·A_{t+1}``, ``return_t = A_t + V_t``. Here
-    ``t+1`` is the *next generated token*: value and advantage are carried across holes in the mask.
-    After the last generated token both are 0.
+    ``t+1`` is the *next generated token*, also if masked tokens lie between the two. After the last
+    generated token ``V`` and ``A`` are 0.
 
-    ``values``, ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S].
-    ``turn_ids``: int64 [B, S], index of the turn that generated a token, in any column. Tokens
-    follow in the order of turns. With ``turn_ids`` and ``timestep="turn"``, γ and λ apply only
-    between the last token of a turn and the first token of the next turn. The computation is in
-    float32 at least.
+    ``values``, ``rewards``: float [B, S]. Masked positions may contain any value. ``mask``: [B, S].
+    ``turn_ids``: int64 [B, S], index of the turn that generated the token. Tokens are ordered by
+    turn, then by column. With ``turn_ids`` and ``timestep="turn"``, γ and λ apply only from the
+    last token of a turn to the first token of the next turn, and are 1 within a turn. Computes in
+    float32, or in the dtype of ``values`` if wider.
     """
     assert values.ndim == 2, values.shape
     assert values.shape == rewards.shape == mask.shape, (values.shape, rewards.shape, mask.shape)
@@ -105,9 +105,8 @@ def generalized_advantage_estimate(
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
     """Compute ``y[:, t] = sum_{s >= t} discount^(s-t) · x[:, s]`` for float [B, S].
 
-    After pass ``k`` every ``y_t`` covers ``2^k`` terms, so that ``log2(S)`` passes replace a loop
-    over ``S``, with smaller rounding errors. Terms with a weight below the rounding error are
-    omitted.
+    Each pass doubles the number of terms in ``y_t``, so ``log2(S)`` passes replace a loop over
+    ``S``. Terms whose weight ``discount^(s-t)`` is below the rounding error are omitted.
     """
     length = x.shape[1]
     negligible = torch.finfo(x.dtype).eps * 1e-3
@@ -122,9 +121,9 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
 
 
 def weighted_sums(x: Tensor, weights: Tensor) -> Tensor:
-    """Compute ``y_t = x_t + w_t · y_{t+1}`` by doubling, as in `discounted_sums`.
+    """Compute ``y_t = x_t + w_t · y_{t+1}`` for float ``x`` [B, S] and ``weights`` [B, S - 1].
 
-    ``x``: float [B, S]. ``weights``: float [B, S - 1].
+    Each pass doubles the number of terms in ``y_t``, as in `discounted_sums`.
     """
     y, w = x.clone(), torch.nn.functional.pad(weights, (0, 1))
     step = 1

@@ -2,9 +2,9 @@
 
 docs/corrections.md describes the corrections. ``d = log p_trainer - log p_sampler`` is the
 log-ratio of a generated token, clamped to ±20 before ``exp``, so every weight is finite. Weights
-multiply the surrogate of the policy loss, without gradient. A token of weight 0 still counts in the
-loss's denominator and in the KL and entropy terms. Masks are True for generated tokens of samples
-that are not excluded. Masked positions may be any value.
+have no gradient and multiply the surrogate of the policy loss. A token of weight 0 still counts in
+the loss's denominator and in the KL and entropy terms. ``mask`` is True for generated tokens of
+samples that are not excluded. Other positions may contain any value.
 """
 
 import math
@@ -25,10 +25,11 @@ LARGEST_LOG_RATIO = 20.0
 def importance_weights(
     log_ratio: Tensor, mask: Tensor, level: Literal["token", "sequence"]
 ) -> Tensor:
-    """Compute importance weights without bounds, float [B, S].
+    """Compute importance weights, not yet bounded, float [B, S].
 
-    ``log_ratio`` float [B, S], ``mask`` bool [B, S]. ``token``: ``exp(d)``, 1 at masked positions.
-    ``sequence``: the product over a response's tokens, at every position of the row.
+    ``log_ratio``: float [B, S], trainer's minus sampler's log-prob. ``mask``: bool [B, S], True for
+    generated tokens. ``level="token"``: ``exp(log_ratio)``, 1 where the mask is False.
+    ``"sequence"``: the product of these weights over the row, at every position.
     """
     log_ratio = torch.where(mask, log_ratio, 0)
     if level == "sequence":
@@ -37,15 +38,15 @@ def importance_weights(
 
 
 def is_outside(values: Tensor, bounds: Bounds) -> Tensor:
-    """Return bool [...], True where float ``values`` [...] are outside the bounds."""
+    """Return bool [...], True where float ``values`` [...] are below or above the bounds."""
     low, high = bounds
     return (values < low) | (values > high)
 
 
 def within_bounds(weights: Tensor, bounds: Bounds, outside: Literal["truncate", "mask"]) -> Tensor:
-    """Move ``weights`` float [...] outside ``bounds`` to the nearest bound, or set them to 0.
+    """Replace ``weights`` (float [...]) outside ``bounds``, by the nearest bound or by 0.
 
-    ``truncate``: Yao et al., 2025. ``mask``: IcePop, 2025.
+    ``outside="truncate"``: by the bound (Yao et al., 2025). ``"mask"``: by 0 (IcePop, 2025).
     """
     if outside == "truncate":
         return weights.clamp(*bounds)
@@ -53,27 +54,29 @@ def within_bounds(weights: Tensor, bounds: Bounds, outside: Literal["truncate", 
 
 
 def geometric_rejection(log_ratio: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
-    """Return bool [B], True if ``exp(mean d)`` of the response is outside ``bounds``.
+    """Return bool [B], True for rejected responses (Liu, Li et al., 2025).
 
-    Liu, Li et al., 2025. ``log_ratio`` float [B, S], ``mask`` bool [B, S]. A response without a
-    token is not rejected.
+    A response is rejected if ``exp`` of its mean ``log_ratio`` is outside ``bounds``.
+    ``log_ratio``: float [B, S]. ``mask``: bool [B, S], True for the tokens of the response. A row
+    without such a token is not rejected.
     """
     mean = row_means(torch.where(mask, log_ratio, 0), mask)
     return is_outside(_bounded_exp(mean), bounds) & mask.any(1)
 
 
 def second_moment_mask(log_ratio: Tensor, mask: Tensor, limit: float) -> Tensor:
-    """Return bool [B, S], True at the tokens that M2PO keeps (Zheng et al., 2025).
+    """Return bool [B, S], True for the tokens that M2PO trains on (Zheng et al., 2025).
 
-    ``log_ratio`` float [B, S] and ``mask`` bool [B, S] of a whole global batch. M2PO removes the
-    fewest tokens, by the largest ``d²``, so that the mean of ``d²`` over the others is at most
-    ``limit``. Of equal tokens the earlier is removed first. False at masked positions.
+    M2PO removes tokens, starting with the largest ``log_ratio²``, until the mean of ``log_ratio²``
+    over the remaining tokens is at most ``limit``. Of tokens with equal values the earlier is
+    removed first. ``log_ratio``: float [B, S], the whole global batch. ``mask``: bool [B, S], True
+    for generated tokens. The result is False elsewhere.
     """
     flat = mask.flatten().nonzero().squeeze(1)
     squares = log_ratio.flatten()[flat].double().square()
     ordered, order = squares.sort(descending=True, stable=True)
-    # Means over the remaining squares after the removal of the n largest. Sums start at the small
-    # end, because one large square would swallow the digits of small squares.
+    # means[n]: mean of the squares that remain after the removal of the n largest. Sums start at
+    # the small end, because one large square would swallow the digits of small squares.
     counts = torch.arange(len(ordered), 0, -1, device=ordered.device)
     means = ordered.flip(0).cumsum(0).flip(0) / counts
     n_removed = int((means > limit).sum())  # means fall with every removal
@@ -83,10 +86,10 @@ def second_moment_mask(log_ratio: Tensor, mask: Tensor, limit: float) -> Tensor:
 
 
 def second_moment_masks(batch: Mapping[str, Tensor], limit: float, rows: int) -> Tensor:
-    """Apply `second_moment_mask` to each update of a rollout, ``rows`` adjacent rows each.
+    """Compute `second_moment_mask` for each optimizer update of a rollout, float32 [B, S].
 
-    ``batch``: ``prev_logprobs``, ``generation_logprobs``, ``token_mask`` float [B, S],
-    ``sample_mask`` float [B]. Returns float32 [B, S].
+    An update trains on ``rows`` adjacent rows. ``batch`` contains ``prev_logprobs``,
+    ``generation_logprobs`` and ``token_mask``, float [B, S], and ``sample_mask``, float [B].
     """
     mask = batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]
     log_ratio = batch["prev_logprobs"] - batch["generation_logprobs"]
@@ -100,15 +103,17 @@ def correct(
     average: BatchAverage,
     moment_mask: Tensor | None = None,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Compute the weights of a micro-batch's tokens, float [B, S] or None for 1, and metrics.
+    """Compute token weights for a micro-batch, float [B, S], and metrics.
 
-    ``log_ratio``: float [B, S], the trainer's log-prob minus the sampler's, without gradient.
-    ``average``: mean over the counting tokens of the global batch, with this micro-batch's mask.
-    ``moment_mask``: [B, S], needed with ``correction.second_moment``.
+    None in place of weights means that all weights are 1. ``log_ratio``: float [B, S], the
+    trainer's log-prob minus the sampler's, without gradient. ``average``: adds this micro-batch to
+    means over the unmasked tokens of the global batch, and contains the micro-batch's mask.
+    ``moment_mask``: [B, S], result of `second_moment_masks`, required if
+    ``correction.second_moment`` is set.
 
-    Metrics are means over tokens: ``importance_weight`` and ``importance_weight_square`` of the
-    applied weights, ``weights_outside`` (the bounds), ``tokens_rejected`` (in rejected responses)
-    and ``tokens_over_second_moment``.
+    Metrics are means over tokens: ``importance_weight`` and its square
+    ``importance_weight_square``, and the shares ``weights_outside`` (tokens with a weight outside
+    the bounds), ``tokens_rejected`` (in rejected responses) and ``tokens_over_second_moment``.
     """
     mask = average.mask
     log_ratio = torch.where(mask, log_ratio, 0)
@@ -140,11 +145,13 @@ def correct(
 
 
 def gap_metrics(log_ratio: Tensor, average: BatchAverage) -> dict[str, Tensor]:
-    """Measure the distance of the sampler from the trainer, as means over sampled tokens.
+    """Compute metrics that compare the sampler's with the trainer's log-probs, scalars.
 
-    ``log_ratio``: float [B, S], as in `correct`. With ``d = log_ratio`` and ``r = exp(d)``:
+    ``log_ratio``: float [B, S], the trainer's log-prob minus the sampler's. With
+    ``d = log_ratio`` and ``r = exp(d)``, these are means over sampled tokens, except for the
+    maximum:
 
-    - ``logprob_gap_mean``: ``|d|``. ``logprob_gap_max``: the largest ``|d|``, 0 without a token.
+    - ``logprob_gap_mean``: ``|d|``. ``logprob_gap_max``: the largest ``|d|``, or 0 for no tokens.
     - ``kl_k1``, ``kl_k3``: KL(sampler ‖ trainer), ``-d`` and ``r - 1 - d`` (verl's kl, k3_kl).
     - ``reverse_kl_k1``, ``reverse_kl_k3``: KL(trainer ‖ sampler), ``r·d`` and ``r·d - r + 1``.
     - ``token_mult_prob_error``: ``exp|d|``, the factor between the two probabilities (NeMo-RL).
@@ -152,25 +159,26 @@ def gap_metrics(log_ratio: Tensor, average: BatchAverage) -> dict[str, Tensor]:
     """
     d = torch.where(average.mask, log_ratio, 0)
     gap = d.abs()
-    near = d.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    r, excess = near.exp(), torch.expm1(near)  # expm1: r - 1 cancels if d is small
+    clamped = d.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    r = clamped.exp()
+    excess = torch.expm1(clamped)  # r - 1, exact also for small d
     return {
         "logprob_gap_mean": average(gap),
         "logprob_gap_max": gap.amax() if gap.numel() else gap.new_zeros(()),
         "kl_k1": average(-d),
-        "kl_k3": average(excess - near),
-        "reverse_kl_k1": average(r * near),
-        "reverse_kl_k3": average(r * near - excess),
-        "token_mult_prob_error": average(near.abs().exp()),
+        "kl_k3": average(excess - clamped),
+        "reverse_kl_k1": average(r * clamped),
+        "reverse_kl_k3": average(r * clamped - excess),
+        "token_mult_prob_error": average(clamped.abs().exp()),
         "tokens_above_ln2": average((gap > math.log(2)).to(d.dtype)),
     }
 
 
 def effective_sample_size(mean: float, mean_square: float) -> float:
-    """Compute the effective sample size per sample, ``(Σ w)² / (n · Σ w²)``, 1 for equal weights.
+    """Compute the effective sample size divided by n, ``(Σ w)² / (n · Σ w²)``, in [0, 1].
 
-    ``mean``, ``mean_square``: means of weights and squares over one update. NaN if every weight is
-    0.
+    ``mean``, ``mean_square``: means of the n weights and of their squares. Equal weights give 1.
+    If all weights are 0, the result is NaN.
     """
     return mean**2 / mean_square if mean_square else math.nan
 
@@ -180,5 +188,5 @@ def _bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def _remove(removed: Tensor, weights: Tensor | None, like: Tensor) -> Tensor:
-    """Set ``weights`` [B, S] (None: 1) to 0 where bool ``removed`` is True."""
+    """Set ``weights`` [B, S] to 0 where bool ``removed`` is True. None means that all are 1."""
     return torch.where(removed, 0, torch.ones_like(like) if weights is None else weights)

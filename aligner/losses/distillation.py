@@ -16,25 +16,26 @@ LOG_OUTSIDE = -100.0
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """KL divergence over the teacher's ``k`` most likely tokens, mean over the global batch.
+    """KL divergence between teacher and student over the teacher's ``k`` most likely tokens.
 
-    With the teacher ``q``, always renormalised over the k tokens, and the student ``p``::
+    The loss is the mean over the tokens of the global batch. With the teacher's probabilities
+    ``q``, renormalised over the k tokens, and the student's ``p``::
 
         forward    Σ_k q·(log q - log p)             covers every mode of the teacher
         backward   Σ_k p·(log p - log q) + rest      avoids tokens that the teacher would not choose
         mixed      w·forward + (1 - w)·backward      w = mixed_weight
 
-    With ``zero_outside_topk`` p is normalised over the whole vocabulary, as if the teacher assigned
-    probability 0 to other tokens, and the rest is ``Σ_outside p·(log p - log ε)`` with ``log ε`` =
-    -100 nats (the true KL is infinite). Otherwise p is renormalised over the k tokens and the rest
-    is 0.
+    ``zero_outside_topk=True``: p is normalised over the whole vocabulary. Outside the k tokens the
+    teacher has probability ε with ``log ε = -100`` nats, so ``rest = Σ_outside p·(log p - log ε)``.
+    With probability 0 the KL would be infinite. ``zero_outside_topk=False``: p is renormalised over
+    the k tokens and ``rest = 0``.
 
-    The formulas are from NeMo-RL (`DistillationLossFn`, ``reverse`` for backward). Hinton et al.,
-    2015, describe forward, Gu et al., 2023 (MiniLLM) and Agarwal et al., 2023 (GKD) backward and
-    mixed.
+    The formulas are those of NeMo-RL's `DistillationLossFn`, where backward is called ``reverse``.
+    Papers: Hinton et al., 2015 (forward), Gu et al., 2023 (MiniLLM, backward), Agarwal et al., 2023
+    (GKD, mixed).
 
-    Metrics are means over all tokens: ``loss``, ``forward_kl``, ``backward_kl`` (except with
-    ``kl="forward"``) and ``topk_probability``, the student's probability of the k tokens.
+    Metrics are means over all tokens: ``loss``, ``forward_kl``, ``backward_kl`` (absent with
+    ``kl="forward"``) and ``topk_probability``, the student's total probability of the k tokens.
     """
 
     kl: KLDirection = "forward"
@@ -45,22 +46,22 @@ class DistillationLoss:
 
     @property
     def needs_entropy(self) -> bool:
-        """True if the loss contains the rest, which is computed from the student's entropy."""
+        """Whether the loss contains ``rest``, which is computed from the student's entropy."""
         return self.zero_outside_topk and self.kl != "forward"
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute what one micro-batch adds to the loss and to the metrics.
+        """Compute this micro-batch's contribution to the global batch's loss and metrics.
 
-        ``outputs.values_or_logprobs``: float [B, S, k], the student's log-probs of
-        ``teacher_topk_indices`` over the whole vocabulary. ``outputs.entropy``: [B, S]. ``batch``:
-        ``teacher_topk_logits`` [B, S, k], ``token_mask`` [B, S] and ``sample_mask`` [B].
+        ``outputs.values_or_logprobs``: float [B, S, k], the student's log-probs of the teacher's k
+        tokens, normalised over the whole vocabulary. ``outputs.entropy``: float [B, S], in nats.
+        ``batch``: ``teacher_topk_logits`` [B, S, k], ``token_mask`` [B, S], ``sample_mask`` [B].
         """
-        counted = (batch["token_mask"] * batch["sample_mask"][:, None]) > 0
-        counted[:, 0] = False  # no position predicts the first token
-        logprobs = _zero_uncounted(outputs.values_or_logprobs, counted)
-        teacher_logits = _zero_uncounted(batch["teacher_topk_logits"], counted)
+        mask = (batch["token_mask"] * batch["sample_mask"][:, None]) > 0
+        mask[:, 0] = False  # no position predicts the first token
+        logprobs = _zero_masked(outputs.values_or_logprobs, mask)
+        teacher_logits = _zero_masked(batch["teacher_topk_logits"], mask)
         teacher = teacher_logits.to(logprobs).log_softmax(dim=-1)
         student = logprobs if self.zero_outside_topk else logprobs.log_softmax(dim=-1)
         # Both directions of the divergence over the k tokens.
@@ -72,7 +73,7 @@ class DistillationLoss:
             probability = student.exp()
             inside = (probability * student).sum(dim=-1)
             outside = LOG_OUTSIDE * (1 - probability.sum(dim=-1))
-            entropy = _zero_uncounted(outputs.entropy, counted)
+            entropy = _zero_masked(outputs.entropy, mask)
             backward = backward + (-entropy - inside - outside)
         # Select the direction and average over tokens.
         per_token = {
@@ -80,7 +81,7 @@ class DistillationLoss:
             "backward": backward,
             "mixed": self.mixed_weight * forward + (1 - self.mixed_weight) * backward,
         }[self.kl]
-        average = BatchAverage(counted, denominators)
+        average = BatchAverage(mask, denominators)
         loss = average(per_token)
         metrics = {
             "loss": loss,
@@ -92,6 +93,6 @@ class DistillationLoss:
         return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def _zero_uncounted(values: Tensor, counted: Tensor) -> Tensor:
-    """Set ``values`` [B, S] or [B, S, k] to 0 where bool ``counted`` [B, S] is False."""
-    return values.where(counted if values.ndim == 2 else counted[..., None], 0)
+def _zero_masked(values: Tensor, mask: Tensor) -> Tensor:
+    """Set ``values`` [B, S] or [B, S, k] to 0 where bool ``mask`` [B, S] is False."""
+    return values.where(mask if values.ndim == 2 else mask[..., None], 0)

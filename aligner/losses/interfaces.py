@@ -1,4 +1,4 @@
-"""NeMo-RL's published interface of losses, adapted to the roles of this library.
+"""Losses with NeMo-RL's published interface, adapted to the interface of this library.
 
 A published loss is any callable ``(input, data, global_valid_seqs, global_valid_toks)`` that
 returns ``(loss, metrics)``. `PublishedLoss` converts it to an `aligner.types.LossFunction`.
@@ -24,12 +24,12 @@ _SHARED_PARAMETERS = ("data", "global_valid_seqs", "global_valid_toks")
 
 
 class LossInputType(enum.Enum):
-    """Kind of the first input of a published loss.
+    """What a published loss (NeMo-RL's interface) gets as first argument.
 
-    ``LOGIT``: a policy's logits divided by the sampling temperature, float32 ``[B, S, V]``, at
-    position t those of token t + 1, or a critic's values ``[B, S]``. ``LOGPROB``: a policy's
-    log-probs, float32 ``[B, S - 1]``, at position t that of token t + 1, or 0 if the token is
-    masked.
+    ``LOGIT``: for a policy logits divided by the sampling temperature, float32 ``[B, S, V]``.
+    Position t predicts token t + 1. For a critic values, float32 ``[B, S]``. ``LOGPROB``: log-probs
+    of a policy, float32 ``[B, S - 1]``. Position t contains the log-prob of token t + 1, or 0 if
+    this token is masked.
     """
 
     LOGIT = "logit"
@@ -38,17 +38,18 @@ class LossInputType(enum.Enum):
 
 @dataclass(frozen=True)
 class PublishedLoss:
-    """Adapter of a published loss to `aligner.types.LossFunction`.
+    """Adapter from a loss with NeMo-RL's published interface to `aligner.types.LossFunction`.
 
-    ``data`` contains the columns of a micro-batch, cut to the longest row. ``global_valid_seqs``
-    and ``global_valid_toks`` are float32 scalars of the global batch: ``sum(sample_mask)`` and
-    ``sum(token_mask * sample_mask)``, at least 1. Losses and metrics are summed over micro-batches
-    and ranks, so the function must divide by one of them. Names ending in ``_min`` or ``_max`` are
-    combined by minimum or maximum.
+    The function is called for each micro-batch, with the model's output and ``data``, the
+    micro-batch's columns cut to the longest row. ``global_valid_seqs`` and ``global_valid_toks``
+    are float32 scalars, computed over the global batch: ``sum(sample_mask)`` and
+    ``sum(token_mask * sample_mask)``, at least 1. The function must divide its sums by one of the
+    two, because losses and metrics are then summed over micro-batches and ranks. Metrics whose name
+    ends in ``_min`` or ``_max`` are combined by minimum or maximum.
 
-    If the signature contains ``data``, ``global_valid_seqs`` and ``global_valid_toks``, the
-    remaining parameter receives the input and all arguments are keywords. Otherwise they are
-    positional.
+    If the signature has parameters ``data``, ``global_valid_seqs`` and ``global_valid_toks``, all
+    arguments are passed as keywords, and the model's output to the first other parameter.
+    Otherwise arguments are passed by position.
     """
 
     function: LossFunction
@@ -57,25 +58,25 @@ class PublishedLoss:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise ConfigError(
-                f"loss_fn={self.function!r} is not callable. Give a function of (logits, data, "
-                "global_valid_seqs, global_valid_toks), or a loss of aligner.algorithms.losses"
+                f"loss_fn={self.function!r} is not callable. Pass a function with the parameters "
+                "(logits, data, global_valid_seqs, global_valid_toks), or a loss of aligner.losses"
             )
-        _ = self.input_type  # refuses an input that no role can provide
+        _ = self.input_type  # raises ConfigError for an input that neither policy nor critic has
 
     @property
     def rows_per_group(self) -> int:
-        """Number of adjacent rows that the function compares (its ``rows_per_group``, or 1)."""
+        """Number of adjacent rows that the loss compares: ``function.rows_per_group``, or 1."""
         return int(getattr(self.function, "rows_per_group", 1))
 
     @property
     def input_type(self) -> LossInputType:
-        """Kind of input, by the function's ``input_type`` or its parameter's name, or ``LOGIT``."""
+        """Input of the function: its attribute ``input_type``, or by a parameter's name."""
         declared = getattr(self.function, "input_type", None)
         if declared is None:
             is_logprob = self._input_name() == "next_token_logprobs"
             return LossInputType.LOGPROB if is_logprob else LossInputType.LOGIT
         names = ", ".join(kind.name for kind in LossInputType)
-        remedy = f"use one of {names}, or aligner.losses.distillation for distillation"
+        remedy = f"set input_type to one of {names}, or distil with aligner.losses.distillation"
         with raised_as(ConfigError, f"loss_fn.input_type={declared}", ValueError, remedy=remedy):
             # The enumeration of another library uses the same values.
             return LossInputType(getattr(declared, "value", declared))
@@ -83,7 +84,7 @@ class PublishedLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Call the function on logits, values or log-probs ``[B, S]`` of one micro-batch."""
+        """Call the function on logits [B, S, V], values [B, S] or log-probs [B, S]."""
         model_output = outputs.values_or_logprobs
         if self.input_type is LossInputType.LOGPROB:
             model_output = model_output[:, 1:]
@@ -100,7 +101,7 @@ class PublishedLoss:
         return loss_and_metrics(result, "loss_fn", DataError)
 
     def _input_name(self) -> str | None:
-        """Return the name of the input's parameter, or None if arguments are positional."""
+        """Return the parameter that gets the model's output, or None to pass by position."""
         try:
             parameters = inspect.signature(self.function).parameters
         except (TypeError, ValueError):  # a function written in C
@@ -125,19 +126,21 @@ def to_loss_function(loss: AnyLossFunction) -> types.LossFunction:
 def loss_and_metrics(
     result: Any, who: str, error: type[AlignerError]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Check a loss function's ``result`` and return a scalar loss and detached float32 scalars.
+    """Check the ``result`` of a user's loss function, and convert its metrics to tensors.
 
-    ``error``: class raised for any other result. The message begins with ``who``.
+    Returns the loss, a scalar tensor, and metrics, detached float32 scalar tensors. Raises
+    ``error`` if ``result`` is not a pair of a scalar tensor and a mapping of numbers. The message
+    begins with ``who``.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise error(
-            f"{who} returned a {type(result).__name__}. Return a pair of the loss and a mapping "
-            "of metrics"
+            f"{who} returned a {type(result).__name__}. Return a tuple (loss, metrics), where "
+            "metrics is a mapping from names to numbers"
         )
     loss, metrics = result
     # The loss must be a scalar tensor. Numbers have no gradient.
     if not isinstance(loss, Tensor) or loss.ndim:
-        shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise error(f"{who} returned {shape} as the loss. Return a scalar tensor")
     scalars: dict[str, Tensor] = {}
     for name, value in metrics.items():

@@ -1,7 +1,7 @@
-"""Reductions over tokens that count, and aggregation of token losses into one loss.
+"""Sums and means over unmasked tokens, and aggregation of token losses into one loss.
 
-A mask is 1 (or True) if an element counts. Masked elements may be any value, NaN included, because
-they are replaced, not multiplied by zero.
+A mask is 1 or True for elements to include. Excluded elements may have any value, also NaN, because
+they are replaced by 0, not multiplied by 0.
 
 The loss of a batch is one of the following:
 
@@ -9,11 +9,11 @@ The loss of a batch is one of the following:
 ``token_mean``      Σ over tokens / valid tokens of the global batch (DAPO, Yu et al., 2025)
 ``sequence_mean``   Σ over sequences of (mean over their tokens) / valid sequences (GRPO, Shao et
                     al., 2024, and GSPO)
-``fixed_length``    Σ over tokens / (valid sequences · longest response allowed) (Dr. GRPO, Liu et
+``fixed_length``    Σ over tokens / (valid sequences · maximum response length) (Dr. GRPO, Liu et
                     al., 2025)
 ==================  ================================================================================
 
-A sequence counts if its ``sample_mask`` is 1. A sequence without a generated token must have
+A sequence is valid if its ``sample_mask`` is 1. A sequence without a generated token must have
 ``sample_mask`` 0. docs/formulas.md describes the choices of other libraries.
 """
 
@@ -36,25 +36,25 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None =
 
 
 def masked_whiten(values: Tensor, mask: Tensor, *, over: Tensor | None = None) -> Tensor:
-    """Compute ``(values - mean) * rsqrt(variance + 1e-8)``, 0 at masked positions.
+    """Compute ``(values - mean) * rsqrt(variance + 1e-8)``, 0 where ``mask`` is 0.
 
-    ``values``: float [...]. ``mask``: [...]. Mean and unbiased variance (verl, TRL) are over all
-    unmasked elements, or over elements with ``over`` [...] equal to 1, in float64 and in two
-    passes. The variance of one element is 0.
+    Mean and unbiased variance (as in verl and TRL) are computed in float64 over the elements where
+    ``over`` is 1, by default where ``mask`` is 1. The variance of one element is 0. ``values``:
+    float [...]. ``mask``, ``over``: [...], the shape of ``values``.
     """
-    counted = mask if over is None else over
-    count = counted.bool().sum().double()
-    mean = _sum64(values, counted) / count.clamp(min=1)
-    variance = _sum64(_less(values, mean).square(), counted) / (count - 1).clamp(min=1)
+    over = mask if over is None else over
+    count = over.bool().sum().double()
+    mean = _sum64(values, over) / count.clamp(min=1)
+    variance = _sum64(_subtract(values, mean).square(), over) / (count - 1).clamp(min=1)
     scale = torch.rsqrt(variance + 1e-8)
-    return torch.where(mask.bool(), _less(values, mean) * scale.to(values.dtype), 0)
+    return torch.where(mask.bool(), _subtract(values, mean) * scale.to(values.dtype), 0)
 
 
-def _less(values: Tensor, mean: Tensor) -> Tensor:
-    """Compute ``values - mean`` in the dtype of ``values``, as exact as with the float64 ``mean``.
+def _subtract(values: Tensor, mean: Tensor) -> Tensor:
+    """Compute ``values - mean`` in the dtype of ``values``, where ``mean`` is float64.
 
-    A mean rounded to that dtype would hide small deviations of large values, so it is subtracted in
-    two parts.
+    The mean's rounding error is subtracted separately. It matters if all values are large and near
+    each other.
     """
     rounded = mean.to(values.dtype)
     return values - rounded - (mean - rounded).to(values.dtype)
@@ -66,7 +66,7 @@ def _sum64(values: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CheckedLoss:
-    """Base of losses of single rows without entropy, whose options have the types of the fields."""
+    """Base class of losses that check the types of their options and read no entropy."""
 
     needs_entropy: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = 1
@@ -80,10 +80,12 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 
 @dataclass(frozen=True)
 class BatchAverage:
-    """Average over the global batch. A call returns what one micro-batch adds to the average.
+    """Average over the tokens of the global batch, computed in parts by micro-batch.
 
-    ``mask``: bool [B, S], True if the token was generated and its sample counts.
-    ``max_response_length``: limit of a response in tokens. Only ``fixed_length`` needs it.
+    A call returns the contribution of one micro-batch. The sum of all contributions is the average.
+    ``mask``: bool [B, S], True for generated tokens of samples that are not excluded.
+    ``max_response_length``: maximum number of tokens in a response, only needed if ``aggregation``
+    is ``fixed_length``.
     """
 
     mask: Tensor
@@ -92,7 +94,7 @@ class BatchAverage:
     max_response_length: int | None = None
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the summand of float ``values`` [B, S]. Masked positions may be any value."""
+        """Return the contribution of float ``values`` [B, S], a scalar."""
         if self.aggregation == "token_mean":
             return masked_sum(values, self.mask) / self.denominators.valid_tokens
         if self.aggregation == "sequence_mean":
@@ -103,15 +105,15 @@ class BatchAverage:
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Return float [B], the mean over each row's unmasked positions of [B, S], 0 if none."""
+    """Return float [B], the mean of each row of [B, S] over unmasked positions, 0 if all masked."""
     return masked_sum(values, mask, dim=1) / mask.sum(1).clamp(min=1)
 
 
 def counted_tokens(batch: Mapping[str, Tensor], *per_token: Tensor) -> Tensor:
-    """Return bool [B, S], True if the token was generated and its sample is not masked.
+    """Return bool [B, S], True for generated tokens of samples that are not excluded.
 
-    ``batch`` contains ``token_mask`` [B, S] and ``sample_mask`` [B]. ``per_token``: tensors of the
-    mask's shape.
+    ``batch`` contains ``token_mask`` [B, S] and ``sample_mask`` [B]. ``per_token``: tensors that
+    are checked to have the shape [B, S].
     """
     token_mask, sample_mask = batch["token_mask"], batch["sample_mask"]
     shapes = [token_mask.shape, *(tensor.shape for tensor in per_token)]

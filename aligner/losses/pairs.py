@@ -1,7 +1,7 @@
 """Pairs of a chosen and a rejected response, in adjacent rows.
 
 Row 2i is the chosen response of pair i and row 2i + 1 the rejected response, as in NeMo-RL. Both
-rows of a pair are in the same micro-batch and have the same ``sample_mask``.
+rows of a pair are in the same micro-batch. A pair is excluded if ``sample_mask`` is 0 in a row.
 """
 
 from collections.abc import Mapping
@@ -16,50 +16,52 @@ from aligner.types import Denominators
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of a micro-batch, with means over the unmasked pairs of the global batch.
+    """Mask of a micro-batch's preference pairs, for means over the pairs of the global batch.
 
-    ``counts``: bool [B / 2], the pair is not masked. ``total``: unmasked pairs of the global batch,
-    a scalar.
+    ``mask``: bool [B / 2], False for excluded pairs. ``total``: number of pairs in the global batch
+    that are not excluded, a scalar.
     """
 
-    counts: Tensor
+    mask: Tensor
     total: Tensor
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return what float ``values`` [B / 2] add to their mean over the global batch."""
-        return torch.where(self.counts, values, 0).sum() / self.total
+        """Return this micro-batch's summand of a mean over pairs. ``values``: float [B / 2]."""
+        return torch.where(self.mask, values, 0).sum() / self.total
 
     def rows(self) -> Tensor:
-        """Return bool [B], True if the row's pair is not masked."""
-        return self.counts.repeat_interleave(2)
+        """Return the mask of rows, bool [B]. Both rows of a pair have the pair's value."""
+        return self.mask.repeat_interleave(2)
 
 
 def pairs_of(batch: Mapping[str, Tensor], denominators: Denominators) -> Pairs:
-    """Return the pairs with ``sample_mask`` (float32 [B]) 1 in both rows.
+    """Return a micro-batch's pairs. Pairs are excluded unless both have ``sample_mask`` 1.
 
-    Raises DataError if the micro-batch has an odd number of rows.
+    ``batch`` contains ``sample_mask``, float32 [B]. Raises DataError if B is odd.
     """
     rows = batch["sample_mask"].shape[0]
     if rows % 2:
         raise DataError(
-            f"a micro-batch of {rows} rows splits a pair of chosen and rejected responses, which "
-            "are adjacent rows. Make micro_batch_size even"
+            f"a micro-batch of {rows} rows separates the chosen from the rejected response of a "
+            "pair, which are adjacent rows. Set micro_batch_size to an even number"
         )
     chosen, rejected = split_pairs(batch["sample_mask"].bool())
     return Pairs(chosen & rejected, denominators.valid_seqs / 2)
 
 
 def split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chosen rows and the rejected rows of [B, ...], each [B / 2, ...], any dtype."""
+    """Split ``rows`` [B, ...] into chosen rows 0, 2, ... and rejected rows, [B / 2, ...] each."""
     return rows[0::2], rows[1::2]
 
 
 def reward_metrics(
     chosen: Tensor, rejected: Tensor, pairs: Pairs, tie: float = 0.0
 ) -> dict[str, Tensor]:
-    """Compute means over pairs of float [B / 2]: rewards, margin, share of positive margins.
+    """Compute ``rewards_chosen``, ``rewards_rejected``, ``rewards_margin`` and ``accuracy``.
 
-    A margin up to ``tie`` does not count as positive.
+    ``chosen``, ``rejected``: float [B / 2], rewards of the two responses. Results are means over
+    pairs, scalars. The margin is ``chosen - rejected``. ``accuracy`` is the share of pairs with a
+    margin above ``tie``.
     """
     chosen, rejected = chosen.detach(), rejected.detach()
     return {

@@ -36,10 +36,10 @@ def kl_estimate(
     input_clamp: float | None = None,
     output_clamp: float | None = None,
 ) -> Tensor:
-    """Estimate the KL divergence of policy and reference, differentiable in ``logprobs``.
+    """Estimate the KL divergence of policy and reference at each token, float [B, S].
 
-    With ``k1 = log p(token) - log p_ref(token)`` of a token sampled from the policy (Schulman,
-    "Approximating KL divergence", 2020):
+    The estimate is differentiable in ``logprobs``. With ``k1 = log p(token) - log p_ref(token)`` of
+    a token that was sampled from the policy (Schulman, "Approximating KL divergence", 2020):
 
     ========  ==================  ==================================================
     ``k1``    ``k1``              unbiased, may be negative
@@ -48,13 +48,13 @@ def kl_estimate(
     ``abs``   ``|k1|``            a distance, not an estimate
     ========  ==================  ==================================================
 
-    As a term of a loss, the estimate is differentiated through the log-prob of the sampled token.
-    For ``k1`` this gradient has mean 0, for ``k2`` it is the gradient of KL(policy || reference),
-    for ``k3`` of KL(reference || policy), and for ``abs`` of neither.
+    As a term of a loss, only the log-prob of the sampled token is differentiated. The expected
+    gradient of ``k1`` is 0. For ``k2`` it is the gradient of KL(policy || reference), for ``k3``
+    that of KL(reference || policy). ``abs`` corresponds to neither.
 
-    ``logprobs``, ``ref_logprobs``: float [B, S], any equal shapes. ``input_clamp`` bounds ``|k1|``
-    before the estimator, ``output_clamp`` the estimate. Clamped positions get gradient 0. The
-    caller must drop masked positions.
+    ``logprobs``, ``ref_logprobs``: float [B, S] (or any equal shapes). ``input_clamp``: bound of
+    ``|k1|``, applied before the estimator. ``output_clamp``: bound of the estimate's absolute
+    value. Clamped positions have gradient 0. Masked positions are not treated specially.
     """
     assert logprobs.shape == ref_logprobs.shape, (logprobs.shape, ref_logprobs.shape)
     estimate_of = _ESTIMATORS[estimator]
@@ -72,7 +72,7 @@ def kl_estimate(
 
 @dataclass(frozen=True)
 class PPOPolicyLoss:
-    """Clipped surrogate, minus entropy bonus, plus KL to the reference.
+    """PPO's policy loss: clipped surrogate, minus entropy bonus, plus KL to the reference.
 
     Per generated token, with ``ρ = exp(logprob - prev_logprob)`` and advantage ``A``::
 
@@ -82,28 +82,27 @@ class PPOPolicyLoss:
         loss      = average of w·surrogate - entropy_bonus·entropy + kl_coefficient·kl
 
     The average is over the global batch, by default Σ mask·x / valid tokens. `losses.masked` lists
-    the other values of ``aggregation``. Options that make the loss of another algorithm:
+    the other values of ``aggregation``. These options produce the losses of other algorithms:
 
-    - ``ratio_level="sequence"`` (GSPO, Zheng et al., 2025): all tokens of a row share
-      ``ρ = exp(mean over the row of logprob - prev_logprob)``, with the gradient through that mean
-      (as in NeMo-RL, TRL and OpenRLHF). GSPO itself averages with ``sequence_mean``.
-    - ``surrogate="cispo"`` (MiniMax-M1, 2025): ``-sg(clip(ρ, ...))·A·logprob``, a weight without
-      gradient, so every token learns. With ``ratio_eps_low=1`` only the upper bound remains (TRL).
-    - ``correction``: weights and masks for rollouts that another policy sampled
-      (`losses.corrections`). ``prev_logprobs`` are log-probs of that policy. ``importance_cap`` is
-      short for weights of ``ratio_level``, truncated at the cap.
+    - ``ratio_level="sequence"`` (GSPO, Zheng et al., 2025): all tokens of a row have the same
+      ``ρ = exp(mean over the row of logprob - prev_logprob)``. The gradient flows through the mean,
+      as in NeMo-RL, TRL and OpenRLHF. The GSPO paper sets ``aggregation="sequence_mean"``.
+    - ``surrogate="cispo"`` (MiniMax-M1, 2025): ``-stop_gradient(clip(ρ, ...))·A·logprob``. Every
+      token gets a gradient. ``ratio_eps_low=1`` turns the lower bound off, as in TRL.
+    - ``correction``: weights and masks for rollouts that a different policy sampled
+      (`losses.corrections`). ``importance_cap=c`` is short for importance weights at the level
+      ``ratio_level``, truncated to [0, c].
 
-    ``kl`` is an estimate of `kl_estimate` against ``ref_logprobs`` with a pathwise gradient (as in
-    verl and TRL, while NeMo-RL adds a score-function term). The gradient of ``k1`` does not
-    restrain the policy, so runs refuse ``k1``. The log-ratio is not clamped.
+    ``kl`` is the `kl_estimate` against ``ref_logprobs``. Only the estimate is differentiated, as in
+    verl and TRL, while NeMo-RL adds a score-function term. The mean gradient of ``k1`` is 0, so
+    configurations with ``k1`` are refused. The log-ratio is not clamped.
 
-    Metrics are ``loss`` and these means over all tokens of the global batch: ``ppo_ratio`` (ρ),
-    ``ppo_ratio_clamped``, ``clip_fraction``, ``approx_kl`` (k3 of the rollout policy from the
-    current policy), and by option ``dual_clip_fraction``, ``entropy``, ``kl_loss`` (before the
-    coefficient) and the metrics of `losses.corrections.correct`, with ``generation_logprobs`` also
-    those of `losses.corrections.gap_metrics`. ``clip_fraction`` counts tokens whose clipped term is
-    the larger (these get no gradient), with cispo tokens whose weight was clipped.
-    ``ppo_ratio_max`` and ``logprob_gap_max`` are maxima, 0 without a token.
+    Metrics are ``loss`` and means over all tokens of the global batch: ``ppo_ratio`` (ρ),
+    ``ppo_ratio_clamped``, ``clip_fraction`` and ``approx_kl`` (k3 estimate of the KL between
+    rollout policy and current policy). ``clip_fraction`` is the share of tokens whose clipped term
+    is larger, which get no gradient, or with cispo whose weight was clipped. Options add
+    ``dual_clip_fraction``, ``entropy``, ``kl_loss`` (before the coefficient) and the metrics of
+    `losses.corrections.correct` and `gap_metrics`. ``ppo_ratio_max`` is the maximum of ρ.
     """
 
     ratio_eps_low: float = 0.2
@@ -120,7 +119,7 @@ class PPOPolicyLoss:
     surrogate: Surrogate = "clip"
     aggregation: Aggregation = "token_mean"
     max_response_length: int | None = None  # in tokens, the divisor of fixed_length
-    needs_entropy: bool = True  # as metric, cheap without gradient
+    needs_entropy: bool = True  # at least for the metric
     rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -136,17 +135,17 @@ class PPOPolicyLoss:
         if is_cispo and self.dual_clip is not None:
             yield (
                 f"dual_clip={self.dual_clip} bounds the clipped surrogate, which surrogate=cispo "
-                "does not use. Use null to turn it off"
+                "does not use. Set dual_clip=null"
             )
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute what one micro-batch adds to the loss and to the metrics.
+        """Compute this micro-batch's contribution to the global batch's loss and metrics.
 
-        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``advantages`` [B, S],
-        ``token_mask`` [B, S], ``sample_mask`` [B] and ``prev_logprobs`` [B, S], by default the
-        detached current log-probs. If an option needs them, also ``ref_logprobs`` and
+        ``outputs.values_or_logprobs``: current log-probs, float [B, S]. ``batch``: ``advantages``
+        [B, S], ``token_mask`` [B, S], ``sample_mask`` [B], ``prev_logprobs`` [B, S] (default: the
+        current log-probs, detached), and if an option needs them ``ref_logprobs`` and
         ``generation_logprobs``, both [B, S].
         """
         logprobs, advantages = outputs.values_or_logprobs, batch["advantages"]
@@ -213,8 +212,7 @@ class PPOPolicyLoss:
         return replace(self.correction, weights=self.ratio_level, bounds=bounds)
 
 
-# Loss, ratio, advantages and log-probs float [B, S] (the first two: 1 and 0 at masked positions),
-# mean over tokens -> surrogate float [B, S] with gradient, to be minimised, and metrics.
+# Arguments as in `clip_surrogate`. Returns the term to minimise, float [B, S], and metrics.
 SurrogateFunction = Callable[
     [PPOPolicyLoss, Tensor, Tensor, Tensor, BatchAverage], tuple[Tensor, dict[str, Tensor]]
 ]
@@ -223,17 +221,17 @@ SurrogateFunction = Callable[
 def clip_surrogate(
     loss: PPOPolicyLoss, ratio: Tensor, advantages: Tensor, logprobs: Tensor, mean: BatchAverage
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the negated pessimistic bound of PPO's objective, float [B, S], and its metrics.
+    """Compute PPO's clipped surrogate per token, to be minimised, float [B, S], and its metrics.
 
-    ``ratio``, ``advantages``: float [B, S], 1 and 0 at masked positions. ``logprobs`` is not read.
+    ``ratio``: float [B, S], 1 at masked positions. ``advantages``: float [B, S], 0 at masked
+    positions. ``mean``: averages a metric over tokens. ``logprobs`` is not read.
     """
     clamped = ratio.clamp(1 - loss.ratio_eps_low, 1 + loss.ratio_eps_high)
-    free, clipped = -advantages * ratio, -advantages * clamped
-    # Negated, the smaller objective is the larger loss.
-    surrogate = torch.maximum(free, clipped)
+    unclipped, clipped = -advantages * ratio, -advantages * clamped
+    surrogate = torch.maximum(unclipped, clipped)
     metrics = {
         "ppo_ratio_clamped": mean(clamped),
-        "clip_fraction": mean((clipped > free).to(ratio.dtype)),
+        "clip_fraction": mean((clipped > unclipped).to(ratio.dtype)),
     }
     if loss.dual_clip is not None:
         # With A < 0 the loss grows with the ratio without bound. The dual clip is the bound.
@@ -247,9 +245,9 @@ def clip_surrogate(
 def cispo_surrogate(
     loss: PPOPolicyLoss, ratio: Tensor, advantages: Tensor, logprobs: Tensor, mean: BatchAverage
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute CISPO's surrogate, float [B, S], and its metrics.
+    """Compute CISPO's surrogate per token, to be minimised, float [B, S], and its metrics.
 
-    ``ratio``, ``advantages``, ``logprobs``: float [B, S]. The ratio gets no gradient.
+    ``ratio``, ``advantages``, ``logprobs``: float [B, S]. Only ``logprobs`` gets a gradient.
     """
     ratio = ratio.detach()
     clamped = ratio.clamp(1 - loss.ratio_eps_low, 1 + loss.ratio_eps_high)

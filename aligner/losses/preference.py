@@ -1,4 +1,4 @@
-"""Direct preference optimisation and its relatives: losses on pairs of log-probabilities.
+"""Direct preference optimisation and related losses.
 
 ``log π`` and ``log π_ref`` are the log-probabilities of a response under the policy and the frozen
 reference, summed over its tokens. The implicit reward of the response is
@@ -21,20 +21,20 @@ from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
 RPODistance = Literal["square", "forward_kl", "backward_kl"]
-# Tolerance for log-ratios of a policy to itself, in nats, which differ from 0 by float32 rounding.
+# Log-ratios up to this size, in nats, may be rounding errors of equal policies (float32).
 TIE = 1e-4
 
 
 @dataclass(frozen=True)
 class PairwiseLoss(CheckedLoss, ABC):
-    """Base of pairwise losses. A loss is a mean over pairs, plus an optional SFT term.
+    """Base class of losses on preference pairs: a mean over pairs, plus an optional SFT term.
 
-    ``sft_weight`` adds ``-mean log π`` of the chosen response: the mean over its tokens, then over
-    pairs.
+    The SFT term is ``sft_weight`` times the negative log-likelihood of the chosen response, as a
+    mean over its tokens, then over pairs.
 
-    Metrics are means over pairs: ``loss``, ``preference_loss``, ``rewards_chosen``,
-    ``rewards_rejected``, ``rewards_margin``, ``accuracy`` (margins above ``β·TIE``), and with an
-    SFT term ``sft_loss`` (unweighted).
+    Metrics are means over pairs: ``loss``, ``preference_loss`` (without the SFT term),
+    ``rewards_chosen``, ``rewards_rejected``, ``rewards_margin``, ``accuracy`` (share of margins
+    above ``β·TIE``), and with an SFT term ``sft_loss`` (before the weight).
     """
 
     beta: Positive = 0.1
@@ -44,11 +44,11 @@ class PairwiseLoss(CheckedLoss, ABC):
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute what a micro-batch of ``B / 2`` pairs adds to the loss and to the metrics.
+        """Compute this micro-batch's contribution to the global batch's loss and metrics.
 
-        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``token_mask`` [B, S], 1 at the
-        response's tokens, ``sample_mask`` [B], equal in a pair, and with a reference
-        ``ref_logprobs`` float [B, S].
+        ``outputs.values_or_logprobs``: log-probs of ``B / 2`` pairs, float [B, S]. ``batch``:
+        ``token_mask`` [B, S], 1 for tokens of the response, ``sample_mask`` [B], equal in a pair,
+        and for losses with a reference ``ref_logprobs``, float [B, S].
         """
         # Rewards of both rows of each pair.
         logprobs = outputs.values_or_logprobs
@@ -70,18 +70,18 @@ class PairwiseLoss(CheckedLoss, ABC):
 
     @abstractmethod
     def _scores(self, logprobs: Tensor, batch: Mapping[str, Tensor], mask: Tensor) -> Tensor:
-        """Compute the reward of each row before β, float [B]."""
+        """Compute each row's reward divided by β, float [B]. ``mask`` is bool [B, S]."""
 
     @abstractmethod
     def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the loss of each pair from its ``margin``, float [B / 2]."""
+        """Compute the loss of each pair from its reward ``margin``, both float [B / 2]."""
 
 
 @dataclass(frozen=True)
 class ReferenceLoss(PairwiseLoss):
-    """Pairwise loss whose reward is the log-ratio to a reference.
+    """Base class of pairwise losses with the reward ``β·(log π - log π_ref)`` of a response.
 
-    ``average_logprobs``: use the mean over the response's tokens instead of the sum.
+    ``average_logprobs``: average log-probs over the response's tokens instead of summing them.
     """
 
     average_logprobs: bool = False
@@ -97,9 +97,9 @@ class ReferenceLoss(PairwiseLoss):
 
 @dataclass(frozen=True)
 class DPOLoss(ReferenceLoss):
-    """``-(1-ε)·log σ(m) - ε·log σ(-m)`` (Rafailov et al., 2023).
+    """DPO's loss ``-(1-ε)·log σ(m) - ε·log σ(-m)`` of the margin m (Rafailov et al., 2023).
 
-    ``label_smoothing`` ε: the assumed share of swapped labels (cDPO, Mitchell, 2023).
+    ``label_smoothing`` is ε, the assumed share of swapped labels (cDPO, Mitchell, 2023).
     """
 
     label_smoothing: MinorShare = 0.0  # at 0.5 or more the rejected responses would be preferred
@@ -113,10 +113,7 @@ class DPOLoss(ReferenceLoss):
 
 @dataclass(frozen=True)
 class IPOLoss(ReferenceLoss):
-    """``(m/β - 1/(2β))²``, whose target for the margin is 1/2, not infinity (Azar et al., 2023).
-
-    Log-probabilities are summed, or with ``average_logprobs=True`` averaged over the response.
-    """
+    """IPO's loss ``(m/β - 1/(2β))²`` of the margin m, minimal at m = 1/2 (Azar et al., 2023)."""
 
     def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return ((margin - 0.5) / self.beta).square()
@@ -124,16 +121,16 @@ class IPOLoss(ReferenceLoss):
 
 @dataclass(frozen=True)
 class RPOLoss(ReferenceLoss):
-    """Reward-aware preference optimisation (Sun et al., 2025), as NeMo-Aligner defines it.
+    """Reward-aware preference optimisation (Sun et al., 2025), with NeMo-Aligner's formulas.
 
-    The target of the margin is ``g = η·(R_chosen - R_rejected)``, the gap of ground-truth rewards,
-    so that the margin of an almost equal pair stays small. With ``p = σ(m)`` and ``q = σ(g)``::
+    The margin m is trained towards ``g = η·(R_chosen - R_rejected)``, the scaled difference of
+    ground-truth rewards. With ``p = σ(m)`` and ``q = σ(g)``::
 
         square        (m - g)²
         forward_kl    KL(p ‖ q) = p·log(p/q) + (1-p)·log((1-p)/(1-q))
         backward_kl   KL(q ‖ p)
 
-    ``reward_scale`` is η. The batch also contains ``ground_truth_rewards`` float [B].
+    ``reward_scale`` is η. The batch also contains ``ground_truth_rewards``, float [B].
     """
 
     distance: RPODistance = "backward_kl"
@@ -151,9 +148,9 @@ class RPOLoss(ReferenceLoss):
 
 @dataclass(frozen=True)
 class SimPOLoss(PairwiseLoss):
-    """``-log σ(β·(mean log π_chosen - mean log π_rejected) - γ)`` (Meng et al., 2024).
+    """SimPO's loss ``-log σ(β·(mean log π_chosen - mean log π_rejected) - γ)``, Meng et al., 2024.
 
-    Log-probabilities are means over the response's tokens. ``target_margin`` is γ itself, not γ/β.
+    Means are over the response's tokens. ``target_margin`` is γ itself, not γ/β.
     """
 
     beta: float = 2.0
@@ -167,7 +164,7 @@ class SimPOLoss(PairwiseLoss):
 
 
 def _bernoulli_kl(p_logit: Tensor, q_logit: Tensor) -> Tensor:
-    """Compute KL(σ(p_logit) ‖ σ(q_logit)) of two Bernoulli distributions, elementwise."""
+    """Compute the KL divergence of Bernoulli distributions from their logits, elementwise."""
     heads = F.logsigmoid(p_logit) - F.logsigmoid(q_logit)
     tails = F.logsigmoid(-p_logit) - F.logsigmoid(-q_logit)
     return p_logit.sigmoid() * heads + (-p_logit).sigmoid() * tails
@@ -175,22 +172,20 @@ def _bernoulli_kl(p_logit: Tensor, q_logit: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KTOLoss(CheckedLoss):
-    """Loss of a labelled response against the policy's mean drift (Ethayarajh et al., 2024).
+    """Kahneman–Tversky optimisation on single responses (Ethayarajh et al., 2024).
 
-    Kahneman–Tversky optimisation reads single responses labelled good or bad.
+    Each response is labelled desirable or undesirable. With its log-ratio ``r = log π - log π_ref``
+    and a baseline ``z``, the loss is the mean over the sequences of the global batch of::
 
-    With ``r = log π - log π_ref`` of a row, summed over its response, and the baseline ``z``::
+        λ_D · (1 - σ(β·(r - z)))    for desirable responses, λ_D = desirable_weight
+        λ_U · (1 - σ(β·(z - r)))    for undesirable responses, λ_U = undesirable_weight
 
-        λ_D · (1 - σ(β·(r - z)))    for desirable rows
-        λ_U · (1 - σ(β·(z - r)))    for undesirable rows
+    ``z`` estimates KL(π ‖ π_ref), without gradient, over the global batch (`kto_kl_baseline`). The
+    paper and TRL estimate it over each micro-batch or rank.
 
-    The loss is the mean over the sequences of the global batch. ``z`` estimates KL(π ‖ π_ref) over
-    the global batch without gradient (`kto_kl_baseline`, in the paper and TRL over each micro-batch
-    or rank).
-
-    Metrics are means over sequences: ``loss``, ``rewards`` (``β·r``), ``rewards_margin`` (``±β·(r -
-    z)``, + for desirable rows), ``accuracy`` (the margin is above ``β·TIE``),
-    ``desirable_fraction`` and ``kl_baseline``.
+    Metrics are means over sequences: ``loss``, ``rewards`` (``β·r``), ``rewards_margin``
+    (``β·(r - z)``, negated for undesirable responses), ``accuracy`` (share of margins above
+    ``β·TIE``), ``desirable_fraction`` and ``kl_baseline``.
     """
 
     beta: Positive = 0.1
@@ -200,15 +195,15 @@ class KTOLoss(CheckedLoss):
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute what one micro-batch adds to the loss and to the metrics.
+        """Compute this micro-batch's contribution to the global batch's loss and metrics.
 
-        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``ref_logprobs`` [B, S],
-        ``token_mask`` [B, S], ``sample_mask`` [B], ``desirable`` [B] (1 means good) and
-        ``kl_baseline`` float [B], ``z`` in every row.
+        ``outputs.values_or_logprobs``: log-probs, float [B, S]. ``batch``: ``ref_logprobs`` [B, S],
+        ``token_mask`` [B, S], ``sample_mask`` [B], ``desirable`` [B] (1: desirable, 0: undesirable)
+        and ``kl_baseline``, float [B], where every row contains ``z``.
         """
         logprobs, ref_logprobs = outputs.values_or_logprobs, batch["ref_logprobs"]
         mask = counted_tokens(batch, logprobs, ref_logprobs)
-        counts, desirable = batch["sample_mask"].bool(), batch["desirable"].bool()
+        included, desirable = batch["sample_mask"].bool(), batch["desirable"].bool()
         # Distance of the rewards from the baseline, positive for better rows.
         rewards = self.beta * masked_sum(logprobs - ref_logprobs, mask, dim=1)
         baseline = batch["kl_baseline"].detach()
@@ -219,7 +214,7 @@ class KTOLoss(CheckedLoss):
         losses = weights[desirable.long()] * (-gain).sigmoid()
 
         def mean(values: Tensor) -> Tensor:
-            return torch.where(counts, values, 0).sum() / denominators.valid_seqs
+            return torch.where(included, values, 0).sum() / denominators.valid_seqs
 
         loss = mean(losses)
         metrics = {
@@ -236,12 +231,12 @@ class KTOLoss(CheckedLoss):
 def kto_kl_baseline(
     logprobs: Tensor, ref_logprobs: Tensor, token_mask: Tensor, sample_mask: Tensor
 ) -> Tensor:
-    """Compute ``z = max(0, mean over rows of Σ mask·(logprob - ref_logprob))``, a scalar.
+    """Compute KTO's baseline ``z = max(0, mean over rows of Σ mask·(logprob - ref_logprob))``.
 
-    The rows of the global batch are *mismatched*: each prompt is followed by the response to
-    another prompt, so that log-ratios show preferences that do not depend on the prompt. Both
-    log-probs use the weights before the update. ``logprobs``, ``ref_logprobs``: float [B, S].
-    ``token_mask``: [B, S], 1 at the tokens of the mismatched response. ``sample_mask``: [B].
+    Rows are *mismatched*: each is a prompt of the global batch with the response to another prompt,
+    so that log-ratios do not depend on how well the response fits. ``logprobs``, ``ref_logprobs``:
+    float [B, S], computed before the optimizer step. ``token_mask``: [B, S], 1 for tokens of the
+    response. ``sample_mask``: [B], 0 for excluded rows. Returns a scalar.
     """
     masks = {"token_mask": token_mask, "sample_mask": sample_mask}
     mask = counted_tokens(masks, logprobs, ref_logprobs)

@@ -17,17 +17,17 @@ BradleyTerryVariant = Literal["plain", "margin", "scaled"]
 
 @dataclass(frozen=True)
 class BradleyTerryLoss(CheckedLoss):
-    """Bradley–Terry loss ``-log σ(d)`` of the score difference ``d = R_chosen - R_rejected``.
+    """Bradley–Terry loss of a reward model's scores on preference pairs.
 
-    With the strength ``s`` of the preference, in the units of the labels::
+    With ``d = R_chosen - R_rejected`` and the labelled strength ``s`` of the preference::
 
         plain     -log σ(d)         (Ouyang et al., 2022)
         margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023)
         scaled    -s·log σ(d)       (HelpSteer2-Preference, Wang et al., 2024)
 
-    The loss is the mean over the pairs of the global batch (`losses.pairs`). A negative strength
-    means that the rejected response is better. Its weight in ``scaled`` is 0, because the loss
-    would fall without bound.
+    The loss is the mean over the pairs of the global batch (`losses.pairs`). With ``scaled``, a
+    negative strength (the rejected response is better) counts as 0, because the loss would have no
+    lower bound.
 
     Metrics are means over pairs: ``loss``, ``rewards_chosen``, ``rewards_rejected``,
     ``rewards_margin`` (d) and ``accuracy``.
@@ -39,11 +39,11 @@ class BradleyTerryLoss(CheckedLoss):
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute what a micro-batch of ``B / 2`` pairs adds to the loss and to the metrics.
+        """Compute the contribution of ``B / 2`` pairs to the global batch's loss and metrics.
 
-        ``outputs.values_or_logprobs``: float [B, S], the head's output at every token, not shifted.
-        ``batch``: ``input_lengths`` int64 [B], ``sample_mask`` [B], and except for ``plain`` also
-        ``preference_strengths`` float [B], read at chosen rows.
+        ``outputs.values_or_logprobs``: float [B, S], the head's output at each token, not shifted.
+        ``batch``: ``input_lengths`` int64 [B], ``sample_mask`` [B], and except for ``plain``
+        ``preference_strengths``, float [B], of which only chosen rows are read.
         """
         pairs = pairs_of(batch, denominators)
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
@@ -64,21 +64,21 @@ class BradleyTerryLoss(CheckedLoss):
 
 @dataclass(frozen=True)
 class AttributeRegressionLoss(CheckedLoss):
-    """Squared error to ratings of ``K`` attributes. Ratings may be missing (SteerLM).
+    """Squared error of a reward model's scores to ratings of ``K`` attributes (SteerLM).
 
-    ``mean over sequences of (mean over the rated attributes of (score - rating)²)``: every sequence
-    of the global batch weighs the same. A sequence without any rating must have ``sample_mask`` 0.
-    Metrics are means over sequences: ``loss`` and ``absolute_error``.
+    The squared errors are averaged over the rated attributes of a sequence, then over the sequences
+    of the global batch. Ratings may be missing. A sequence without ratings must have
+    ``sample_mask`` 0. Metrics are means over sequences: ``loss`` and ``absolute_error``.
     """
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute what one micro-batch adds to the loss and to the metrics.
+        """Compute this micro-batch's contribution to the global batch's loss and metrics.
 
-        ``outputs.values_or_logprobs``: the head's output at every token, not shifted, float [B, S,
+        ``outputs.values_or_logprobs``: the head's output at each token, not shifted, float [B, S,
         K], or [B, S] for one attribute. ``batch``: ``input_lengths`` int64 [B], ``attributes``
-        float [B, K], ``attribute_mask`` [B, K] (1 means rated), ``sample_mask`` [B].
+        (ratings) float [B, K], ``attribute_mask`` [B, K] (1: rated), ``sample_mask`` [B].
         """
         # Scores and ratings of rated attributes, [B, K].
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])

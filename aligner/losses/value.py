@@ -17,16 +17,17 @@ from aligner.types import Denominators, TokenOutputs
 
 @dataclass(frozen=True)
 class PPOValueLoss:
-    """Squared error to the returns, with the prediction clipped to the rollout's value.
+    """PPO's value loss: squared error to the returns, with clipped predictions.
 
-    Per generated token, with prediction ``V``, the rollout's value ``V_prev`` and return ``R``::
+    Per generated token, with prediction ``V``, return ``R`` and ``V_prev``, the prediction during
+    the rollout::
 
         loss = ½ · Σ mask · max((V - R)², (V_prev + clip(V - V_prev, ±value_clip) - R)²)
                / global valid tokens
 
     Values are padded, [B, S]: ``values[:, t]`` is the value of the state *before* token ``t``.
-    ``value_clip=None`` is the plain squared error. Metrics are means over all tokens: ``loss`` and
-    ``clip_fraction`` (tokens whose clipped term is the larger).
+    ``value_clip=None`` turns clipping off. Metrics are means over all tokens: ``loss`` and
+    ``clip_fraction``, the share of tokens whose clipped term is larger.
     """
 
     value_clip: Positive | None = 0.2  # None: off
@@ -39,10 +40,11 @@ class PPOValueLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute what one micro-batch adds to the loss and to the metrics.
+        """Compute this micro-batch's contribution to the global batch's loss and metrics.
 
-        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``returns`` [B, S], ``token_mask``
-        [B, S], ``sample_mask`` [B], and with clipping the rollout's ``values`` [B, S].
+        ``outputs.values_or_logprobs``: values, float [B, S]. ``batch``: ``returns`` [B, S],
+        ``token_mask`` [B, S], ``sample_mask`` [B], and with clipping ``values`` [B, S], predicted
+        during the rollout.
         """
         predicted, returns = outputs.values_or_logprobs, batch["returns"]
         mask = counted_tokens(batch, predicted, returns)
@@ -50,28 +52,28 @@ class PPOValueLoss:
         predicted, returns = torch.where(mask, predicted, 0), torch.where(mask, returns, 0)
         mean = BatchAverage(mask, denominators)
         squared_error = (predicted - returns).square()
-        worst = squared_error
+        larger_error = squared_error
         if self.value_clip is not None:
             previous = torch.where(mask, batch["values"], 0)
             # Not previous + clip(predicted - previous), which rounds also without clipping.
             clipped = predicted.clamp(previous - self.value_clip, previous + self.value_clip)
-            worst = torch.maximum(squared_error, (clipped - returns).square())
-        loss = mean(worst) / 2
-        metrics = {"loss": loss, "clip_fraction": mean((worst > squared_error).to(loss.dtype))}
-        return loss, {name: value.detach() for name, value in metrics.items()}
+            larger_error = torch.maximum(squared_error, (clipped - returns).square())
+        loss = mean(larger_error) / 2
+        is_clipped = (larger_error > squared_error).to(loss.dtype)
+        return loss, {"loss": loss.detach(), "clip_fraction": mean(is_clipped)}
 
 
 class MseValueLossConfig(TypedDict, total=False):
-    """Settings of `MseValueLossFn`. Both are optional."""
+    """Settings of `MseValueLossFn`. Both keys are optional."""
 
-    scale: NonNegative  # default 1
-    cliprange: NonNegative | None  # None (default) and 0 turn clipping off
+    scale: NonNegative  # factor of the loss, default 1
+    cliprange: NonNegative | None  # value_clip of `PPOValueLoss`. None (default) and 0: off
 
 
 class MseValueLossFn:
-    """Value loss with NeMo-RL's published interface: `PPOValueLoss` times ``scale``.
+    """`PPOValueLoss` with NeMo-RL's published interface.
 
-    ``cfg``: ``scale`` and ``cliprange``. The default is half the squared error.
+    ``cfg``: settings. By default the loss is half the squared error.
     """
 
     input_type = LossInputType.LOGIT
@@ -90,11 +92,11 @@ class MseValueLossFn:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute what one micro-batch adds to the loss and to the metrics.
+        """Compute this micro-batch's contribution to the global batch's loss and metrics.
 
-        ``logits``: values float32 ``[B, S]`` or ``[B, S, 1]``, of the states before each token.
-        ``data``: as the batch of `PPOValueLoss`. ``global_valid_toks``: denominator of the mean, a
-        scalar.
+        ``logits``: float32 ``[B, S]`` or ``[B, S, 1]``, value of the state before each token.
+        ``data``: the columns that `PPOValueLoss` reads. ``global_valid_toks``: number of unmasked
+        tokens in the global batch, a scalar.
         """
         values = logits.squeeze(-1) if logits.ndim == 3 else logits
         denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)
@@ -103,17 +105,18 @@ class MseValueLossFn:
 
 
 def right_shift_values(values: Tensor) -> Tensor:
-    """Shift values after each token to values before each token, float ``[B, S]``.
+    """Move ``values``, float ``[B, S]``, one position to the right. Position 0 gets 0.
 
-    Position t gets the value of position t - 1, position 0 gets 0.
+    The input has at position t the value after token t, the result the value before token t.
     """
     return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
 
 
 class RightShiftedLoss:
-    """Value loss for a critic whose output at position t is the value after token t.
+    """Value loss of a critic whose output at position t is the value after token t.
 
-    ``loss_fn``: loss of values before each token, with this library's or the published interface.
+    The output is shifted right, then passed to ``loss_fn``, a loss of values before each token with
+    the interface of this library or of NeMo-RL.
     """
 
     needs_entropy: ClassVar[bool] = False
@@ -125,7 +128,6 @@ class RightShiftedLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of shifted ``outputs.values_or_logprobs`` float32 ``[B, S]``."""
-        # Values before each token.
+        """Call ``loss_fn`` with ``outputs.values_or_logprobs``, float32 ``[B, S]``, shifted."""
         shifted = TokenOutputs(right_shift_values(outputs.values_or_logprobs))
         return self.loss_fn(shifted, batch, denominators)

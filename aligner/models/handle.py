@@ -76,7 +76,7 @@ class RoleHandle:
 
         Args:
             data: columns that ``loss_fn`` and the role read. A missing one raises `DataError`.
-            loss_fn: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes
+            loss_fn: a loss of `aligner.losses`, or of the type that NeMo-RL publishes
                 (see `aligner.losses.interfaces`).
             eval_mode: whether to run forward passes only, without updates.
             gbs: number of rows of a global mini-batch, over all ranks. Default: as configured.

@@ -1,1 +1,1 @@
-"""Outputs of a run: metrics, samples, progress, start-up report, HTML report."""
+"""What a run writes and prints: metrics, samples, progress, start-up report, HTML report."""

@@ -1,6 +1,6 @@
-"""Diagnostics of a run's health.
+"""Metrics that show whether a run is healthy.
 
-Shapes: ``B`` samples, ``S`` padded length. Masks are 1 for entries that count. Scalars are
+Shapes: ``B`` samples, ``S`` padded length. Masks are 1 for elements to include. Scalars are
 0-dimensional tensors. An undefined quantity is NaN.
 """
 
@@ -18,10 +18,10 @@ _NAN = float("nan")
 
 
 class RoundingGap(NamedTuple):
-    """Gap between the log-probs of sampler and trainer that rounding alone can explain.
+    """Largest difference between log-probs of sampler and trainer that rounding can cause.
 
-    ``limit``: largest mean absolute gap in nats, if both use the same weights and the same
-    distribution. ``name``: name of the precision.
+    ``limit``: mean absolute difference in nats, if both use the same weights and the same sampling
+    parameters. ``name``: name of the precision.
     """
 
     name: str
@@ -33,11 +33,12 @@ ROUNDING_GAPS = {"32": RoundingGap("float32", 1e-4), "bf16": RoundingGap("bf16",
 
 
 def gap_verdict(gap: float, precision: str) -> tuple[bool, str] | None:
-    """Compare the mean ``gap`` between sampler and trainer, in nats, with the limit of rounding.
+    """Decide whether rounding explains the log-prob ``gap`` between sampler and trainer.
 
-    The gap must belong to the weights that sampled. ``precision``: `trainer.precision`. Return
-    whether rounding explains the gap, and the end of a sentence that begins with "it is". Return
-    None if the precision is unknown or the gap is not finite.
+    ``gap``: mean absolute difference in nats, where the trainer has the weights that sampled.
+    ``precision``: value of ``trainer.precision``. Returns whether rounding explains the gap, and a
+    text that continues the words "it is". Returns None if the precision is not in `ROUNDING_GAPS`
+    or the gap is not finite.
     """
     rounding = ROUNDING_GAPS.get(precision)
     if rounding is None or not math.isfinite(gap):
@@ -51,9 +52,10 @@ def gap_verdict(gap: float, precision: str) -> tuple[bool, str] | None:
 
 
 def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...]:
-    """Return a warning if rounding does not explain the sampler's log-prob gap, else nothing.
+    """Return a warning if rounding does not explain ``sampler/logprob_gap_mean``, else ().
 
-    ``metrics``: metrics by full name. The rollout was sampled before the step's first update.
+    ``metrics``: metrics of a step by full name, where the trainer's log-probs were computed before
+    the step's first update.
     """
     gap = metrics.get("sampler/logprob_gap_mean", _NAN)
     is_rounding, text = gap_verdict(gap, precision) or (True, "")
@@ -63,28 +65,27 @@ def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Compute ``1 - Var(returns - values) / Var(returns)`` over the tokens with ``mask`` 1.
 
-    ``values``, ``returns``: float [B, S]. ``mask``: [B, S]. The denominator of both variances, the
-    number of counted tokens, cancels. NaN if the returns are constant up to rounding: returns of
-    GAE are float32 sums with relative errors of about 1e-7.
+    ``values``, ``returns``: float [B, S]. ``mask``: [B, S]. Returns a float32 scalar, NaN if the
+    returns are constant up to float32 rounding.
     """
-    counted = mask.bool()
-    target = returns[counted].double()
-    error = target - values[counted].double()
+    included = mask.bool()
+    target = returns[included].double()
+    error = target - values[included].double()
     total = _squared_deviations(target)
-    is_spread = total > 1e-12 * target.square().sum()
-    return torch.where(is_spread, 1 - _squared_deviations(error) / total, _NAN).float()
+    varies = total > 1e-12 * target.square().sum()  # returns have relative errors of about 1e-7
+    return torch.where(varies, 1 - _squared_deviations(error) / total, _NAN).float()
 
 
 def reward_length_correlation(
     rewards: Tensor, lengths: Tensor, sample_mask: Tensor | None = None
 ) -> Tensor:
-    """Compute the Pearson correlation of reward and response length over counted samples.
+    """Compute the Pearson correlation of reward and response length, a float32 scalar.
 
-    ``rewards``: float [B]. ``lengths``: int [B], generated tokens. ``sample_mask``: [B], None
-    counts all. NaN if either is constant.
+    ``rewards``: float [B]. ``lengths``: int [B], number of generated tokens. ``sample_mask``: [B],
+    1 for samples to include (None: all). The result is NaN if all rewards or all lengths are equal.
     """
-    counted = _bool_mask(sample_mask, rewards)
-    x, y = rewards[counted].double(), lengths[counted].double()
+    included = _bool_mask(sample_mask, rewards)
+    x, y = rewards[included].double(), lengths[included].double()
     x, y = x - x.mean(), y - y.mean()
     scale = torch.sqrt(x.square().sum() * y.square().sum())
     return torch.where(scale > 0, (x * y).sum() / scale, _NAN).float()
@@ -97,14 +98,14 @@ def repeated_ngram_fraction(
     n: int = 3,
     token_mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute the share of a response's n-grams that occur earlier in the same response.
+    """Compute the share of n-grams that occur earlier in the same response, a scalar.
 
-    The share of a response is ``1 - distinct / all`` n-grams. The result is the mean over the
-    responses with at least ``n`` tokens, NaN if all responses are shorter.
+    The share is ``1 - distinct n-grams / all n-grams`` of a response. The result is the mean over
+    the responses with at least ``n`` tokens, NaN if all responses are shorter.
 
     ``input_ids``: int64 [B, S], prompt then response. ``prompt_lengths``, ``input_lengths``
-    (prompt + response): int64 [B]. ``token_mask``: float [B, S] of conversations. Only n-grams of
-    adjacent generated tokens count.
+    (prompt + response): int64 [B]. ``token_mask``: float [B, S], only for conversations: 1 for
+    generated tokens. Then only n-grams that consist of generated tokens are counted.
     """
     rows, length = input_ids.shape
     if length < n:
@@ -126,33 +127,33 @@ def repeated_ngram_fraction(
     id_count = int(ngram_ids.max()) + 1
     keys = torch.arange(rows, device=ngram_ids.device)[:, None] * id_count + ngram_ids
     distinct = torch.bincount(torch.unique(keys[inside]) // id_count, minlength=rows)
-    counted = totals > 0
-    return (1 - distinct[counted] / totals[counted]).mean()
+    has_ngrams = totals > 0
+    return (1 - distinct[has_ngrams] / totals[has_ngrams]).mean()
 
 
 def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Compute ``mean``, ``std``, ``min`` and ``max`` of the entries that count.
+    """Compute ``mean``, ``std``, ``min`` and ``max`` of the unmasked ``values``.
 
-    ``values``: [...] of any number type. ``mask``: [...] of the same shape, None counts all.
-    Returns float32 scalars, NaN if no entry counts. ``std`` is unbiased, and 0 for one entry.
+    ``values``: [...], any number type. ``mask``: same shape, 1 for values to include (None: all).
+    Returns float32 scalars, all NaN if no value is included. ``std`` is unbiased, 0 for one value.
     """
-    counted = values[_bool_mask(mask, values)].double()
-    if counted.numel() == 0:
+    included = values[_bool_mask(mask, values)].double()
+    if included.numel() == 0:
         return {name: torch.tensor(_NAN) for name in ("mean", "std", "min", "max")}
-    std = counted.std() if counted.numel() > 1 else torch.zeros(())
-    results = {"mean": counted.mean(), "std": std, "min": counted.min(), "max": counted.max()}
+    std = included.std() if included.numel() > 1 else torch.zeros(())
+    results = {"mean": included.mean(), "std": std, "min": included.min(), "max": included.max()}
     return {name: value.float() for name, value in results.items()}
 
 
 def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
-    """Compute the ``train_rollouts/`` and ``val_rollouts/`` metrics that need no model.
+    """Compute metrics of a rollout from its rewards, lengths and tokens.
 
-    The names of the result have no prefix. Every row counts, because the metrics describe the
-    policy. Of conversations only the rewards of rows that count are used.
+    Result names have no prefix. They are logged below ``train_rollouts/`` or ``val_rollouts/``.
+    Samples that are excluded from training are included, except for rewards of conversations.
 
-    ``batch``: of a rollout (`aligner.types`) ``input_ids`` int64 [B, S], ``input_lengths`` and
-    ``prompt_lengths`` int64 [B], ``is_end`` bool [B], ``rewards`` float32 [B]. Of conversations
-    also ``token_mask`` [B, S] and ``sample_mask`` float32 [B].
+    ``batch``: ``input_ids`` int64 [B, S], ``input_lengths`` and ``prompt_lengths`` int64 [B],
+    ``is_end`` bool [B], ``rewards`` float32 [B]. Conversations also have ``turn_ids`` [B, S],
+    ``token_mask`` [B, S] and ``sample_mask`` float32 [B].
     """
     rewards, prompt_lengths = batch["rewards"], batch["prompt_lengths"]
     response_lengths, reward_mask, token_mask = batch["input_lengths"] - prompt_lengths, None, None
@@ -179,42 +180,46 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Combine the metrics of all updates of a step: mean, or extreme for ``*_max`` and ``*_min``.
+    """Combine metrics over the optimizer updates of a step.
 
-    ``lr`` is the value of the last update. ``skipped_updates`` and ``empty_updates`` are counts.
-    Means leave out updates that were skipped as not finite, and mini-batches without a counted
-    entry. ``effective_sample_size`` is computed from the weights of each update.
+    The result is the mean over updates, for names ending in ``_max`` or ``_min`` the maximum or
+    minimum, and for ``lr`` the value of the last update. Left out are updates that were skipped
+    because of NaN or infinity, and updates in which every sample or token was masked. The result
+    counts them as ``skipped_updates`` and ``empty_updates``.
 
-    ``results``: one per pass over the rollout, in order.
+    ``results``: what training returned in each pass over the rollout, in order. ``all_mb_metrics``
+    contains a list for each metric, with one value per update.
     """
-    series: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     empty_updates = 0.0
     for result in results:
         metrics = dict(result["all_mb_metrics"])
-        empty_flags = metrics.pop("empty", [])
+        empty_flags = metrics.pop("empty", [])  # may be absent: no update was empty
         empty_updates += sum(empty_flags)
         for name, values in metrics.items():
-            counted = [value for value, empty in zip_longest(values, empty_flags) if not empty]
-            series.setdefault(name, []).extend(values if name == "lr" else counted)
-    skipped = series.pop("skipped", [])
-    rates = series.pop("lr", [])
-    squares = series.pop("importance_weight_square", None)
+            pairs = zip_longest(values, empty_flags)
+            nonempty = [value for value, is_empty in pairs if not is_empty]
+            values_by_name.setdefault(name, []).extend(values if name == "lr" else nonempty)
+    skipped = values_by_name.pop("skipped", [])
+    learning_rates = values_by_name.pop("lr", [])
+    squares = values_by_name.pop("importance_weight_square", None)
     if squares is not None:
-        pairs = zip(series["importance_weight"], squares, strict=True)
-        series["effective_sample_size"] = [effective_sample_size(*pair) for pair in pairs]
-    series.setdefault("grad_norm", [])
+        weights = zip(values_by_name["importance_weight"], squares, strict=True)
+        values_by_name["effective_sample_size"] = [effective_sample_size(*pair) for pair in weights]
+    values_by_name.setdefault("grad_norm", [])  # NaN if every update was empty
     return {
-        **{name: _combine(name, values) for name, values in series.items()},
-        "lr": rates[-1] if rates else 0.0,
+        **{name: _combine(name, values) for name, values in values_by_name.items()},
+        "lr": learning_rates[-1] if learning_rates else 0.0,
         "skipped_updates": sum(skipped),
         "empty_updates": empty_updates,
     }
 
 
 def idle_roles(**passes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the roles whose every update of a step was skipped as not finite.
+    """Return the roles for which all updates of a step were skipped because of NaN or infinity.
 
-    ``passes``: results of the step by role. A role without an update is not returned.
+    ``passes``: for each role (policy, critic), what training returned in each pass over the
+    rollout. A role without updates is not in the result.
     """
     skipped = {
         role: [flag for result in results for flag in result["all_mb_metrics"].get("skipped", [])]
@@ -224,7 +229,7 @@ def idle_roles(**passes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def count_updates(results: Sequence[Mapping[str, Any]]) -> int:
-    """Count the optimizer updates in ``results``, including skipped and excluding empty updates."""
+    """Count a step's optimizer updates, with skipped updates but without empty ones."""
     passes = [result["all_mb_metrics"] for result in results]
     return sum(
         len(metrics.get("loss", [])) - int(sum(metrics.get("empty", []))) for metrics in passes

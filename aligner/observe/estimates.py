@@ -1,8 +1,8 @@
-"""Estimates from several sampled responses to each prompt, with confidence intervals.
+"""Estimates from several sampled responses to each prompt, with standard errors.
 
-Shapes: ``P`` prompts, ``n`` responses to each. Every estimate is the mean over prompts of a value
-that is unbiased for its prompt, with the standard error of this mean. Prompts are independent
-samples, and responses to one prompt are not.
+Shapes: ``P`` prompts, ``n`` responses to each. An estimate is the mean over prompts of a value that
+is unbiased for its prompt. Its standard error treats prompts, not responses, as independent
+samples.
 """
 
 import math
@@ -10,18 +10,18 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-Z95 = 1.959963984540054  # a normal distribution has 95 % within this many deviations
+Z95 = 1.959963984540054  # standard deviations on each side that contain 95 % of a normal variable
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts. ``error``: its standard error, None for a single prompt."""
+    """A mean over prompts and its standard error (None for a single prompt)."""
 
     value: float
     error: float | None
 
 
 def mean_over_prompts(values: Sequence[float]) -> Estimate:
-    """Compute the mean of one value per prompt and ``sqrt(variance / P)``, unbiased variance."""
+    """Compute the mean of P values, one per prompt, and ``sqrt(unbiased variance / P)``."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
@@ -31,11 +31,11 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(right: Sequence[float], k: int) -> float:
-    """Estimate the probability that at least one of ``k`` of these responses is right.
+    """Estimate the probability that at least one of ``k`` sampled responses is right.
 
-    The estimate is ``1 - C(n - c, k) / C(n, k)`` with c right responses of n, the unbiased
-    estimator of Chen et al. (2021), "Evaluating Large Language Models Trained on Code". A response
-    is right if its value is at least 0.5.
+    ``right``: verdict on each of n sampled responses, right from 0.5. With c right responses the
+    estimate is ``1 - C(n - c, k) / C(n, k)``, the unbiased estimator of Chen et al. (2021),
+    "Evaluating Large Language Models Trained on Code".
     """
     count, hits = len(right), sum(value >= 0.5 for value in right)
     return 1.0 - math.comb(count - hits, k) / math.comb(count, k)
@@ -44,9 +44,11 @@ def pass_at_k(right: Sequence[float], k: int) -> float:
 def majority_at_k(right: Sequence[float], answers: Sequence[Hashable | None], k: int) -> float:
     """Compute the accuracy of the most frequent of ``k`` answers (self-consistency).
 
-    Wang et al. 2022. The result is the mean over the ``n // k`` groups of adjacent responses.
-    Responses without an answer have no vote. Equally frequent answers share the vote. If the
-    verdicts on one answer differ, their mean counts. A group without a vote counts 0.
+    Wang et al. 2022. ``right``: verdict from 0 to 1 on each of n responses. ``answers``: their
+    final answers. Adjacent responses form ``n // k`` groups. The result is the mean over the groups
+    of the verdict on the group's most frequent answer. If several answers are equally frequent, or
+    the verdicts on one answer differ, their mean is used. Responses with the answer None are left
+    out. A group of such responses has accuracy 0.
     """
     starts = range(0, len(right) - k + 1, k)
     return math.fsum(
@@ -67,7 +69,7 @@ def _majority(right: Sequence[float], answers: Sequence[Hashable | None]) -> flo
 
 
 def ks_of(count: int) -> list[int]:
-    """Return the reported values of k: the powers of two up to ``count``, and ``count``."""
+    """Return the values of k to report: the powers of two up to ``count``, and ``count``."""
     powers = [1 << power for power in range(count.bit_length())]
     return sorted({*powers, count})
 
@@ -75,10 +77,11 @@ def ks_of(count: int) -> list[int]:
 def answer_estimates(
     right: Sequence[Sequence[float]], answers: Sequence[Sequence[Hashable | None]]
 ) -> dict[str, Estimate]:
-    """Compute ``mean_at_n``, ``pass_at_k`` and ``maj_at_k`` over P prompts with n responses each.
+    """Compute ``mean_at_n``, ``pass_at_k`` and ``maj_at_k`` for n responses to each of P prompts.
 
-    ``right``: P lists of n verdicts from 0 to 1. ``answers``: P lists of n final answers. k takes
-    the values of `ks_of`. maj@k starts at 3, because the majority of two answers is one of them.
+    ``right``: P lists of n verdicts from 0 to 1. ``answers``: P lists of n final answers. k is each
+    power of two up to n, and n. ``maj_at_k`` begins at k = 3, because two different answers have no
+    majority.
     """
     count = len(right[0])
     estimates = {f"mean_at_{count}": mean_over_prompts([math.fsum(row) / count for row in right])}

@@ -1,4 +1,4 @@
-"""An append-only file of JSON lines that survives a killed process and can go back to a step."""
+"""Files of JSON lines that stay readable if the process is killed while it writes."""
 
 import json
 import logging
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """Lines with one JSON object each, whose integers ``step`` ascend.
+    """File with one JSON object per line. Each has an integer ``step``, which never decreases.
 
-    Every `append` is on the disk when it returns. Readers skip damaged lines, such as a last line
-    without a newline, which a killed process leaves. `truncate_after` removes damaged lines. If
-    one of them is not the last line, a copy of the file is kept in the same folder.
+    `append` returns after the lines are on the disk. A killed process may leave a damaged last line
+    without a newline. Readers skip damaged lines, and `truncate_after` removes them. If another
+    line than the last is damaged, `truncate_after` first copies the file within its folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class JsonLines:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write all records, or none and raise ``StorageError`` if the disk refuses."""
+        """Append one line per record. If this raises `StorageError`, no line was appended."""
         records = list(records)
         if not records:
             return
@@ -46,12 +46,12 @@ class JsonLines:
         last = steps[0] if self.last_step is None else self.last_step
         if [last, *steps] != sorted([last, *steps]):
             raise ValueError(
-                f"{self.path} ends at step {last}, and lines of steps {steps} were appended. Steps "
-                f"must not go back: call truncate_after({min(steps) - 1}) first"
+                f"{self.path} ends at step {last}, so lines of steps {steps} cannot be appended: "
+                f"steps must not decrease. Call truncate_after({min(steps) - 1}) first"
             )
         content = "".join(dump_line(record) + "\n" for record in records).encode()
         try:
-            os.ftruncate(self._file, self._end)  # removes a torn line
+            os.ftruncate(self._file, self._end)  # removes an incomplete last line
             written = 0
             while written < len(content):
                 written += os.pwrite(self._file, content[written:], self._end + written)
@@ -62,7 +62,7 @@ class JsonLines:
         self._end, self.last_step = self._end + len(content), steps[-1]
 
     def truncate_after(self, step: int) -> None:
-        """Remove lines of later steps and a torn last line."""
+        """Remove the lines of steps after ``step``, and damaged lines."""
         lines = [line for _, line in _records(self.path)]
         remaining = [line for line in lines if line.step is not None and line.step <= step]
         if remaining == lines[: len(remaining)]:
@@ -74,7 +74,7 @@ class JsonLines:
         self.last_step = remaining[-1].step if remaining else None
 
     def _rewrite(self, remaining: Sequence["_Line"]) -> None:
-        """Copy the damaged file, then replace it by the ``remaining`` lines."""
+        """Copy the damaged file, then write a new file with the ``remaining`` lines."""
         copy = unused_path(self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}"))
         logger.warning(
             "%s contains lines that are unreadable or out of order. The other lines are kept. The "
@@ -99,18 +99,18 @@ class JsonLines:
 
 
 def dump_line(record: Mapping[str, Any]) -> str:
-    """Return one line of standard JSON. NaN and infinities become text that ``float`` parses."""
+    """Return ``record`` as one line of JSON. NaN and infinity become strings."""
     return json.dumps(plain(record), allow_nan=False)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the records of a file, without damaged lines. A missing file has no records."""
+    """Yield the objects in a file of JSON lines, without damaged lines. A missing file has none."""
     if path.exists():
         yield from (record for record, _ in _records(path) if record is not None)
 
 
 class _Line(NamedTuple):
-    """Byte range of a complete line, and its step or None if the step is unreadable."""
+    """Byte range of a line, and its step, None if the line is damaged."""
 
     start: int
     end: int
@@ -118,7 +118,7 @@ class _Line(NamedTuple):
 
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any] | None, _Line]]:
-    """Yield every line that ends with a newline: its record, or None if unreadable, and range."""
+    """Yield the object (None if damaged) and byte range of each line that ends with a newline."""
     end = 0
     with path.open("rb") as file:
         for line in file:

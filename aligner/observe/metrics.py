@@ -1,7 +1,7 @@
-"""Metrics and samples of a run: JSON lines per step, mirrored to TensorBoard and W&B by Lightning.
+"""Metrics and samples of a run, written as JSON lines and sent to TensorBoard and W&B.
 
-Only metrics in the tables of ``metric_names.md``, or with a free prefix there, can be written.
-``python -m aligner.observe.metrics`` prints all of them as one table of full names.
+Only metrics that ``metric_names.md`` lists, or whose names begin with a prefix listed there, can be
+written. ``python -m aligner.observe.metrics`` prints all of them as one table of full names.
 """
 
 import difflib
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 class MetricInfo(NamedTuple):
-    """Meaning of a metric. ``over``: its denominator, or how values are combined."""
+    """Meaning of a metric. ``over``: what it is averaged over, or how values are combined."""
 
     meaning: str
     over: str = "one number"
 
 
 def _read_tables(path: Path) -> tuple[dict[str, MetricInfo], dict[str, MetricInfo]]:
-    """Read the metrics by full name, grouped in the order of the headings, and free prefixes."""
+    """Read tables of metrics. Returns metrics by full name, and prefixes for any other names."""
     groups: dict[str, dict[str, MetricInfo]] = {}
     prefixes: dict[str, MetricInfo] = {}
     section: list[str] = []
@@ -56,30 +56,30 @@ METRICS, PREFIXES = _read_tables(Path(__file__).with_name("metric_names.md"))
 
 
 def describe(name: str) -> MetricInfo | None:
-    """Return the meaning of a metric, or None if it is unknown."""
+    """Return the meaning of the metric with the full ``name``, or None if it is unknown."""
     if name in METRICS:
         return METRICS[name]
     return next((info for prefix, info in PREFIXES.items() if name.startswith(prefix)), None)
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise `ConfigError` if a metric is missing in the table of descriptions."""
+    """Raise `ConfigError` if ``metric_names.md`` does not describe a metric of ``names``."""
     for name in names:
         if describe(name) is None:
             near = difflib.get_close_matches(name, METRICS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(
-                f"metric {name!r} has no explanation{hint} Add it to "
-                f"aligner/observe/metric_names.md or use a prefix of {', '.join(PREFIXES)}"
+                f"metric {name!r} is not in aligner/observe/metric_names.md{hint} Add it to this "
+                f"file, or use a name that begins with one of {', '.join(PREFIXES)}"
             )
 
 
 class PhaseTimers:
-    """Timers that add up the seconds of named phases, which may repeat and may be nested.
+    """Total seconds spent in named phases, which may repeat and may be nested.
 
-    ``synchronize``: called before the clock is read at either end, so that the time of queued
-    device work is added to the phase that queued it. ``on_enter``: called with the name of a phase
-    when it begins. ``clock``: a monotonic clock in seconds.
+    ``synchronize``: waits for the device. It is called at the start and the end of a phase, so that
+    device work counts for the phase that started it. ``on_enter``: called with the name of each
+    phase that begins. ``clock``: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PhaseTimers:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the duration of the block to ``phase``, also if the block raises."""
+        """Add the duration of the ``with`` block to ``phase``, also if the block raises."""
         self._on_enter(phase)
         self._synchronize()
         start = self._clock()
@@ -106,7 +106,7 @@ class PhaseTimers:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start
 
     def flush(self) -> dict[str, float]:
-        """Return ``timers/<phase>`` and ``timers/total`` since the last flush, and start anew."""
+        """Return ``timers/<phase>`` and ``timers/total`` since the last flush, and reset them."""
         now = self._clock()
         metrics = {f"timers/{phase}": seconds for phase, seconds in self._seconds.items()}
         metrics["timers/total"] = now - self._start
@@ -116,7 +116,7 @@ class PhaseTimers:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with its response or conversation. Lengths are in tokens."""
+    """A prompt with its response or conversation, as text. Lengths are in tokens."""
 
     step: int
     split: Literal["train", "val"]
@@ -132,15 +132,15 @@ class Sample:
 
 
 class MetricsWriter:
-    """The only writer of ``metrics.jsonl`` and ``samples.jsonl`` in ``folder`` (`RunLock`).
+    """Writer of ``metrics.jsonl`` and ``samples.jsonl`` in ``folder``, for TensorBoard and W&B too.
 
-    A line of ``metrics.jsonl`` contains ``step`` and the metrics of the step by full name
-    (``metric_names.md``), sorted. Two runs that computed the same metrics therefore wrote the same
-    bytes, except for ``timers/*``. A line of ``samples.jsonl`` is a sample. Write the lines of a
-    step before its run state is saved, so that a restored step has its lines.
+    A line of ``metrics.jsonl`` contains ``step`` and the step's metrics by full name, sorted. A
+    line of ``samples.jsonl`` contains a `Sample`. Write the lines of a step before its run state is
+    saved, so that a resumed run finds them.
 
-    Only rank 0 writes. On other ranks every method returns at once. ``loggers``: creates the
-    loggers at the first line, because importing them takes seconds.
+    Only rank 0 writes, and locks the folder against other runs. On other ranks all methods do
+    nothing. ``loggers``: returns Lightning loggers that also get the metrics. It is called at the
+    first `write`, because importing the loggers takes seconds.
     """
 
     def __init__(
@@ -153,14 +153,14 @@ class MetricsWriter:
         self._loggers: Sequence[Logger] | None = None
 
     def write(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Sample] = ()) -> None:
-        """Append the lines of ``step``. ``metrics``: numbers, or tensors with one element."""
+        """Append the lines of a new ``step``. ``metrics``: numbers or one-element tensors."""
         if not self._files:
             return
         check_names(metrics)
         scalars = {name: _scalar(name, metrics[name]) for name in sorted(metrics)}
         metric_lines, sample_lines = self._files
         if step == metric_lines.last_step:
-            raise ValueError(f"{metric_lines.path} already contains step {step}")
+            raise ValueError(f"{metric_lines.path} already contains step {step}. Write it once")
         metric_lines.append([{"step": step, **scalars}])
         sample_lines.append(asdict(sample) for sample in samples)
         if self._loggers is None:
@@ -169,12 +169,12 @@ class MetricsWriter:
             logger.log_metrics({name: float(value) for name, value in scalars.items()}, step)
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines of later steps (-1: all lines)."""
+        """Remove the lines of steps after ``step`` (-1: all lines)."""
         for lines in self._files:
             lines.truncate_after(step)
 
     def close(self) -> None:
-        """Finish the mirrors and release the files and the directory."""
+        """Finish the loggers, close the files and unlock the folder."""
         for logger in self._loggers or ():
             logger.finalize("success")
         for lines in self._files:
@@ -184,7 +184,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the complete lines of a ``metrics.jsonl``, oldest first, with NaN and infinities."""
+    """Read ``metrics.jsonl``: ``step`` and metrics of each line, NaN and infinity as floats."""
     return [
         {name: float(value) if isinstance(value, str) else value for name, value in line.items()}
         for line in read_lines(path)
@@ -192,7 +192,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Read all complete lines of a ``samples.jsonl``, oldest first. Other records are left out."""
+    """Read ``samples.jsonl``. Lines that are not a `Sample` are skipped."""
     samples = []
     for record in read_lines(path):
         with suppress(KeyError, TypeError, ValueError):
@@ -215,16 +215,17 @@ def make_loggers(
     restored_step: int | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> "list[Logger]":
-    """Import and create the configured loggers whose packages are installed.
+    """Create the TensorBoard and W&B loggers that ``exp`` requests.
 
-    They write to ``tensorboard/`` and ``wandb/`` in ``folder``. ``restored_step``: TensorBoard
-    hides what an interrupted run wrote after this step. ``config``: W&B shows it with the curves.
+    They write to ``tensorboard/`` and ``wandb/`` in ``folder``. Without the package tensorboard, a
+    warning is logged and this logger left out. ``restored_step``: step at which the run is resumed,
+    TensorBoard hides later points of the interrupted run. ``config``: sent to W&B.
     """
     loggers: list[Logger] = []
     # TensorBoard is optional even if it is configured, because it is on by default.
     if exp.create_tensorboard_logger:
         try:
-            require_extra("tensorboard", "the mirror of metrics.jsonl in TensorBoard")
+            require_extra("tensorboard", "writing metrics for TensorBoard")
         except MissingPackageError as error:
             _log.warning("%s", error)
         else:
@@ -253,7 +254,7 @@ def make_loggers(
 
 
 def markdown() -> str:
-    """Return all metrics as a Markdown table for the documentation."""
+    """Return a Markdown table of all metrics."""
     lines = ["| metric | meaning | over |", "|---|---|---|"]
     entries = {**METRICS, **{f"{prefix}*": info for prefix, info in PREFIXES.items()}}
     lines += [f"| `{name}` | {info.meaning} | {info.over} |" for name, info in entries.items()]

@@ -1,4 +1,4 @@
-"""Evidence of a NaN or infinite loss or gradient: the samples and the step."""
+"""Files that describe an update with a NaN or infinite loss or gradient."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ from aligner.errors import current_step
 
 
 def offending_rows(batch: Mapping[str, Any]) -> Tensor:
-    """Return bool [B], true for rows in which a floating-point tensor is NaN or infinite.
+    """Return bool [B], True for rows of ``batch`` with a NaN or infinite value in any column.
 
-    Without such a row the overflow arose inside the model, and all rows are suspects.
+    If no row has one, the model computed it, and all rows are True.
     """
     rows = batch["input_ids"].shape[0]
     offending = torch.zeros(rows, dtype=torch.bool)
@@ -37,23 +37,24 @@ def write_nonfinite(
     updates: int = 0,
     rank: int = 0,
 ) -> Path:
-    """Write the samples of a non-finite update. Return the path of the JSON file.
+    """Write scalars and samples of an update whose loss or gradient is not finite.
 
     ``<folder>/nonfinite/step_000012_policy_update_000_rank_00000.json`` contains the scalars and,
-    for each offending row, its index, its per-sample values and its text. The ``.pt`` file of the
-    same name contains all tensors of those rows (``torch.load(..., weights_only=True)``). Every
-    rank writes its own files. The step is the step of the run (`aligner.errors`).
+    for each row that `offending_rows` returns, its index, its per-sample values and its text. The
+    ``.pt`` file of the same name contains all tensors of these rows, for
+    ``torch.load(..., weights_only=True)``. Each rank writes its own files. Returns the path of the
+    JSON file.
 
     Args:
         folder: directory of the run.
-        role: role that was updated: policy, critic.
-        scalars: the non-finite scalars and others that help (loss, grad_norm, lr).
-        batch: rows of `aligner.types`, such as ``input_ids`` int64 [B, S].
-        texts: decoded prompt and response of each row, if decoded.
-        update: index of the mini-batch in the role's pass over the rollout, from 0.
-        updates: number of optimizer updates that the role has made in its life.
+        role: the model that was updated, ``policy`` or ``critic``.
+        scalars: values of loss, gradient norm and other scalars.
+        batch: columns of the mini-batch, such as ``input_ids`` int64 [B, S].
+        texts: text of prompt and response of each row, or None.
+        update: index of the mini-batch in this pass over the rollout, from 0.
+        updates: number of optimizer updates that the role has made in the run.
     """
-    # The offending rows, with their values and texts.
+    # Tensors of the offending rows.
     rows = offending_rows(batch)
     tensors = {
         name: value.detach().cpu()[rows]
@@ -85,7 +86,7 @@ def write_nonfinite(
 
 
 def _sample(index: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Describe the row at ``index`` of ``tensors`` [offending rows, ...]."""
+    """Return scalars and non-finite positions in row ``index`` of ``tensors`` [rows, ...]."""
     values = {name: str(value[index].item()) for name, value in tensors.items() if value.ndim == 1}
     positions = {
         name: (~torch.isfinite(value[index])).nonzero()[:, 0].tolist()

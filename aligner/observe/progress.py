@@ -1,4 +1,4 @@
-"""Progress and samples of a run on the console: a live bar, or plain lines without a terminal."""
+"""Progress and samples of a run on the console: a progress bar, or lines without a terminal."""
 
 import math
 import time
@@ -27,16 +27,17 @@ _SHOWN = (  # metric, label, format (z: a value that rounds to 0 has no sign)
     ("train_rollouts/init_policy_kl", "KL", "{:z.4f}"),
     ("train_rollouts/generation_length", "length", "{:z.1f}"),
 )
-# The loss of an algorithm that learns from rewards does not measure its progress.
+# If a run has rewards, its loss does not measure progress.
 _HIDDEN_WITH_REWARDS = ("train_optim/loss", "train_optim/accuracy")
 
 
 class ConsoleProgress:
-    """Phase, reward, KL and remaining time of a run.
+    """Console output with the phase, the main metrics and the remaining time of a run.
 
-    ``done_steps``: steps that a resumed run has already made. ``console``: a terminal shows a live
-    bar, any other console one line per step. While the bar is shown, print other output through the
-    same console. ``enabled``: False on ranks that print nothing. ``clock``: in seconds.
+    ``done_steps``: number of steps before a resumed run continues. ``console``: on a terminal a
+    progress bar is shown, otherwise one line per step is printed. While the bar is shown, print
+    other output through the same console. ``enabled``: False on ranks that print nothing.
+    ``clock``: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class ConsoleProgress:
             self._bar.stop()
 
     def phase(self, name: str) -> None:
-        """Show the name of the current phase in the bar. Without a terminal print nothing."""
+        """Show the current phase in the bar. Without a terminal do nothing."""
         if self._bar is not None:
             self._bar.update(self._task, description=name.replace("_", " "))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that ``step`` is complete. Step 0, a validation, only restarts the clock."""
+        """Show metrics of the completed ``step``. Step 0 is the validation before training."""
         now = self._clock()
         if step > self.done:
             self._seconds.append((now - self._start) / (step - self.done))
@@ -101,11 +102,12 @@ class ConsoleProgress:
             self.console.print("  ".join(parts), highlight=False, soft_wrap=True)
 
     def numbers(self, width: float = math.inf) -> str:
-        """Return ``reward 0.412  KL 0.0031 …``, without the last numbers that exceed ``width``.
+        """Format the main metrics: ``reward 0.412  KL 0.0031 …``, in at most ``width`` characters.
 
-        A line shows metrics of its step, the bar the newest values, with the step of older values.
+        Metrics that do not fit are left out from the end. Metrics that the current step did not
+        compute are only shown in the bar, with the step of their latest value.
         """
-        shown = []
+        parts = []
         has_rewards = "train_rollouts/rewards" in self._latest
         for name, label, form in _SHOWN:
             if name not in self._latest or (has_rewards and name in _HIDDEN_WITH_REWARDS):
@@ -113,13 +115,13 @@ class ConsoleProgress:
             step, value = self._latest[name]
             is_old = step != self.done
             if not is_old or self._bar is not None:
-                shown.append(f"{label} {form.format(value)}" + f" (step {step})" * is_old)
-        while shown and len("  ".join(shown)) > width:
-            shown.pop()
-        return "  ".join(shown)
+                parts.append(f"{label} {form.format(value)}" + f" (step {step})" * is_old)
+        while parts and len("  ".join(parts)) > width:
+            parts.pop()
+        return "  ".join(parts)
 
     def remaining(self) -> str:
-        """Return ``12.3 s/step  ETA 0:04:06``, or nothing before the first step."""
+        """Return ``12.3 s/step  ETA 0:04:06`` from recent steps, empty before the first step."""
         if not self._seconds:
             return ""
         step_s = sum(self._seconds) / len(self._seconds)
@@ -133,7 +135,7 @@ def clock_time(seconds: float) -> str:
 
 
 def sample_table(samples: Sequence[Sample]) -> Table:
-    """Build a console table of one split's samples, at least one, with the ends of prompts."""
+    """Build a console table of ``samples`` of one split and step. Long prompts show their ends."""
     kind = "training" if samples[0].split == "train" else "validation"
     title = f"{kind} samples of step {samples[0].step}"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_lines=True)

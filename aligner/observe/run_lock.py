@@ -1,4 +1,4 @@
-"""One writer per run directory: the same command started twice must not mix two runs."""
+"""A lock on the run directory, so that two processes never write to the same directory."""
 
 import errno
 import fcntl
@@ -14,11 +14,11 @@ _BUSY = (errno.EACCES, errno.EAGAIN)
 
 
 class RunLock:
-    """Lock on ``<folder>/.lock`` until it is released or the process ends in any way.
+    """Lock on the file ``<folder>/.lock``, until `release` or the end of the process.
 
-    It is a record lock, which forked children do not inherit: a worker that outlives a killed run
+    Forked children do not inherit this POSIX record lock, so a worker that survives a killed run
     does not block the next run. On a file system without locks it has no effect. ``patience``:
-    seconds to wait for a process that is about to end.
+    maximum seconds to wait for the lock. Raises StorageError after that.
     """
 
     def __init__(self, folder: Path, *, patience: float = 5.0) -> None:
@@ -31,7 +31,7 @@ class RunLock:
                 self.release()
                 raise StorageError(
                     f"{folder} is being written by another process (pid {owner or 'unknown'}). "
-                    "Wait until that run ends, or set exp_manager.explicit_log_dir to another "
+                    "Wait until this process ends, or set exp_manager.explicit_log_dir to another "
                     "folder"
                 )
             time.sleep(0.05)
@@ -54,7 +54,7 @@ class RunLock:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             return error.errno not in _BUSY
-        # A run that was refused may have removed the file since it was opened here.
+        # Another run may have removed the file since it was opened here. Then open it again.
         if os.fstat(self._file).st_nlink:
             return True
         self.release()

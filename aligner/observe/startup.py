@@ -1,4 +1,4 @@
-"""The start-up report: a summary of the run with its memory, printed before it begins."""
+"""The start-up report: batches, memory and packages of a run, printed before it begins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from aligner.packages import PackageStatus
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """One model on one process."""
+    """Memory that one model needs on one process."""
 
     name: str  # policy, critic, reference, …
-    parameters: int  # of the whole model
+    parameters: int  # number of parameters in the whole model, without adapters
     trainable: bool
-    model_parallel_size: int = 1  # processes that share one replica
-    optimizer_shards: int = 1  # processes that share the optimizer state of one such part
+    model_parallel_size: int = 1  # number of processes over which the weights are divided
+    optimizer_shards: int = 1  # number of processes that divide a part's optimizer state further
     weight_bytes: int = 4  # per parameter: 4 float32, 2 bf16
     gradient_bytes: int = 4  # per parameter, while training
     optimizer_bytes: int = 8  # per parameter: 8 for Adam's two moments, 4 more for a master copy
-    adapter_parameters: int = 0  # in addition to ``parameters``. If positive, only these train
+    adapter_parameters: int = 0  # if positive, only adapters are trained
 
     @property
     def local_parameters(self) -> int:
@@ -36,7 +36,7 @@ class RoleMemory:
 
     @property
     def learning_parameters(self) -> int:
-        """Number of parameters on this process that are trained."""
+        """Number of trained parameters on this process."""
         if not self.trainable:
             return 0
         adapters = -(-self.adapter_parameters // self.model_parallel_size)
@@ -70,7 +70,7 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class TrainedRole:
-    """Batch sizes of one role that is trained on a rollout."""
+    """Batch sizes of a model that is trained on a rollout."""
 
     name: str  # policy, critic
     global_batch_size: int  # samples per optimizer update, over all ranks
@@ -80,23 +80,23 @@ class TrainedRole:
 
 @dataclass(frozen=True)
 class StartupSummary:
-    """Content of the report."""
+    """Content of the start-up report."""
 
     processes: int
-    device: DeviceInfo  # of the workers
+    device: DeviceInfo  # device of the workers
     algorithm: str
     model: str  # path of the policy
     log_dir: str
-    batches: Sequence[str]  # sentences on the batches of a step
+    batches: Sequence[str]  # sentences about the batches of a step
     roles: Sequence[RoleMemory]
     working_bytes: dict[str, int]  # other memory per process: KV cache, activations, …
-    run_states: str  # sentence on how run states are written
+    run_states: str  # sentence about how run states are written
     packages: Sequence[PackageStatus]
-    restores: Sequence[str] = ()  # parts that a run state restores: policy, optimizer, …
+    restores: Sequence[str] = ()  # what a run state restores: policy, optimizer, …
     restored: tuple[int, str] | None = None  # step and path of the run state. None: a new run
-    remarks: Sequence[str] = ()  # on the model's passes, dropout and repetitions of the run
-    notes: Sequence[str] = ()  # e.g. prompts that were dropped
-    is_dry: bool = False  # nothing is saved
+    remarks: Sequence[str] = ()  # sentences about packing, dropout and reproducibility
+    notes: Sequence[str] = ()  # warnings, for example about dropped prompts
+    is_dry: bool = False  # a dry run saves nothing
 
 
 def batch_arithmetic(
@@ -108,10 +108,10 @@ def batch_arithmetic(
     data_parallel_size: int,
     passes: int = 1,
 ) -> list[str]:
-    """Describe the batches of a step in sentences. A sample is a prompt with one response.
+    """Return sentences about the batches of a step. A sample is a prompt with one response.
 
-    ``passes``: number of times that ``roles`` train on every rollout. ``train_prompts``: None for a
-    generator without a known end.
+    ``passes``: number of times that ``roles`` train on a rollout. ``train_prompts``: number of
+    prompts in the training set, None for a generator of unknown length.
     """
     samples, per_prompt = rollout.num_rollout_samples, rollout.num_rollouts_per_prompt
     prompts, per_rank = samples // per_prompt, samples // data_parallel_size
@@ -147,7 +147,7 @@ def batch_arithmetic(
 def saving_sentence(
     roles: Sequence[RoleMemory], *, in_background: bool, processes_here: int, free_bytes: int
 ) -> str:
-    """Describe how run states are written, and the host memory of a copy, on this machine."""
+    """Return a sentence about how run states are written, and the host memory that this needs."""
     if not in_background:
         return "Run states are written in place (exp_manager.async_save=false)."
     size = sum(role.run_state for role in roles)
@@ -164,7 +164,7 @@ def saving_sentence(
 def supervised_arithmetic(
     examples: int, updates: int, batch_size: int, micro_batch_size: int, data_parallel_size: int
 ) -> list[str]:
-    """Describe the batches of a supervised run: ``updates`` of ``batch_size`` from ``examples``."""
+    """Return sentences about the batches of ``updates`` optimizer steps on ``examples``."""
     per_rank = batch_size // data_parallel_size
     epochs = updates * batch_size / examples
     return [
@@ -177,7 +177,7 @@ def supervised_arithmetic(
 
 
 def startup_report(summary: StartupSummary) -> Group:
-    """Build the report for ``console.print``."""
+    """Build the start-up report, to be printed with ``console.print``."""
     processes = _count(summary.processes, "process", "processes")
     memory = [_memory_line(summary), *([] if summary.is_dry else [Text(summary.run_states)])]
     packages = [_package_line(status, summary.device.has_gpu) for status in summary.packages]

@@ -55,7 +55,7 @@ NOT_KEPT = "1,2,1,none,whole"  # pipeline stages have a graph each
 # Families that compute in a way of their own, and others.
 OWN = (
     *("starcoder2", "phi4_mini", "smollm3_biases", "olmo2", "granite", "gemma2", "gemma3"),
-    *("qwen2_moe", "glm4_moe", "gpt_oss"),
+    *("qwen2_moe", "glm4_moe", "deepseek_v3", "gpt_oss"),
 )
 SPLIT = {"gpt_oss": "2,1,2,none,whole"}  # megatron-core does not split experts with biases
 OTHERS = (

@@ -92,6 +92,9 @@ FAMILIES = {
     | {"moe_shared_expert_size": 32, "moe_shared_expert_gate": True},
     "glm4_moe": {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "moe_shared_expert_size": 32}
     | {"layers_without_experts": (0,), "moe_router_sigmoid": True, "moe_router_groups": 2},
+    "deepseek_v3": {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_sigmoid": True}
+    | {"kv_lora_rank": 16, "q_lora_rank": 16, "value_channels": 4, "rotary_percent": 0.5}
+    | {"num_query_groups": TINY_ARCHITECTURE.num_attention_heads},
 }
 
 

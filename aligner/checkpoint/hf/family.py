@@ -24,10 +24,11 @@ ORIGINAL = "original_max_position_embeddings"
 _ROPE_SETTINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
-    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", ORIGINAL, "truncate"),
+    "yarn": ("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    + (ORIGINAL, "truncate"),
     "longrope": ("short_factor", "long_factor", "attention_factor", ORIGINAL),
 }
-_OPTIONAL_ROPE_SETTINGS = {"attention_factor", "beta_fast", "beta_slow", "truncate"}
+_OPTIONAL_ROPE_SETTINGS = {*_ROPE_SETTINGS["yarn"]} - {"factor", ORIGINAL}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PARTIAL, _LAYERS = "partial_rotary_factor", "num_hidden_layers"
 
@@ -96,6 +97,8 @@ class Family:
             fields |= self._read_windows(config)
         if "attention_scale" in fields and self.model_type.startswith("gemma"):
             fields["attention_scale"] = fields["attention_scale"] ** -0.5
+        if "kv_lora_rank" in fields:
+            fields |= _read_latent_attention(config, fields)
         if self.scales_embeddings:
             fields["embedding_multiplier"] = math.sqrt(hidden)
         return GPTArchitecture(**{**fields, **self.implied, "family": self.model_type})
@@ -128,6 +131,10 @@ class Family:
             config |= self._written_windows(architecture, config)
         if "attention_scale" in self.keys and self.model_type.startswith("gemma"):
             config["query_pre_attn_scalar"] = round((architecture.attention_scale or 1.0) ** -2)
+        if "kv_lora_rank" in self.keys:
+            rotated = architecture.rotated_channels
+            config |= {"qk_rope_head_dim": rotated, "head_dim": rotated}
+            config["qk_nope_head_dim"] = architecture.kv_channels - rotated
         names = {"model_type": self.model_type, "architectures": [self.model_class]}
         return {**config, **names}
 
@@ -229,10 +236,6 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
     if kind != "linear":
         values[ORIGINAL] = int(config.get(ORIGINAL) or rope.get(ORIGINAL) or positions)
     # Settings that transformers derives from others.
-    scales = [float(rope.get(name) or 0.0) for name in ("mscale", "mscale_all_dim")]
-    if kind == "yarn" and all(scales) and rope.get("attention_factor") is None:
-        upper, lower = (1.0 + 0.1 * scale * math.log(rope["factor"]) for scale in scales)
-        values["attention_factor"] = upper / lower
     if kind == "longrope":
         values["factor"] = positions / values[ORIGINAL]
         if rope.get("factor") and rope.get("attention_factor") is None:
@@ -251,6 +254,22 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
         else:
             settings[name] = value if name in (ORIGINAL, "truncate") else float(value)
     return RopeScaling(**settings)
+
+
+def _read_latent_attention(config: Config, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return widths, rotated share and scale of the scores of latent attention."""
+    rotated = config["qk_rope_head_dim"]
+    width = config["qk_nope_head_dim"] + rotated
+    scaling, scale = fields["rope_scaling"], None
+    if scaling is not None and scaling.mscale_all_dim:
+        scale = width**-0.5 * scaling.yarn_factor(scaling.mscale_all_dim) ** 2
+    return {
+        "num_query_groups": fields["num_attention_heads"],
+        "kv_channels": width,
+        # The next larger number, because a smaller product would be rounded down.
+        "rotary_percent": min(math.nextafter(rotated / width, 1.0), 1.0),
+        "attention_scale": scale,
+    }
 
 
 def _read_gpt2(config: Config) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _rotated_order(architecture: GPTArchitecture) -> Tensor:
     In this order, columns that were rotated in adjacent pairs can be rotated half against half.
     """
     width = architecture.kv_channels
-    rotated = int(width * architecture.rotary_percent)
+    rotated = architecture.rotated_channels
     columns = torch.arange(width)
     return torch.cat((columns[:rotated:2], columns[1:rotated:2], columns[rotated:]))
 
@@ -131,6 +131,51 @@ INTERLEAVED_ROPE: Table = {
         ),
         _SEPARATE_QKV,
     )
+}
+
+
+def _latent_order(architecture: GPTArchitecture, first: int) -> Tensor:
+    """Return the rows of a head, or of the projection to latents, in canonical order.
+
+    The file has the rotated rows, in pairs of adjacent rows, from ``first`` on.
+    """
+    rotated = torch.arange(first, first + architecture.rotated_channels)
+    return torch.cat((rotated[::2], rotated[1::2]))
+
+
+def _query_order(architecture: GPTArchitecture) -> Tensor:
+    fixed = architecture.kv_channels - architecture.rotated_channels
+    return torch.cat((_latent_order(architecture, fixed), torch.arange(fixed)))
+
+
+def _latents_order(architecture: GPTArchitecture) -> Tensor:
+    rank = architecture.kv_lora_rank or 0
+    return torch.cat((torch.arange(rank), _latent_order(architecture, rank)))
+
+
+def _by_order(order: Callable[[GPTArchitecture], Tensor]) -> Layout:
+    """Return the layout of a tensor whose rows, or the rows of each head, are reordered."""
+
+    def reordered(tensor: Tensor, rows: Tensor) -> Tensor:
+        return tensor.unflatten(0, (-1, len(rows)))[:, rows].flatten(0, 1)
+
+    return Layout(
+        lambda parts, arch: reordered(parts[0], order(arch)),
+        lambda tensor, arch: [reordered(tensor, order(arch).argsort())],
+    )
+
+
+LATENT_ATTENTION: Table = {
+    f"{_L}.self_attention.linear_q_proj": (_by_order(_query_order), (f"{_ATTENTION}.q_proj",)),
+    f"{_L}.self_attention.linear_q_down_proj": (_COPY, (f"{_ATTENTION}.q_a_proj",)),
+    f"{_L}.self_attention.q_layernorm": (_COPY, (f"{_ATTENTION}.q_a_layernorm",)),
+    f"{_L}.self_attention.linear_q_up_proj": (_by_order(_query_order), (f"{_ATTENTION}.q_b_proj",)),
+    f"{_L}.self_attention.linear_kv_down_proj": (
+        _by_order(_latents_order),
+        (f"{_ATTENTION}.kv_a_proj_with_mqa",),
+    ),
+    f"{_L}.self_attention.kv_layernorm": (_COPY, (f"{_ATTENTION}.kv_a_layernorm",)),
+    f"{_L}.self_attention.linear_kv_up_proj": (_COPY, (f"{_ATTENTION}.kv_b_proj",)),
 }
 FUSED_QKV: Table = {
     f"{_L}.self_attention.linear_qkv": (

@@ -8,13 +8,13 @@ from functools import cached_property
 
 WIDTH, HEIGHT = 380, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 22  # space for the labels of the axes
-_MOST_POINTS = 400  # per line. More are indistinguishable at this size
-_MOST_DOTS = 40  # a line with more points is clearer without dots
+_MAX_POINTS = 400  # per line. More cannot be distinguished at this size
+_MAX_DOTS = 40  # a line with more points is clearer without dots
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: ``values[i]`` at ``steps[i]``. Values that are not finite are not drawn."""
+    """A line of a chart: ``values[i]`` at ``steps[i]``. NaN and infinity are not drawn."""
 
     label: str
     steps: Sequence[int]
@@ -23,19 +23,19 @@ class Series:
 
     @property
     def finite_points(self) -> list[tuple[int, float]]:
-        """Steps and values that are drawn."""
+        """Pairs of step and value, without NaN and infinity."""
         pairs = zip(self.steps, self.values, strict=True)
         return [(step, value) for step, value in pairs if math.isfinite(value)]
 
     @property
     def constant(self) -> float | None:
-        """The value that all finite values are equal to, or None."""
+        """The only finite value, or None if there are several or none."""
         values = {value for _, value in self.finite_points}
         return values.pop() if len(values) == 1 else None
 
 
 def collect_series(metrics: Sequence[Mapping[str, float]]) -> dict[str, Series]:
-    """Collect steps and values of each metric, in order of first appearance."""
+    """Return the steps and values of each metric in lines of ``metrics.jsonl``, by full name."""
     columns: dict[str, tuple[list[int], list[float]]] = {}
     for line in metrics:
         for name, value in line.items():
@@ -47,9 +47,9 @@ def collect_series(metrics: Sequence[Mapping[str, float]]) -> dict[str, Series]:
 
 
 def lines_of(series: Mapping[str, Series], metric: str, held_out: str) -> list[Series]:
-    """Return training and held-out values of ``metric`` in two colours.
+    """Return the series of ``metric`` in training and in validation, in two colours.
 
-    ``held_out``: label of the held-out values.
+    ``held_out``: label of the validation series.
     """
     groups = (
         ("train_rollouts", "training", "a"),
@@ -76,7 +76,7 @@ def short_number(value: float, digits: int = 4) -> str:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Format the values of an axis with enough digits to tell the labels apart, at least four."""
+    """Format ``values`` with at least four digits, and more if labels would be equal otherwise."""
     labels, digits = [short_number(value) for value in values], 4
     while len(set(labels)) < len(set(values)) and digits < 17:
         digits += 1
@@ -86,14 +86,14 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A difference as text, and whether it is an improvement."""
+    """Text of a difference, and whether it is an improvement."""
 
     text: str
-    mood: str  # up: improvement, down: deterioration, empty: neither
+    mood: str  # "up": improvement, "down": deterioration, "": neither
 
     @classmethod
     def between(cls, start: float, end: float, better: int) -> "Change":
-        """Format ``end - start``. ``better``: 1 if more is better, -1 if less is better, else 0."""
+        """Format ``end - start``. ``better``: 1 if larger is better, -1 if smaller is, else 0."""
         change = end - start
         if not math.isfinite(change) or not change:
             return cls("–" if change else "±0", "")
@@ -102,7 +102,7 @@ class Change:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about ``count`` round numbers (1, 2 or 5 times a power of 10) in ``[low, high]``."""
+    """Return about ``count`` multiples of 1, 2 or 5 times a power of 10 in ``[low, high]``."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -113,10 +113,10 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def thin_out(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Reduce a line to about `_MOST_POINTS`: the ends, and the extremes of each bucket."""
-    if len(points) <= _MOST_POINTS:
+    """Select at most about 400 points: the two ends, and minimum and maximum of each interval."""
+    if len(points) <= _MAX_POINTS:
         return points
-    size = math.ceil(2 * len(points) / _MOST_POINTS)
+    size = math.ceil(2 * len(points) / _MAX_POINTS)
     selected: set[tuple[int, float]] = {points[0], points[-1]}
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
@@ -127,16 +127,16 @@ def thin_out(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class Line:
-    """One line in pixels."""
+    """A line of a chart, in pixels."""
 
     style: str
-    path: str  # of an SVG ``path``
+    path: str  # attribute ``d`` of an SVG path
     dots: Sequence[tuple[float, float]]  # empty for a line with many points
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps, in pixels from the upper left corner."""
+    """A line chart over steps. Coordinates are pixels from the upper left corner."""
 
     value_ticks: Sequence[tuple[float, str]]  # y and label
     step_ticks: Sequence[tuple[float, str]]  # x and label
@@ -149,9 +149,9 @@ class Chart:
 
 
 def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart | None:
-    """Draw lines over steps, or return None if no series has a finite value.
+    """Compute the chart of ``series``, or None if no series has a finite value.
 
-    ``shows``: values that the axis always includes, so that charts can be compared.
+    ``shows``: values that the value axis includes in any case, so that charts can be compared.
     """
     finite = [(line, points) for line in series if (points := line.finite_points)]
     if not finite:
@@ -179,7 +179,7 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
         thinned = thin_out(points)
         dots = [at(*point) for point in thinned]
         path = "".join(f"{'L' if i else 'M'}{x} {y}" for i, (x, y) in enumerate(dots))
-        lines.append(Line(line.style, path, dots if len(dots) <= _MOST_DOTS else ()))
+        lines.append(Line(line.style, path, dots if len(dots) <= _MAX_DOTS else ()))
         shown = [[*dot, *point] for dot, point in zip(dots, thinned, strict=True)]
         hover.append({"l": line.label, "s": line.style, "p": shown})
     return Chart(
@@ -195,29 +195,29 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
 
 @dataclass(frozen=True)
 class ChartCard:
-    """A chart with title and description, as one card of the report."""
+    """A chart with title and description in the report."""
 
     heading: str
     lead: str
     tooltip: str
     lines: Sequence[Series]
-    shows: Sequence[float] = ()  # of `line_chart`
+    shows: Sequence[float] = ()  # values that the value axis includes in any case
     is_single: bool = False  # the heading shows the latest value instead of a legend
 
     @cached_property
     def chart(self) -> Chart | None:
-        """The chart, or None without a finite value."""
+        """The chart, or None if no line has a finite value."""
         return line_chart(self.lines, self.shows)
 
 
 def drawn(cards: Iterable[ChartCard]) -> list[ChartCard]:
-    """Return the cards that have a chart."""
+    """Return the cards that have at least one finite value to draw."""
     return [card for card in cards if card.chart is not None]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """An amount in a bar chart."""
+    """A bar of a bar chart."""
 
     name: str
     amount: float
@@ -226,7 +226,7 @@ class Bar:
 
 
 def bars(parts: Sequence[tuple[str, float]]) -> list[Bar]:
-    """Build bars from (name, amount), the largest first."""
+    """Build bars from pairs of name and amount, the largest first."""
     total = sum(amount for _, amount in parts) or 1.0
     largest = max((amount for _, amount in parts), default=1.0) or 1.0
     return [

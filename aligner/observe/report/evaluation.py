@@ -1,4 +1,4 @@
-"""``report.html`` of an evaluation."""
+"""The HTML report of an evaluation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _MEANINGS = (
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """Results on a set of prompts, as the page shows them."""
+    """Results of a model on one set of prompts."""
 
     prompts: int
     samples_per_prompt: int
@@ -36,7 +36,7 @@ def shown_name(name: str) -> str:
 def render_evaluation(
     model: str, sets: Mapping[str, EvaluatedSet], *, config: str, environment: Mapping[str, str]
 ) -> str:
-    """Render the document."""
+    """Return the HTML report of an evaluation. ``config``: the configuration as YAML."""
     prompts = sum(results.prompts for results in sets.values())
     answers = sum(results.prompts * results.samples_per_prompt for results in sets.values())
     return render(
@@ -63,7 +63,7 @@ def _explained(name: str, value: float) -> str:
 
 
 def _estimate_row(key: str, estimate: Estimate) -> tuple[str, str, float | None, str]:
-    """Return name, meaning, length of the bar from 0 to 1 (None: no bar) and text."""
+    """Return a table row: name, meaning, length of the bar from 0 to 1 (None: no bar) and text."""
     name = shown_name(key)
     meaning = next((text for start, text in _MEANINGS if name.startswith(start)), "")
     text = short_number(estimate.value, 3)

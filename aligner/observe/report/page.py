@@ -1,4 +1,4 @@
-"""Self-contained HTML documents from the Jinja2 templates of ``templates/``."""
+"""HTML pages without external files, from the Jinja2 templates in ``templates/``."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @cache
 def templates(folder: Path | None = None) -> "Environment":
-    """Load the library's templates and the templates of ``folder``.
+    """Return a Jinja2 environment with the library's templates and those in ``folder``.
 
-    The templates escape every value and raise an error if a value is missing.
+    It escapes all values for HTML and raises an error if a template uses an undefined value.
     """
     import jinja2  # only needed by runs that end with a page
 
@@ -34,9 +34,9 @@ def templates(folder: Path | None = None) -> "Environment":
 
 
 def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
-    """Render a document. ``values`` include at least ``title``, ``lead`` and ``environment``.
+    """Return an HTML page. ``values`` of all pages: ``title``, ``lead`` and ``environment``.
 
-    ``folder``: folder of ``template``, if the template is not part of the library.
+    ``folder``: folder of ``template``, unless the template is part of the library.
     """
     return templates(folder).get_template(template).render(**values)
 
@@ -45,17 +45,17 @@ _POLICY = "assistant"
 
 
 class Message(NamedTuple):
-    """One message. ``is_trained``: the policy sampled its tokens. Other messages are masked."""
+    """A message of a conversation, as the report shows it."""
 
     role: str
     note: str  # outcome and reward
     text: str
     calls: str  # tool calls, one per line
-    is_trained: bool
+    is_trained: bool  # the policy sampled it. Other messages are masked
 
 
 def messages_of(sample: Sample) -> list[Message]:
-    """List the messages after the prompt. An empty list for a single response."""
+    """Return the messages after the prompt. The list is empty if the sample is one response."""
     turns = sample.turns or []
     return [
         message

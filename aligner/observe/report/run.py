@@ -1,4 +1,4 @@
-"""``report.html`` of a run: one file that opens from disk."""
+"""The HTML report of a run, one file without external parts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,16 +25,16 @@ from aligner.observe.report.page import render
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Input of the report."""
+    """Content of the report of a run."""
 
     title: str
     config: str  # the resolved configuration as YAML
     environment: Mapping[str, str]  # versions, machine, command
     metrics: Sequence[Mapping[str, float]] = ()  # lines of metrics.jsonl, which contain ``step``
     samples: Sequence[Sample] = ()
-    artifacts: Mapping[str, str] = field(default_factory=dict)  # files of the run: name → path
-    status: str = ""  # one sentence: how the run ended
-    precision: str = ""  # `trainer.precision`. Empty: unknown
+    artifacts: Mapping[str, str] = field(default_factory=dict)  # file name → path
+    status: str = ""  # one sentence about how the run ended
+    precision: str = ""  # value of ``trainer.precision``, empty if unknown
 
 
 # Metric, label, and whether more (1) or less (-1) is better, or neither (0).
@@ -49,7 +49,7 @@ _HEADLINES = (
 )
 
 _ROLLOUT_ACCURACIES = {"train_rollouts/accuracy", "val_rollouts/accuracy"}
-_MOST_ROWS = 12  # of a table of samples
+_MAX_ROWS = 12  # of a table of samples
 # The loss is only charted for runs that validate it (supervised runs). In others it means little.
 _LOSS = "loss"
 
@@ -105,7 +105,7 @@ def write_report(folder: Path, run: RunRecord) -> Path:
 
 
 def render_report(run: RunRecord) -> str:
-    """Render the document."""
+    """Return the report as HTML."""
     series = collect_series(run.metrics)
     constants = {name: s.constant for name, s in sorted(series.items()) if s.constant is not None}
     last = max((int(line["step"]) for line in run.metrics), default=0)
@@ -120,7 +120,7 @@ def render_report(run: RunRecord) -> str:
         gap=_gap(series, run.precision),
         has_samples=bool(run.samples),
         has_conversations=any(sample.turns for sample in run.samples),
-        pairs=before_and_after(run.samples)[:_MOST_ROWS],
+        pairs=before_and_after(run.samples)[:_MAX_ROWS],
         training_samples=_training_samples(run.samples),
         phases=_phases(series),
         groups=_groups({name: s for name, s in series.items() if name not in constants}),
@@ -145,7 +145,7 @@ def _tile(series: Mapping[str, Series], metric: str, label: str, better: int) ->
 
 
 def _rounded(value: float, neighbour: float) -> str:
-    """Format ``value``, as 0 if it is negligible compared with ``neighbour``."""
+    """Format ``value``, or 0 if it is below 0.05 % of ``neighbour``."""
     is_negligible = math.isfinite(neighbour) and abs(value) < 5e-4 * abs(neighbour)
     return short_number(0.0 if is_negligible else value, 3)
 
@@ -163,7 +163,7 @@ def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
 
 
 def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, str]] | None:
-    """Return lead and rows on the gap between sampler and trainer and on rounding. None: no gap."""
+    """Describe the sampler's log-prob gap: text, and table rows. None if it was not measured."""
     gaps = series.get("sampler/logprob_gap_mean")
     if gaps is None:
         return None
@@ -177,7 +177,7 @@ def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, s
         },
     }
     lead = "Mean absolute difference of their log-probs of the same tokens, in nats."
-    # No update separates the first step's rollout from its training.
+    # In the first step, the trainer's weights are those that sampled.
     verdict = gap_verdict(gaps.values[0], precision)
     if verdict is not None:
         lead += f" At the beginning it is {verdict[1]}"
@@ -185,7 +185,7 @@ def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, s
 
 
 def before_and_after(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Pair the samples of the first and the last validation by prompt."""
+    """Pair the samples of the first and the last validation that have the same prompt."""
     held_out = [sample for sample in samples if sample.split == "val"]
     if not held_out:
         return []
@@ -198,17 +198,17 @@ def before_and_after(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
 
 
 def _training_samples(samples: Sequence[Sample]) -> list[tuple[str, int, list[Sample]]]:
-    """Return (``First`` or ``Last``, step, samples) for the first and last step with samples."""
+    """Return (``First`` or ``Last``, step, samples) for the first and the last sampled step."""
     training = [sample for sample in samples if sample.split == "train"]
     steps = sorted({sample.step for sample in training})
     return [
-        (name, step, [sample for sample in training if sample.step == step][:_MOST_ROWS])
+        (name, step, [sample for sample in training if sample.step == step][:_MAX_ROWS])
         for step, name in zip(steps[:1] + steps[1:][-1:], ("First", "Last"), strict=False)
     ]
 
 
 def _phases(series: Mapping[str, Series]) -> list[Bar]:
-    """Return the seconds of each phase as bars."""
+    """Return a bar for each phase, with its total seconds."""
     phases = {
         name.removeprefix("timers/").replace("_", " "): sum(timer.values)
         for name, timer in series.items()
@@ -222,7 +222,7 @@ def _info(name: str) -> MetricInfo:
 
 
 def _groups(series: Mapping[str, Series]) -> list[tuple[str, bool, list[ChartCard]]]:
-    """Return heading, whether unfolded, and cards of each group of metrics with a chart."""
+    """Return for each group of metrics: heading, whether it is unfolded, and its charts."""
     groups = []
     for group, heading in _GROUPS.items():
         cards = []

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[3]
 FURTHER = (
     *("nemotron_biases", "starcoder2_plain", "stablelm_biases", "arcee_biases"),
     *("smollm3_biases", "ernie4_5_biases", "olmo3", "gemma3_scaled", "glm4_moe_plain"),
-    "gpt_oss_plain_rope",
+    *("gpt_oss_plain_rope", "deepseek_v3_plain"),
 )
 
 
@@ -192,7 +192,8 @@ def read_keys(config):
         *("layer_types", "swiglu_limit"),
         *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
         *("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
-        *("routed_scaling_factor", "use_qk_norm"),
+        *("routed_scaling_factor", "use_qk_norm", "q_lora_rank", "kv_lora_rank", "v_head_dim"),
+        *("qk_rope_head_dim", "qk_nope_head_dim"),
     ]
     return [name for name in names if hasattr(config, name)]
 
@@ -245,6 +246,11 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, r"softcapping=5\.0"),
         ({"model_type": "olmo3", **WINDOWS}, "rope type 'yarn' of sliding_attention layers"),
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias=False"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, r"swiglu_alpha=1\.0"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            r"quantised \(mxfp4\)",
+        ),
         ({"model_type": "glm4_moe", "n_group": 3}, "moe_router_groups=3"),
         (
             {"model_type": "glm4_moe", "quantization_config": {"quant_method": "fp8"}},
@@ -307,6 +313,11 @@ def test_what_no_family_can_express_is_refused():
         ({"normalization": "layernorm1p", "activation": "squared_relu"}, "nemotron"),
         ({"num_moe_experts": 4, "qk_layernorm": True}, "qwen3_moe"),
         ({"num_moe_experts": 4, "moe_router_sigmoid": True}, "glm4_moe"),
+        (
+            {"num_moe_experts": 4, "moe_router_sigmoid": True, "kv_lora_rank": 8}
+            | {"value_channels": 8, "num_query_groups": TINY_ARCHITECTURE.num_attention_heads},
+            "deepseek_v3",
+        ),
     ],
 )
 def test_a_family_is_found_for_foreign_nemo_files(changes, family):

@@ -106,6 +106,7 @@ _SAME_NAMES = (
     *("kv_channels", "layernorm_epsilon", "qk_norm_over_heads", "branch_norms"),
     *("embedding_multiplier", "residual_multiplier", "logits_divisor", "window_rotary_base"),
     *("attention_cap", "is_scored", "attention_dropout", "hidden_dropout"),
+    *("q_lora_rank", "kv_lora_rank", "value_channels", "rotated_channels"),
 )
 
 
