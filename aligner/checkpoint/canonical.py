@@ -201,10 +201,7 @@ def check_names(names: Iterable[str], architecture: GPTArchitecture, source: str
 
 
 def misfits(actual: Set[str], expected: Set[str], optional: Set[str]) -> str:
-    """Return a text about missing names, and unexpected names that are not ``optional``.
-
-    The text is empty if all names fit.
-    """
+    """Return a text about missing and unexpected names. It is empty if all names fit."""
     problems, limit = [], 6
     unexpected = actual - expected - optional
     for kind, names in (("missing", expected - actual), ("unexpected", unexpected)):
@@ -226,7 +223,7 @@ def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
 def split_axis(name: str) -> int | None:
     """Return the axis along which tensor parallelism splits a tensor, or None if it is unsplit.
 
-    If the outputs of a weight are split, so is matrix B of its adapter, and if its inputs, A.
+    Matrix B of an adapter is split if the outputs of its weight are, and A if the inputs are.
     """
     by_outputs = (".linear_qkv.", ".linear_fc1.", ".all_heads.", "_up_proj.", ".linear_q_proj.")
     if name in _VOCABULARY or any(part in name for part in by_outputs):

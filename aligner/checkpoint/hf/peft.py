@@ -101,7 +101,6 @@ def _any_state(
 def _table_state(
     adapters: Adapters, architecture: GPTArchitecture, has_head: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return PEFT tensors and settings for a family with a table of tensor names."""
     family, _ = config_to_hf(architecture)
     # A and B of every linear of Hugging Face's model.
     linears = {

@@ -255,7 +255,6 @@ _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
-    """Return the layout and the Hugging Face names of one canonical tensor."""
     # The table has {n} and {e} in place of the numbers of layer and expert.
     layer, expert = LAYER.match(name), EXPERT.search(name)
     unnumbered = f"decoder.layers.{{n}}.{layer[2]}" if layer else name
