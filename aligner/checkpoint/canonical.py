@@ -253,7 +253,7 @@ def split(
     if units % tp_size:
         raise LayoutError(
             f"{name}: {units} {'query groups' if units != tensor.shape[axis] else 'rows'} cannot "
-            f"be divided by model.tensor_model_parallel_size={tp_size}. Choose a divisor"
+            f"be divided by model.tensor_model_parallel_size={tp_size}. Choose a divisor of {units}"
         )
     if ".linear_fc1." in name and architecture.gated:
         return torch.cat([half.chunk(tp_size)[tp_rank] for half in tensor.chunk(2)])

@@ -275,7 +275,7 @@ def _after_tag(opening: str, message: Message) -> str:
         raise DataError(
             f"the chat template's generation prompt ends with {opening[-40:]!r}, but it renders "
             "finished messages without this text. Training and sampling would use different "
-            "formats. Give another template with model.chat_template, or use plain-text prompts"
+            "formats. Change the template in the tokenizer's files, or use plain-text prompts"
         )
     closing, content = f"</{tag[1:]}", message["content"]
     # Close the tag before the content.

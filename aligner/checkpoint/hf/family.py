@@ -54,7 +54,7 @@ class Family:
     rotates_alike: bool = False  # layers with a window have the rotation of the others
 
     def variant(self, model_type: str, model_class: str, **changes: Any) -> "Family":
-        """Return a copy with these names. A mapping in ``changes`` extends the mapping of this family."""
+        """Return a copy with these names. A mapping in ``changes`` extends the old mapping."""
         extended: dict[str, Any] = {
             name: {**getattr(self, name), **value} if isinstance(value, Mapping) else value
             for name, value in changes.items()

@@ -45,7 +45,7 @@ def save_peft(
     if has_head and not (has_table and config_to_hf(architecture)[0].table is LLAMA_TABLE):
         raise CheckpointError(
             f"the adapters include a reward head (rm_head), which a Hugging Face "
-            f"{architecture.family} cannot represent. Merge them into the model"
+            f"{architecture.family} cannot represent. Merge them with `aligner merge-lora`"
         )
     if has_table:
         state, layers = _table_state(adapters, architecture, has_head)
