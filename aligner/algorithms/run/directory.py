@@ -193,7 +193,7 @@ def sampler_and_steps(
         seed=config.seed,
         shuffle=config.data.shuffle,
         may_change=config.exp_manager.data_may_change,
-        shares=train.shares,
+        mixture=train.mixture,
     )
     return sampler, total_steps(config, sampler)
 

@@ -138,10 +138,10 @@ def longest_set(
         assert isinstance(config, SupervisedRunConfig), type(config)
         count = config.model.global_batch_size // config.rows_per_example
     order = range(len(data))
-    if data.shares is not None:
-        order = data.shares.order(config.seed, 0, shuffle=False).tolist()
+    if data.mixture is not None:
+        order = data.mixture.order(config.seed, 0, shuffle=False).tolist()
     items = [_lengthened(data[order[index % len(order)]], random_ids) for index in range(count)]
-    return type(data)(items, dropped_too_long=data.dropped_too_long, taken=data.taken)
+    return type(data)(items, dropped_too_long=data.dropped_too_long, recognised=data.recognised)
 
 
 def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:

@@ -58,7 +58,7 @@ def check_backend(
     elif plan:
         reason = "adapters (model.peft.peft_scheme=lora) are not split"
     raise LayoutError(
-        f"{key} is not supported by policy.backend=dtensor, because {reason}. Set it to 1 "
+        f"{key}: policy.backend=dtensor does not support this size, because {reason}. Set it to 1 "
         "(data-parallel ranks shard the weights anyway)"
         + (", or use policy.backend=megatron" if architecture.has_table else "")
     )
