@@ -169,7 +169,7 @@ class Split(Generic[D]):
 
     @property
     def named(self) -> dict[str, D]:
-        """Data sets by name: ``training`` and, if there is one, ``validation``."""
+        """Name → data set, for ``training`` and, if there is one, ``validation``."""
         sets = {"training": self.train, "validation": self.validation}
         return {name: items for name, items in sets.items() if items is not None}
 
