@@ -81,7 +81,7 @@ class RopeScaling:
         return self.yarn_factor(1.0) if self.kind == "yarn" else 1.0
 
     def yarn_factor(self, scale: float) -> float:
-        """Return the factor that ``yarn`` derives from a scale: 1 + 0.1 * scale * ln(factor)."""
+        """Return yarn's attention factor ``1 + 0.1 * scale * ln(factor)``."""
         return 1.0 + 0.1 * scale * math.log(max(self.factor, 1.0))
 
 
@@ -228,7 +228,7 @@ class GPTArchitecture:
 
     @property
     def is_scored(self) -> bool:
-        """True if the model has sinks or soft caps, which fused kernels do not compute."""
+        """Whether the model has sinks or soft caps, which fused kernels do not compute."""
         has_cap = self.attention_cap is not None or self.logits_cap is not None
         return self.attention_sinks or has_cap
 

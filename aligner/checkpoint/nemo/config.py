@@ -298,9 +298,9 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
 
 
 def _skipped(config: Config, key: str, *, invert: bool = False) -> tuple[int, ...]:
-    """Return the numbers of the layers that ``key`` excepts: a list of flags, or every n-th layer.
+    """Return the numbers of the layers that ``key`` selects, by flags or as every n-th layer.
 
-    ``invert``: a flag of 1 marks the other layers.
+    ``invert``: a flag of 0 selects its layer, instead of 1.
     """
     flags, layers = config.get(key) or [], range(int(config["num_layers"]))
     if isinstance(flags, int):

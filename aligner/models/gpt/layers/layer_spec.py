@@ -293,9 +293,10 @@ def local_layer_spec(
         ),
     )
     if config.kv_lora_rank is not None:
-        from aligner.models.gpt.layers.latent_attention import as_latent_attention
+        from aligner.models.gpt.layers import latent_attention
 
-        as_latent_attention(attention)
+        attention.module = latent_attention.LatentAttention
+        attention.submodules.core_attention = latent_attention.NarrowValueAttention
     add = get_bias_dropout_add
     if not config.adds_plainly:
         add = ModuleSpec(BranchAdd, {"config": config})
