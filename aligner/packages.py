@@ -32,7 +32,6 @@ class OptionalPackage:
 def _extra_packages(
     extra: str, without: str, *names: str, reported: bool = False
 ) -> list[OptionalPackage]:
-    """Return the packages ``names`` of an extra in pyproject.toml."""
     install = f'pip install "aligner[{extra}]"'
     return [
         OptionalPackage(name, without, install, extra=extra, only_missing=not reported)

@@ -164,9 +164,9 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
 
 
 def published(module: str, name: str) -> Any:
-    """Return the object ``name`` of a published ``module`` from the first target that has it.
+    """Return the object ``name`` of a published ``module``, from the first target that has it.
 
-    Raises `AttributeError` if there is none.
+    Raises `AttributeError` if no target module in `PATHS` has it.
     """
     if not name.startswith("__"):
         for target in _targets(module):

@@ -102,6 +102,12 @@ def _layout_problems(
             f"sequence parallelism only. Set {section}.sequence_parallel=true"
         )
 
+    if experts is not None and architecture.bias_linear and parallel.tensor > parallel.expert == 1:
+        yield (
+            f"{key}={parallel.tensor}: megatron-core does not split experts with biases. Set "
+            f"{section}.expert_model_parallel_size to a divisor of {experts} experts, or {key}=1"
+        )
+
     # Expert parallelism.
     key, ranks = f"{section}.expert_model_parallel_size", world_size // parallel.pipeline
     if parallel.expert == 1:

@@ -41,10 +41,9 @@ def keep_freed_memory() -> bool:
 
 @functools.cache
 def reuse_pages() -> str | None:
-    """Let torch allocate tensors of 1 MiB and more from pages of freed tensors.
+    """Let torch allocate tensors of 1 MiB and more from the memory of freed tensors.
 
-    Returns None, or the reason if this is not possible. PyTorch must be imported. Later calls have
-    no effect.
+    Returns None, or the reason if this fails. PyTorch must be imported. Later calls have no effect.
     """
     if platform.system() != "Linux":
         return f"not on {platform.system()}"

@@ -68,7 +68,7 @@ class RefitSource:
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
     ) -> WorkerFuture:
-        """Start to join the broadcast group. Wait for the result after the engines join, too."""
+        """Start to join the broadcast group. Let the engines join before waiting for the result."""
         return start_on_all(
             self.worker_group, RefitWorker.init_collective, ip, port, world_size, timeout_s
         )
