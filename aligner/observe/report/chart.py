@@ -84,16 +84,21 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     return labels
 
 
-def difference(start: float, end: float, better: int) -> tuple[str, str]:
-    """Format ``end - start``. Also returns "up" for an improvement, "down" for the opposite, or "".
+@dataclass(frozen=True)
+class Change:
+    """Text of a difference, and whether it is an improvement."""
 
-    ``better``: 1 if larger values are better, -1 if smaller values are better, else 0.
-    """
-    change = end - start
-    if not math.isfinite(change) or not change:
-        return "–" if change else "±0", ""
-    mood = "" if not better else "up" if change * better > 0 else "down"
-    return f"{'+' if change > 0 else '−'}{short_number(abs(change), 3)}", mood
+    text: str
+    mood: str  # "up": improvement, "down": deterioration, "": neither
+
+    @classmethod
+    def between(cls, start: float, end: float, better: int) -> "Change":
+        """Format ``end - start``. ``better``: 1 if larger is better, -1 if smaller is, else 0."""
+        change = end - start
+        if not math.isfinite(change) or not change:
+            return cls("–" if change else "±0", "")
+        mood = "" if not better else "up" if change * better > 0 else "down"
+        return cls(f"{'+' if change > 0 else '−'}{short_number(abs(change), 3)}", mood)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

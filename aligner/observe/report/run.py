@@ -11,11 +11,11 @@ from aligner.observe.diagnostics import ROUNDING_GAPS, gap_verdict
 from aligner.observe.metrics import MetricInfo, Sample, describe, read_metrics, read_samples
 from aligner.observe.report.chart import (
     Bar,
+    Change,
     ChartCard,
     Series,
     bars,
     collect_series,
-    difference,
     drawn,
     lines_of,
     short_number,
@@ -141,8 +141,7 @@ def _tile(series: Mapping[str, Series], metric: str, label: str, better: int) ->
         error = math.sqrt(last * (1 - last) / max(count.values[-1], 1))
         note += f", standard error {short_number(round(error, 3))}"
     ends = {"first": _rounded(first, last), "last": _rounded(last, first)}
-    change, mood = difference(first, last, better)
-    return {"label": label, **ends, "change": change, "mood": mood, "note": note}
+    return {"label": label, **ends, "change": Change.between(first, last, better), "note": note}
 
 
 def _rounded(value: float, neighbour: float) -> str:
