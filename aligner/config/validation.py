@@ -104,4 +104,4 @@ def answer_problems(
         )
     for name in sets:
         if not _NAME.fullmatch(name):
-            yield f"{sets_key}.{name}: a set's name has letters, digits, '_', '.' and '-'. Rename it"
+            yield f"{sets_key}.{name}: a set's name has letters, digits, '_', '.', '-'. Rename it"
