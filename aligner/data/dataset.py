@@ -45,7 +45,7 @@ class Dataset(Generic[T]):
         """Create a data set of ``items``.
 
         ``dropped_too_long``: number of items that were too long. ``recognised``: texts about
-        recognised columns. ``mixture``: order of items from several sources, if they have weights.
+        recognised columns. ``mixture``: order of the items, if their sources have weights.
         """
         self.items = items
         self.dropped_too_long, self.recognised, self.mixture = dropped_too_long, recognised, mixture
@@ -169,7 +169,7 @@ class Split(Generic[D]):
 
     @property
     def named(self) -> dict[str, D]:
-        """Data sets by name: ``training`` and, if there is one, ``validation``."""
+        """Name → data set, for ``training`` and, if there is one, ``validation``."""
         sets = {"training": self.train, "validation": self.validation}
         return {name: items for name, items in sets.items() if items is not None}
 

@@ -68,7 +68,7 @@ class PromptDataset(Dataset[Prompt]):
 
     @property
     def column_names(self) -> frozenset[str]:
-        """Names of the rows' columns without prompt and ground truth. Some rows may lack one."""
+        """Names of the rows' columns, except prompt and ground truth. A row may lack some."""
         return frozenset(name for prompt in self.items for name in prompt.columns)
 
 

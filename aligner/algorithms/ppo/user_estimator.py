@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.importing import check_call, load_function, named_by, user_errors
+from aligner.importing import accepted_keywords, check_call, load_function, user_errors
 
 KEY = "trainer.ppo.advantage.estimator"
 # Possible arguments of the function, in addition to ``values`` in runs with a critic.
@@ -62,7 +62,7 @@ class UserEstimator:
         self.name, self._kwargs, self._has_critic = name, dict(kwargs), has_critic
         self._function = load_function(name, key=KEY)
         offered = [*_ARGUMENTS, *(["values"] if has_critic else [])]
-        accepted = named_by(self._function, offered) - self._kwargs.keys()
+        accepted = accepted_keywords(self._function, offered) - self._kwargs.keys()
         self._names = [name for name in offered if name in accepted]
         note = "" if has_critic else " (values only in a run with a critic)"
         remedy = (
@@ -76,7 +76,7 @@ class UserEstimator:
 
     def takes(self, name: str) -> bool:
         """Return whether the function accepts the keyword ``name``."""
-        return bool(named_by(self._function, [name]))
+        return bool(accepted_keywords(self._function, [name]))
 
     def __call__(self, rollout: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return advantages and the critic's targets, if any, float32 [B, S], 0 where masked."""
@@ -114,7 +114,7 @@ class UserEstimator:
         return spread
 
     def try_out(self, rollouts_per_prompt: int) -> None:
-        """Call the function with a synthetic rollout of ``rollouts_per_prompt`` responses each.
+        """Call the function with synthetic data: ``rollouts_per_prompt`` responses to 2 prompts.
 
         Raises:
             ConfigError: the function raised an exception, or `__call__` rejects its result.
@@ -149,5 +149,4 @@ class UserEstimator:
 
 
 def _shown(value: Any) -> str:
-    is_tensor = isinstance(value, Tensor)
-    return f"a tensor of shape {list(value.shape)}" if is_tensor else type(value).__name__
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

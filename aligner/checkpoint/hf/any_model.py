@@ -81,10 +81,9 @@ class TransformersSource:
 
 
 class LoadedWeights(Mapping[str, Tensor]):
-    """Float32 parameters and persistent buffers of a directory's model, in host memory."""
+    """Float32 parameters and persistent buffers of a directory, loaded at the first access."""
 
     def __init__(self, source: TransformersSource) -> None:
-        """Save ``source``. The weights are loaded when the first one is indexed."""
         self._source = source
 
     @cached_property
@@ -325,7 +324,7 @@ def parameter_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
 
 
 def body_path(model: "PreTrainedModel") -> str:
-    """Return the name of the submodule below the output layer, which computes hidden states."""
+    """Return the name of the submodule that computes the output layer's input."""
     # Neither ``get_decoder`` nor ``base_model`` is this module for all types.
     for body in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
         if body is not None and body is not model and not isinstance(body, nn.Linear):
@@ -402,10 +401,12 @@ def _as_in_files(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> dic
 
 
 class FileWeights(Mapping[str, Tensor]):
-    """Weights by their names in Hugging Face files. A weight is converted when it is indexed."""
+    """Weights by their names in Hugging Face files. A weight is converted when it is indexed.
+
+    ``weights``: tensors by their names in the module.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor], architecture: GPTArchitecture) -> None:
-        """Save ``weights``, tensors by their names in the module."""
         self._weights = weights
         self._model, self._names = names_in_files(architecture)
         self._converted: dict[str, Tensor] = {}  # of one tensor of the module

@@ -187,7 +187,6 @@ def _stored(value: Any, records: Mapping[int, Record]) -> Any:
 
 
 def _bytes_of(file: zipfile.ZipFile, info: zipfile.ZipInfo, content: memoryview) -> memoryview:
-    """Return the bytes of a record, as a view of ``content`` unless they are compressed."""
     if info.compress_type != zipfile.ZIP_STORED:
         return memoryview(bytearray(file.read(info)))
     mark, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(content, info.header_offset)

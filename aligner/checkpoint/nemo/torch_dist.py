@@ -106,7 +106,7 @@ class TorchDistSource:
         self.shapes = {key: tuple(entry.size) for key, entry in self._tensors.items()}
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return ``tensor[index]`` of the tensor ``key``. Call `Record.check` for its `records`."""
+        """Return ``tensor[index]`` of the tensor ``key``. Check its `records` before using it."""
         entry, lead = self._tensors[key], len(index)
         result = torch.empty(entry.size[lead:], dtype=entry.properties.dtype)
         filled = 0

@@ -138,7 +138,7 @@ class LazyWeights(LazyTensors):
         return merge(name, [self._read(part) for part in self._parts[name]], self._architecture)
 
     def _resplit(self, name: str, axis: int, like: Tensor, tp_rank: int, tp_size: int) -> Tensor:
-        """Return this rank's part from the rows (or columns) that it has in each of the parts.
+        """Copy this rank's rows (or columns) from the parts of a tensor into one tensor.
 
         ``like``: one of the parts, all of which have its shape and dtype.
         """

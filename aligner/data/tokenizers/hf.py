@@ -132,7 +132,7 @@ class HuggingFaceTokenizer:
         return text
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "HuggingFaceTokenizer":
-        """Return a copy for which ``tokens`` (text or ids) also end a response. `files` keep them.
+        """Return a copy for which ``tokens`` (text or ids) also end a response, as in its `files`.
 
         Raises `TokenizerError` if a text or id is not a token.
         """
@@ -265,10 +265,7 @@ class HuggingFaceTokenizer:
 
 
 def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
-    """Return the settings of ``tokenizer_config.json`` and its companion files.
-
-    Special tokens have their text as value. ``chat_template`` is a text or a list of templates.
-    """
+    """Return ``tokenizer_config.json`` with special tokens as text, and with the chat template."""
     # Merge both files, and replace special tokens that are mappings by their text.
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):

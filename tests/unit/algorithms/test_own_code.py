@@ -208,7 +208,7 @@ def load(key, entry):
             ("trainer.callbacks[1]=", f"own.py:{name}", words)
             for name, words in [
                 ("Bad", ["has no class 'Bad'", "Journal"]),
-                ("Foreign", ["Foreign is not a", "callbacks.Callback"]),
+                ("Foreign", ["Foreign is not derived from", "callbacks.Callback"]),
                 ("Misspelt", ["on_step_ends", "Did you mean on_step_end?"]),
                 ("TooFew", ["on_step_end(self, run, step, metrics)"]),
                 ("Unbuildable", ["ValueError: no weights here"]),
