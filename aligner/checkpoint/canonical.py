@@ -44,7 +44,7 @@ _TRANSFORMER_ENGINE = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
 # Buffers and engine state that no model needs.
-_IGNORED = re.compile(r"_extra_state|rotary_pos_emb|(^|\.)inv_freq$|core_attention")
+_IGNORED = re.compile(r"_extra_state|rotary_pos_emb|(^|\.)inv_freq$|core_attention(?!\.softmax)")
 _PREFIX = re.compile(r"^(model\.)?(module\.)*(?=\D)")
 
 
@@ -123,6 +123,8 @@ def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tup
     bias = architecture.bias_linear
     columns = heads * (architecture.value_channels or head)
     yield from _linear("self_attention.linear_proj", hidden, columns, bias=bias)
+    if architecture.attention_sinks:
+        yield "self_attention.core_attention.softmax_offset", (heads,)
     if norms != "before":
         yield from _norm("self_attn_bda.norm", hidden, architecture)
         yield from _norm("mlp_bda.norm", hidden, architecture)
@@ -222,7 +224,10 @@ def split_axis(name: str) -> int | None:
 
     If the outputs of a weight are split, matrix B of its adapter is split, else matrix A.
     """
-    by_outputs = (".linear_qkv.", ".linear_fc1.", ".all_heads.", "_up_proj.", ".linear_q_proj.")
+    by_outputs = (
+        *(".linear_qkv.", ".linear_fc1.", ".all_heads.", "_up_proj.", ".linear_q_proj."),
+        ".softmax_offset",
+    )
     if name in _VOCABULARY or any(part in name for part in by_outputs):
         return None if name.endswith(LORA_A) else 0
     is_row_parallel = ".linear_proj." in name or ".linear_fc2." in name

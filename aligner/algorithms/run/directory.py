@@ -48,13 +48,10 @@ class RunDirectory:
     store: RunStateStore
 
     def prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
-        """Check that the locked directory is empty or contains this run, and write ``run.json``.
-
-        Returns notes to print.
+        """Check that the locked directory is empty or contains this run. Return notes to print.
 
         Raises:
-            ConfigError: the directory contains another run, or any run although
-                ``resume_if_exists`` is false.
+            ConfigError: another run is there, or any run with ``resume_if_exists=false``.
             CheckpointError: the directory contains this run, but no state to continue from.
             StorageError: the directory cannot be written.
         """
@@ -215,7 +212,7 @@ def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
 
 
 def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
-    """Return step, sampler and length of the run in its newest readable state, or None."""
+    """Return what `total_steps` reads from the newest readable run state, or None."""
     for saved, state in _readable_states(RunStateStore(log_dir(config) / "run_state")):
         with suppress(KeyError):  # the restore reports the error
             learner, loop = state["learner"], flat(state["config"])

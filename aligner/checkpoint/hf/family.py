@@ -25,7 +25,7 @@ _ROPE_SETTINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": ("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-    + (ORIGINAL,),
+    + (ORIGINAL, "truncate"),
     "longrope": ("short_factor", "long_factor", "attention_factor", ORIGINAL),
 }
 _OPTIONAL_ROPE_SETTINGS = {*_ROPE_SETTINGS["yarn"]} - {"factor", ORIGINAL}
@@ -166,9 +166,9 @@ class Family:
         numbers, windowed = range(architecture.num_layers), architecture.window_size is not None
         full = architecture.layers_without_window if windowed else numbers
         kinds = {"layer_types": [_FULL if n in full else _SLIDING for n in numbers]}
-        if self.rotates_alike:
-            return kinds
         base, scaling = config["rope_theta"], config["rope_scaling"] or {"rope_type": "default"}
+        if self.rotates_alike:
+            return {**kinds, "rope_parameters": {**scaling, "rope_theta": base}}
         local = architecture.window_rotary_base or base
         return {
             **kinds,
@@ -210,7 +210,7 @@ class Family:
             config["rope_scaling"] = {"rope_type": scaling.kind} | {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in settings.items()
-                if value is not None
+                if value is not None and value is not True
             }
             if scaling.kind == "longrope":
                 original = scaling.original_max_position_embeddings
@@ -236,10 +236,6 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
     if kind != "linear":
         values[ORIGINAL] = int(config.get(ORIGINAL) or rope.get(ORIGINAL) or positions)
     # Settings that transformers derives from others.
-    if kind == "yarn" and rope.get("truncate") is False:
-        raise CheckpointError(
-            "truncate=false of rope type 'yarn' in config.json is not supported. Supported: true"
-        )
     if kind == "longrope":
         values["factor"] = positions / values[ORIGINAL]
         if rope.get("factor") and rope.get("attention_factor") is None:
@@ -256,7 +252,7 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
         if isinstance(value, list | tuple):
             settings[name] = tuple(map(float, value))
         else:
-            settings[name] = value if name == ORIGINAL else float(value)
+            settings[name] = value if name in (ORIGINAL, "truncate") else float(value)
     return RopeScaling(**settings)
 
 

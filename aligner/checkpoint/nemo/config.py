@@ -24,6 +24,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "geglu": "geglu",
     "fast-geglu": "geglu",
     "swiglu": "swiglu",
+    "clamped_swiglu": "clamped_swiglu",
     "fast-swiglu": "swiglu",
     "squared-relu": "squared_relu",
     "relu": "relu",
@@ -57,7 +58,7 @@ _OWN_KEYS = (
     *("qk_norm_over_heads", "branch_norms", "embedding_multiplier", "residual_multiplier"),
     *("logits_divisor", "logits_cap", "attention_cap"),
     *("logits_divisor", "window_rotary_base", "layers_without_experts", "moe_router_sigmoid"),
-    *("q_lora_rank", "kv_lora_rank", "value_channels"),
+    *("q_lora_rank", "kv_lora_rank", "value_channels", "attention_sinks", "activation_clamp"),
     *("moe_router_groups", "moe_router_group_topk", "moe_router_normalizes", "moe_router_scale"),
 )
 _INTERPOLATION = re.compile(r"^\$\{\.*(?:model\.)?(\w+)\}$")
@@ -311,7 +312,11 @@ def _written_rope_scaling(scaling: RopeScaling | None) -> Config:
         return {}
     if scaling.kind == "linear":
         return {"seq_len_interpolation_factor": scaling.factor}
-    settings = {name: value for name, value in vars(scaling).items() if value not in (None, ())}
+    settings = {
+        name: value
+        for name, value in vars(scaling).items()
+        if value not in (None, ()) and value is not True
+    }
     if scaling.kind != "llama3":
         return {"rope_scaling": settings}
     return {
