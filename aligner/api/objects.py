@@ -207,7 +207,6 @@ def has_ground_truth(columns: set[str]) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Return an array, a tensor or a NumPy scalar as lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__}")

@@ -41,7 +41,10 @@ def aliases(spellings: Mapping[str, Any]) -> BeforeValidator:
 
 
 def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
-    """Accept the strings in ``names``, and paths of user code if ``or_path`` shows their form."""
+    """Return a validator that accepts the strings in ``names``.
+
+    ``or_path``: form of a path to user code. If given, such paths are accepted, too.
+    """
 
     def check(text: str) -> str:
         if text in names or (or_path and re.search("[:.]", text)):
@@ -53,7 +56,7 @@ def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
 
 
 def not_empty(expected: str) -> AfterValidator:
-    """Refuse blank text. ``expected`` describes the value in the message."""
+    """Return a validator that refuses blank text. ``expected``: what the message asks for."""
 
     def check(text: str) -> str:
         if not text.strip():

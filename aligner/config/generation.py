@@ -57,8 +57,8 @@ class GenerationConfig:
     Needs `vllm` and a correction (docs/corrections.md)."""
 
     in_flight: Literal["finish", "abandon"] = "finish"
-    """An asynchronous rollout at a validation or a save. `finish`: wait for the rollout and save
-    it. `abandon`: sample it again with the new weights."""
+    """Treatment of an asynchronous rollout at a validation or a save. `finish`: wait for the
+    rollout and save it. `abandon`: sample it again with the new weights."""
 
     @property
     def is_user_defined(self) -> bool:
@@ -95,7 +95,7 @@ class GenerationConfig:
         return None if engine is None else engine.resources(has_gpu=has_gpu, ahead=ahead)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report invalid engines, and asynchronous rollouts without a correction."""
+        """Yield an error for an invalid engine, and for async rollouts without a correction."""
         try:
             engine = self.engine
         except ConfigError as error:

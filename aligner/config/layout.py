@@ -43,7 +43,7 @@ class ParallelConfig:
         return 2 * self.context if self.context > 1 else 1
 
     def row_multiple(self, sequence_length_round: int = 1) -> int:
-        """Return the multiple of lengths on one context-parallel rank.
+        """Return the multiple to which a row is padded on one context-parallel rank.
 
         ``sequence_length_round``: the multiple that dynamic batching requires.
         """
@@ -59,7 +59,7 @@ class ParallelConfig:
 def check_layout(
     architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str = "model"
 ) -> None:
-    """Refuse an invalid layout, and suggest similar sizes. ``section``: key of the layout."""
+    """Raise `LayoutError` for an invalid layout, with valid sizes. ``section``: its key."""
     if problems := [*_layout_problems(architecture, parallel, world_size, section)]:
         raise LayoutError("\n".join(problems))
 

@@ -105,10 +105,7 @@ class BatchAverage:
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Return float [B], the mean of each row of ``values`` [B, S] where ``mask`` [B, S] is 1.
-
-    A row without such positions gets 0.
-    """
+    """Return float [B], the mean of each row of [B, S] over unmasked positions, 0 if all masked."""
     return masked_sum(values, mask, dim=1) / mask.sum(1).clamp(min=1)
 
 

@@ -229,10 +229,7 @@ def idle_roles(**passes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def count_updates(results: Sequence[Mapping[str, Any]]) -> int:
-    """Count a step's optimizer updates, with skipped but without empty updates.
-
-    ``results``: what training returned in each pass over the rollout.
-    """
+    """Count a step's optimizer updates, with skipped updates but without empty ones."""
     passes = [result["all_mb_metrics"] for result in results]
     return sum(
         len(metrics.get("loss", [])) - int(sum(metrics.get("empty", []))) for metrics in passes

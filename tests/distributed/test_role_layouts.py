@@ -85,6 +85,7 @@ LAUNCHES = {
     "further two": [
         *((2, family, "2,1,1,none,whole") for family in OTHERS),
         *((2, family, NOT_KEPT) for family in (*OWN, *OTHERS)),
+        *((2, family, "2,1,2,full,whole") for family in ("glm4_moe", "deepseek_v3")),
     ],
 }
 CELLS = [

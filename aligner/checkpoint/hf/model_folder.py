@@ -148,7 +148,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the content of each tokenizer file in a directory, by name.
+    """Return name → content of the tokenizer files in a directory.
 
     transformers converts files of slow tokenizers. If no file lists several end tokens, those of
     ``config``, the content of ``config.json``, are added.

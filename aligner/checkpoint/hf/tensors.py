@@ -125,27 +125,16 @@ INTERLEAVED_ROPE: Table = {
 }
 
 
-def _latent_order(architecture: GPTArchitecture, first: int) -> Tensor:
-    """Return the rows of a head, or of the projection to latents, in canonical order.
+def _rotated_last(width: Callable[[GPTArchitecture], int]) -> Layout:
+    """Return the layout of blocks of ``width`` rows whose rotated rows are last in the file.
 
-    The file has the rotated rows, in pairs of adjacent rows, from ``first`` on.
+    The file rotates adjacent rows. The canonical block begins with the even and the odd ones.
     """
-    rotated = torch.arange(first, first + architecture.rotated_channels)
-    return torch.cat((rotated[::2], rotated[1::2]))
 
-
-def _query_order(architecture: GPTArchitecture) -> Tensor:
-    fixed = architecture.kv_channels - architecture.rotated_channels
-    return torch.cat((_latent_order(architecture, fixed), torch.arange(fixed)))
-
-
-def _latents_order(architecture: GPTArchitecture) -> Tensor:
-    rank = architecture.kv_lora_rank or 0
-    return torch.cat((torch.arange(rank), _latent_order(architecture, rank)))
-
-
-def _by_order(order: Callable[[GPTArchitecture], Tensor]) -> Layout:
-    """Return the layout of a tensor whose rows, or the rows of each head, are reordered."""
+    def order(architecture: GPTArchitecture) -> Tensor:
+        fixed = width(architecture) - architecture.rotated_channels
+        rows = torch.arange(width(architecture))
+        return torch.cat((rows[fixed::2], rows[fixed + 1 :: 2], rows[:fixed]))
 
     def reordered(tensor: Tensor, rows: Tensor) -> Tensor:
         return tensor.unflatten(0, (-1, len(rows)))[:, rows].flatten(0, 1)
@@ -156,15 +145,14 @@ def _by_order(order: Callable[[GPTArchitecture], Tensor]) -> Layout:
     )
 
 
+_LATENT_QUERY = _rotated_last(lambda arch: arch.kv_channels)
+_LATENTS = _rotated_last(lambda arch: (arch.kv_lora_rank or 0) + arch.rotated_channels)
 LATENT_ATTENTION: Table = {
-    f"{_L}.self_attention.linear_q_proj": (_by_order(_query_order), (f"{_ATTENTION}.q_proj",)),
+    f"{_L}.self_attention.linear_q_proj": (_LATENT_QUERY, (f"{_ATTENTION}.q_proj",)),
     f"{_L}.self_attention.linear_q_down_proj": (_COPY, (f"{_ATTENTION}.q_a_proj",)),
     f"{_L}.self_attention.q_layernorm": (_COPY, (f"{_ATTENTION}.q_a_layernorm",)),
-    f"{_L}.self_attention.linear_q_up_proj": (_by_order(_query_order), (f"{_ATTENTION}.q_b_proj",)),
-    f"{_L}.self_attention.linear_kv_down_proj": (
-        _by_order(_latents_order),
-        (f"{_ATTENTION}.kv_a_proj_with_mqa",),
-    ),
+    f"{_L}.self_attention.linear_q_up_proj": (_LATENT_QUERY, (f"{_ATTENTION}.q_b_proj",)),
+    f"{_L}.self_attention.linear_kv_down_proj": (_LATENTS, (f"{_ATTENTION}.kv_a_proj_with_mqa",)),
     f"{_L}.self_attention.kv_layernorm": (_COPY, (f"{_ATTENTION}.kv_a_layernorm",)),
     f"{_L}.self_attention.linear_kv_up_proj": (_COPY, (f"{_ATTENTION}.kv_b_proj",)),
 }

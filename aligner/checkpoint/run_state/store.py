@@ -63,7 +63,7 @@ _OTHERS_S = 30.0  # seconds to wait for other processes after an error
 class LoadedState(SavedState):
     """State whose entries were read. Tensors are on the CPU, memory-mapped, copied on write."""
 
-    state: Mapping[str, Any]  # every entry passed to ``save``, by name
+    state: Mapping[str, Any]  # entry name → tree, as passed to ``save``
 
 
 class SavedRole(Protocol):

@@ -17,7 +17,7 @@ def overrides_of(changes: Mapping[str, Any]) -> list[str]:
 
 
 def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield changes of the configuration, each to be tried alone.
+    """Yield changes of the configuration, as dicts of keys and new values, each to be tried alone.
 
     ``saving``: only changes that save memory on a device.
     """

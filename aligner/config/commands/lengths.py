@@ -1,4 +1,4 @@
-"""The longest sequences that a run can meet."""
+"""Estimates the longest prompt, response or example of a run."""
 
 from aligner.config.run import (
     BaseRunConfig,
@@ -21,16 +21,17 @@ def longest_lengths(
     length: int | None = None,
     read: int | None = None,
 ) -> tuple[int, int]:
-    """Return the most tokens of a prompt and of a response in a run.
+    """Return the maximum numbers of tokens in a prompt and in a response of a run.
 
-    For a run on given examples the result is 0 and the most tokens of an example.
+    For a run on given examples, return 0 and the maximum number of tokens in an example.
 
     Args:
         config: configuration of a training run.
-        positions: most positions of the model, None for no limit.
-        prompt: tokens of a prompt, None for the longest that leaves room for the response.
-        length: tokens of a response or an example, None for the configured length.
-        read: tokens of the longest prompt or example in the data, if they were read.
+        positions: number of positions of the model. None: no limit.
+        prompt: length of prompts. None: the configured limit, else ``read``, else 512.
+        length: length of responses or examples. None: the configured limit (examples: as prompts,
+            with a default of 2048).
+        read: length of the longest prompt or example, if the data were read.
 
     Raises `ConfigError` if prompt and response together exceed the positions of the model.
     """

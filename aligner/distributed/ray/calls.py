@@ -1,4 +1,4 @@
-"""Results of worker calls on Ray, and errors that name the failed or dead worker."""
+"""Waits for the results of worker calls on Ray. Errors name the failed or dead worker."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _LOG_LINES = 20
 
 
 class WorkerHandle:
-    """Handle of one worker. ``ray.get(handle.method.remote(...))`` may raise `WorkerFailure`."""
+    """Handle of one worker, for calls as ``ray.get(handle.method.remote(...))``."""
 
     def __init__(self, actor: Any, seat: Seat) -> None:
         self._actor, self._seat = actor, seat
@@ -38,7 +38,7 @@ class WorkerHandle:
 def wait_for(
     calls: "Sequence[tuple[ObjectRef, Seat]]", call_name: str, timeout_s: float
 ) -> list[Any]:
-    """Return the results of all calls in order. For errors see `MultiWorkerFuture.get_results`."""
+    """Wait for all calls and return their results. Raises as `MultiWorkerFuture.get_results`."""
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -91,7 +91,7 @@ def wait_for(
 
 
 def last_lines(log: str) -> str:
-    """Return the last lines of a worker's log for a message, or its path if it cannot be read."""
+    """Return the end of a worker's log as text for a message. Names the path if reading fails."""
     try:
         lines = Path(log).read_text(errors="replace").splitlines()[-_LOG_LINES:]
     except OSError:

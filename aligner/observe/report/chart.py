@@ -35,10 +35,7 @@ class Series:
 
 
 def collect_series(metrics: Sequence[Mapping[str, float]]) -> dict[str, Series]:
-    """Collect steps and values of each metric from lines of ``metrics.jsonl``.
-
-    Returns a series for each metric's full name, in order of first appearance.
-    """
+    """Return the steps and values of each metric in lines of ``metrics.jsonl``, by full name."""
     columns: dict[str, tuple[list[int], list[float]]] = {}
     for line in metrics:
         for name, value in line.items():

@@ -103,7 +103,7 @@ def test_a_runs_directory_is_its_newest_state(tmp_path, prompts, models, peft):
 
 def test_directories_that_hold_no_model(tmp_path):
     (tmp_path / "run_state").mkdir()
-    with pytest.raises(CheckpointNotFoundError, match="has not saved one yet"):
+    with pytest.raises(CheckpointNotFoundError, match="none was saved yet"):
         find_source(str(tmp_path))
     (tmp_path / "policy.nemo").write_bytes(b"")
     assert find_source(str(tmp_path)).path == str(tmp_path / "policy.nemo")

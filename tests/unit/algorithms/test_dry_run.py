@@ -12,7 +12,7 @@ from newest_state import snapshot
 from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.config import load_config
-from aligner.data.batches import Shares
+from aligner.data.batches import Mixture
 from aligner.data.supervised import Example, ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
@@ -285,7 +285,7 @@ def test_a_reward_model_with_fewer_positions_scores_shorter_sequences():
 def test_the_batch_of_a_dry_run_has_the_shares_of_the_sources(tiny_nemo, tmp_path):
     config = config_of("sft_tiny_cpu", tiny_nemo, tmp_path, "data.max_length=8")
     examples = [Example(id=index, ids=[1, 2], learned=[(1, 2)]) for index in range(20)]
-    data = ExampleDataset(examples, shares=Shares("ab", [16, 4], [1, 3]))
+    data = ExampleDataset(examples, mixture=Mixture("ab", [16, 4], [1, 3]))
     batch = longest_set(config, data, byte_level_tokenizer(), TINY_ARCHITECTURE)
     of_second = sum(batch[index].id >= 16 for index in range(len(batch)))
     assert of_second == pytest.approx(0.75 * len(batch), abs=1)

@@ -198,7 +198,7 @@ def load(key, entry):
                 ("gone", ["has no function 'gone'", "good"]),
                 ("wants_more", ["difficulty", "trainer.ppo.advantage.kwargs", "rewards"]),
                 ("wants_values", ["values", "only in a run with a critic"]),
-                ("wrong_shape", ["a tensor [4, 5] for 4 responses", "float [4, 6]"]),
+                ("wrong_shape", ["shape [4, 5] for 4 responses", "float [4, 6]"]),
                 ("not_finite", ["response 0 of 4 is NaN or infinite"]),
                 ("raises", ["KeyError", "own.py, line", "arguments rewards"]),
                 ("pair", ["returned tuple. Return a tensor"]),
@@ -208,7 +208,7 @@ def load(key, entry):
             ("trainer.callbacks[1]=", f"own.py:{name}", words)
             for name, words in [
                 ("Bad", ["has no class 'Bad'", "Journal"]),
-                ("Foreign", ["Foreign is not a", "callbacks.Callback"]),
+                ("Foreign", ["Foreign is not derived from", "callbacks.Callback"]),
                 ("Misspelt", ["on_step_ends", "Did you mean on_step_end?"]),
                 ("TooFew", ["on_step_end(self, run, step, metrics)"]),
                 ("Unbuildable", ["ValueError: no weights here"]),

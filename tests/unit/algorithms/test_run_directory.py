@@ -162,7 +162,7 @@ def remove_states(folder):
     ("lose", "words"),
     [
         (damage_manifests, ["step_000002 is damaged", "step_000004 is damaged"]),
-        (remove_states, ["up to step 5", "Restore run_state/"]),
+        (remove_states, ["up to step 5", "Copy run_state/ back"]),
     ],
 )
 def test_a_run_whose_states_are_lost_is_refused_until_a_new_one_is_asked_for(
@@ -239,7 +239,7 @@ def test_a_new_run_beside_everything_else(configured):
 def test_without_resume_a_run_is_left_alone(configured, saved):
     folder = begun(configured("ppo"), saved=saved)
     before = snapshot(folder)
-    said = r"resume_if_exists=false, but .* holds a run.*start_anew"
+    said = r"resume_if_exists=false, but .* contains a run.*start_anew"
     with pytest.raises(ConfigError, match=said):
         prepared(configured("ppo", exp_manager__resume_if_exists=False))
     assert snapshot(folder) == before

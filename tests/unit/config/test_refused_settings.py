@@ -162,14 +162,14 @@ reward.kind=environment reward.function= | reward=environment and environment.fa
 trainer.ppo.timestep=turn | trainer.ppo.timestep=turn needs conversations
 trainer.ppo.advantage.credit=turn | trainer.ppo.advantage.credit=turn needs conversations
 # Agents.
-{AGENT} | neither environment.command nor environment.factory
+{AGENT} | kind=endpoint needs an agent
 {AGENT} environment.command=a environment.factory=b.py:c | environment.factory=b.py:c
 {AGENT} environment.command='' | is empty. Set a program
 {AGENT} environment.command="a\x20'b" | No closing quotation. Write it as a list of words
 {AGENT} environment.kind=messages environment.command=a | Set environment.kind=endpoint
-{AGENT} environment.command=a environment.rewritten_history=keep | Set it to fork
+{AGENT} environment.command=a environment.rewritten_history=keep | rewritten_history=fork
 {AGENT} environment.command=a {AHEAD} {WEIGHTS}=token
-    | agents are answered only while no training runs
+    | agents get answers only while no training runs
 {AGENT} environment.command=a reward.kind=function reward.function=a.b:f | or neither
 {AGENT} environment.command=[1] | expected a string, got 1
 """,

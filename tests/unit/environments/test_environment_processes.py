@@ -65,11 +65,11 @@ def test_conversations_in_slots_of_their_own(pool):
     [
         ("raises", r"raised ZeroDivisionError: of the environment .*in step"),
         ("is_killed", r"died \(exit code -9\)"),
-        ("floods", r"an answer of \d{8} bytes \(at most 16777216\)"),
+        ("floods", r"an answer of \d{8} bytes, more than 16777216"),
         ("closes_its_pipe", r"died \(exit code 1\)"),
         ("writes_everywhere", "sent an invalid answer"),
         ("is_no_turn", "step returned .*; it must return a Turn"),
-        ("is_no_number", "reward is nan; it must be finite"),
+        ("is_no_number", "reward is nan, but it must be finite"),
         ("says_nothing", "neither a message nor done=True"),
         ("has_a_step_outside", r"steps has \(6, 1.0\). .* from 1 to 5, the number"),
         ("has_a_step_of_nothing", "the step that ends at 5 has no reward. Leave it out"),

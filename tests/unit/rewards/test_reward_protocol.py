@@ -78,7 +78,7 @@ def test_exceptions_name_the_sample_that_caused_them(load):
         ("{module}:two_lists", "ground_truths"),
         ("nowhere.py:f", "does not exist"),
         ("no.such.module:f", "no module named 'no'"),
-        ("plain", "is not a path"),
+        ("plain", "is not an import path"),
         ("{folder}/broken.py:f", "failed with ZeroDivisionError"),
     ],
 )
@@ -103,10 +103,10 @@ def test_functions_that_cannot_be_loaded(module, name, message):
         ([{"score": 1}, {"score": 1}], "has no key 'reward', only ..score"),
         ([{"reward": 1, "x": 2}, {"reward": 1}], r"sample 1 .* first sample's has \['reward', 'x'"),
         ([{"reward": 1, "x": 2}, {"reward": 1, "x": "b"}], "sample 1 .*: x is 'b'"),
-        ([1.0, 1e300], r"sample 1 .*: reward is 1e\+300; it must be finite in float32"),
-        ([3.5e38, 1.0], r"sample 0 .*: reward is 3\.5e\+38; it must be finite in float32"),
-        ([1.0, 10**400], r"sample 1 .*: reward is 1000.*…; it must be finite"),
-        ([1.0, 10**5000], r"sample 1 .*: reward is a int; it must be finite"),
+        ([1.0, 1e300], r"sample 1 .*: reward is 1e\+300, but it must be finite in float32"),
+        ([3.5e38, 1.0], r"sample 0 .*: reward is 3\.5e\+38, but it must be finite in float32"),
+        ([1.0, 10**400], r"sample 1 .*: reward is 1000.*…, but it must be finite"),
+        ([1.0, 10**5000], r"sample 1 .*: reward is a int, but it must be finite"),
     ],
 )
 def test_scores_that_are_refused(scores, message):

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import Attention, SelfAttentionSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from aligner.kernels.linear_product import ColumnLinear
@@ -21,12 +21,6 @@ from aligner.models.gpt.layers.elementwise import Norm
 from aligner.models.gpt.layers.fusions import GPTConfig
 
 _EPSILON = 1e-6  # of the norms of latents, whatever the configuration has for the other norms
-
-
-def as_latent_attention(attention: ModuleSpec) -> None:
-    """Change the spec of self-attention to latent attention. The output projection stays."""
-    attention.module = LatentAttention
-    attention.submodules.core_attention = NarrowValueAttention
 
 
 class NarrowValueAttention(CoreAttention):
@@ -119,8 +113,8 @@ class LatentAttention(Attention):
             query, _ = self.linear_q_up_proj(latent)
         query = query.unflatten(-1, (-1, config.kv_channels))
         # Keys and values. The columns to be rotated come directly from the hidden states.
-        widths = (config.kv_lora_rank, config.rotated_channels)
-        latent, rotated = self.linear_kv_down_proj(hidden_states).split(widths, dim=-1)
+        widths = (config.rotated_channels, config.kv_lora_rank)
+        rotated, latent = self.linear_kv_down_proj(hidden_states).split(widths, dim=-1)
         mixed, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         widths = (config.kv_channels - config.rotated_channels, config.value_channels)
         fixed, value = mixed.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)

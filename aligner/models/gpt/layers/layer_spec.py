@@ -52,19 +52,19 @@ _COLUMN_MULTIPLE = 8  # bf16 columns, so that matrix rows are aligned to 16 byte
 
 
 class FinalNorm(Norm):
-    """`Norm` before the output layer, divided as the logits are to be (Granite)."""
+    """`Norm` before the output layer, whose result is divided by ``logits_divisor`` (Granite)."""
 
     def __init__(self, config: GPTConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config, hidden_size, eps)
         self.divisor = config.logits_divisor
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension of ``hidden`` [..., H], and divide."""
+        """Normalise the last dimension of ``hidden`` [..., H], and divide it."""
         return super().forward(hidden) / self.divisor
 
 
 class AllHeadsNorm(nn.Module):
-    """RMSNorm over the heads of all tensor-parallel ranks together (OLMo 2)."""
+    """RMSNorm whose mean is over all heads of all tensor-parallel ranks (OLMo 2)."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int
@@ -88,7 +88,7 @@ class AllHeadsNorm(nn.Module):
 
 
 class BranchAdd(nn.Module):
-    """Addition of a branch to the residual, normalised and multiplied first."""
+    """Addition of a branch (attention or MLP) to the residual, with a norm and a multiplier."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class BranchAdd(nn.Module):
         self.multiplier = config.residual_multiplier
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return the function of (branch and its bias, residual, dropout) that adds."""
+        """Return the function that adds. Arguments: (branch, its bias), residual, dropout."""
 
         def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             out, bias = branch
@@ -108,7 +108,7 @@ class BranchAdd(nn.Module):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Product of rows ``[n, in]``, sorted by expert, and expert weights ``[out, in]``."""
+    """Product of rows ``[n, in]``, sorted by expert, and each expert's weight ``[out, in]``."""
 
     @staticmethod
     def forward(
@@ -137,9 +137,9 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class GroupedExperts(SequentialMLP):
-    """`SequentialMLP` that computes all experts in two grouped products.
+    """`SequentialMLP` that computes all experts by two grouped matrix products.
 
-    The weights remain separate parameters, as in checkpoints, and are stacked for each product.
+    Each expert has separate parameters, as in checkpoints. They are stacked for each product.
     """
 
     def forward(
@@ -148,10 +148,9 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Apply the experts to float ``[n, H]``, rows sorted by expert, without a bias.
+        """Apply the experts to rows, float ``[n, H]``, sorted by expert. Returns no bias.
 
-        ``tokens_per_expert``: ``[E]``. ``permuted_probs``: float ``[n]``, router weight of each
-        row.
+        ``tokens_per_expert``: ``[E]``. ``permuted_probs``: float ``[n]``, router weight of a row.
         """
         experts, first = self.local_experts, self.local_experts[0]
         # A linear layer that communicates computes more than its product.
@@ -179,7 +178,7 @@ class GroupedExperts(SequentialMLP):
 
 
 def can_group(config: TransformerConfig) -> bool:
-    """Return whether the grouped kernel supports these experts: bf16 on a GPU, without biases."""
+    """Return whether grouped products support the experts: bf16 on a GPU, without biases."""
     widths = (config.hidden_size, config.moe_ffn_hidden_size or 0)
     return (
         accelerator.has_gpu()
@@ -216,7 +215,7 @@ def uses_transformer_engine(spec: LayerSpec, lora: LoraConfig | None, config: GP
 
 
 def moe_spec(config: TransformerConfig, linears: MLPSubmodules, grouped: bool) -> ModuleSpec:
-    """Return the spec of experts, with grouped products if ``grouped`` and a kernel allow it."""
+    """Return the spec of experts. ``grouped``: use `GroupedExperts` where it is supported."""
     kind = GroupedExperts if grouped and can_group(config) else SequentialMLP
     experts = ModuleSpec(module=kind, submodules=linears)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
@@ -239,7 +238,10 @@ def local_layer_spec(
     fusions: bool = True,
     has_experts: bool = False,
 ) -> ModuleSpec:
-    """Return the spec of a layer of megatron-core linears, `Norm` and `CoreAttention`."""
+    """Return the spec of a layer with megatron-core's linears, `Norm` and `CoreAttention`.
+
+    ``fusions``: use grouped products for experts.
+    """
 
     def linear(name: str, plain: type, adapted: type) -> type | ModuleSpec:
         if lora is None or name not in lora.linears:
@@ -279,9 +281,10 @@ def local_layer_spec(
         ),
     )
     if config.kv_lora_rank is not None:
-        from aligner.models.gpt.layers.latent_attention import as_latent_attention
+        from aligner.models.gpt.layers import latent_attention
 
-        as_latent_attention(attention)
+        attention.module = latent_attention.LatentAttention
+        attention.submodules.core_attention = latent_attention.NarrowValueAttention
     add = get_bias_dropout_add
     if not config.adds_plainly:
         add = ModuleSpec(BranchAdd, {"config": config})
