@@ -155,7 +155,7 @@ def test_without_any_reward_a_rollout_is_an_error(functions):
     ("what", "cause"),
     [
         ("crashes", "exit code 3. Its output ends: the cause of it"),
-        ("asks_nothing", "without an answer of the policy. The end of .* output: nothing to do"),
+        ("asks_nothing", "before the policy had answered a request.* last output: nothing to do"),
     ],
 )
 def test_a_failure_stops_the_run_with_its_cause(what, cause):
