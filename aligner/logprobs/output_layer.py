@@ -65,7 +65,7 @@ class VocabShard:
         return cls(start=start, columns=end - start, group=group if ranks > 1 else None)
 
     def localize(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return local rows of token ids, int64 [...] (0 if not local), and bool [...]: is local."""
+        """Return local rows of token ids, int64 [...] (else 0), and bool [...]: is local."""
         local = target - self.start
         owned = (local >= 0) & (local < self.columns)
         return torch.where(owned, local, 0), owned
