@@ -96,7 +96,7 @@ class ExpManagerConfig:
                 if not hasattr(section, step):
                     yield (
                         f"{key}.resume_changed: {name!r} is not a key of the configuration. Use "
-                        "the keys that the refusal names, or sections such as trainer.ppo.reward"
+                        "the keys in the resumed run's error, or sections (trainer.ppo.reward)"
                     )
                     break
                 section = getattr(section, step)

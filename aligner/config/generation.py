@@ -123,8 +123,8 @@ class GenerationConfig:
             return
         if run.trainer.ppo.dynamic_sampling.enabled:
             yield (
-                f"{key}.async_rollouts=true samples one rollout ahead, but with trainer.ppo."
-                "dynamic_sampling.enabled=true their number is unknown. Set one of them to false"
+                f"{key}.async_rollouts=true samples one rollout ahead, but a step needs an unknown "
+                "number with trainer.ppo.dynamic_sampling.enabled=true. Set one of them to false"
             )
         # Correction of the older weights.
         if ppo.truncated_importance_sampling is None and not ppo.correction.is_on:

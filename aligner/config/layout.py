@@ -136,7 +136,7 @@ def _stage_problems(num_layers: int, parallel: ParallelConfig, section: str) -> 
         yield from _not_divided(key, stages, {"layers": layers})
         return
     # The other stages need equal numbers of layers, at least one each.
-    fits = layers >= stages and layers % stages == 0 if stages > 0 else layers == stages == 0
+    fits = (stages > 0 and layers >= stages and layers % stages == 0) or stages == layers == 0
     if parallel.pipeline == 1 or not fits:
         sizes = ", ".join(f"{name}={size}" for name, size in fixed.items())
         yield (

@@ -58,21 +58,21 @@ def with_built_in_task(config: DictConfig) -> str:
 
     settings = {key: reduce(below, key.split("."), plain) for key in _TASK}
     environment = below(plain, "environment") or {}
-    brings_tasks = environment.get("factory") or environment.get("command")
-    if brings_tasks and settings[DATA] == "???":
+    provides_prompts = environment.get("factory") or environment.get("command")
+    if provides_prompts and settings[DATA] == "???":
         OmegaConf.update(config, DATA, _OWN_TASKS)
         return (
-            f"{DATA} is not set: the environment brings its tasks, and an epoch has 1024 of them "
+            f"{DATA} is not set: the environment provides tasks, and an epoch has 1024 of them "
             "(data.train.arguments.count)"
         )
     if settings[REWARD] != "???" or current_path(str(settings[DATA])) not in ("???", _TASK[DATA]):
         return ""
 
     # The task has validation data, unless the run names other data.
-    validates = settings["data.validation.source"] not in (None, "???")
+    has_validation = settings["data.validation.source"] not in (None, "???")
     for key, value in _TASK.items():
         is_set = settings[key] not in (None, "???")
-        if not is_set and not (validates and key.startswith("data.validation.")):
+        if not is_set and not (has_validation and key.startswith("data.validation.")):
             OmegaConf.update(config, key, value, force_add=True)
     return (
         f"built-in task: arithmetic, scored by {_TASK[REWARD]}, because {REWARD} is not set. To "

@@ -104,4 +104,4 @@ def answer_problems(
         )
     for name in sets:
         if not _NAME.fullmatch(name):
-            yield f"{sets_key}.{name}: a set's name consists of letters, digits, '_', '.' and '-'"
+            yield f"{sets_key}.{name}: a set's name has letters, digits, '_', '.', '-'. Rename it"

@@ -183,7 +183,8 @@ class RewardShapingConfig:
                 "environment.factory is set. Set it to null"
             )
         if self.shift != 0 and run.has_environment:
-            yield f"{key}.shift={self.shift:g} would reward the number of turns. Set it to 0"
+            shift = f"{key}.shift={self.shift:g}"
+            yield f"{shift} at each turn would reward the number of turns. Set it to 0"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerIdentity:
     """Role, rank and process of a worker, for messages."""
 
     role: str  # such as "policy"
@@ -87,12 +87,14 @@ class WorkerProcess:
         self._worker: Any = None
         self._has_world = False
 
-    def seat(self) -> Seat:
+    def identity(self) -> WorkerIdentity:
         """Return the role, rank and process of this worker."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        return Seat(self._role, self._rank, socket.gethostname(), node, os.getpid(), self._log)
+        return WorkerIdentity(
+            self._role, self._rank, socket.gethostname(), node, os.getpid(), self._log
+        )
 
     def free_port(self) -> tuple[str, int]:
         """Return this node's address, and a port that is reserved while this process lives."""
