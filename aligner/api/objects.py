@@ -27,9 +27,10 @@ _PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
 
 
 def as_setting(key: str, value: Any, folder: Path) -> Any:
-    """Return the ``value`` of configuration key ``key`` with functions and classes as paths.
+    """Return ``value`` with import paths in place of functions and classes.
 
-    Writes objects that are not importable to ``folder``. Raises `ConfigError` if pickling fails.
+    ``key``: configuration key of the value. Objects that no path imports are pickled to
+    ``folder``. Raises `ConfigError` if pickling fails.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)

@@ -256,7 +256,7 @@ def _problem(cls: Any, error: Mapping[str, Any], prefix: str) -> _Problem:
 
 
 def _key_and_type(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
-    """Return the dotted key and type at a pydantic path, which also names members of unions."""
+    """Return the dotted key and the type of the value at ``path``, a location in an error."""
     for step in path:
         below = type_below(hint, step)
         if below is not None:

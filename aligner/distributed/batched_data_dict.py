@@ -181,10 +181,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return BatchedDataDict({key: _take(column, index) for key, column in self.data.items()})
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
-        """Move row ``i`` to position ``reordered_indices[i]``, in place.
-
-        Raises `DataError` if ``reordered_indices`` is not a permutation of all row indices.
-        """
+        """Move row ``i`` to position ``reordered_indices[i]``, a permutation, in place."""
         if sorted(reordered_indices) != list(range(self.size)):
             raise DataError(
                 f"reorder_data needs every index 0..{self.size - 1} once, got {reordered_indices}"
@@ -199,7 +196,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Truncate dimension ``dim`` of every tensor to ``truncated_len`` elements, in place."""
+        """Truncate dimension ``dim`` of every tensor to at most ``truncated_len``, in place."""
         for key, column in self.data.items():
             if isinstance(column, Tensor) and column.ndim > dim:
                 length = min(truncated_len, column.shape[dim])
@@ -227,10 +224,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict]":
-        """Yield the padded micro-batches of one global batch of a shard, from `get_batch`.
-
-        Dimension ``sequence_dim`` of tensors is truncated to the micro-batch's padded width.
-        """
+        """Yield the micro-batches of a global batch, with ``sequence_dim`` cut to their width."""
         bounds, lengths = self._only_global_batch()
         for (start, end), length in zip(bounds, lengths, strict=True):
             microbatch = self.slice(start, end)
@@ -242,10 +236,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return len(self._only_global_batch()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
-        """Yield the micro-batches of one global batch of a shard, from `get_batch`.
-
-        The sequences of a micro-batch fit into one packed row.
-        """
+        """Yield the micro-batches of a global batch. Their sequences fit into one packed row."""
         for start, end in self._only_global_batch()[0]:
             yield self.slice(start, end)
 

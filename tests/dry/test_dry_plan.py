@@ -126,7 +126,7 @@ def test_a_model_that_only_transformers_builds_is_planned(dry, script):
 # A case of each family that has a table of tensors, and is not one of the first seven.
 FAMILIES = """
     smollm3 nemotron starcoder2 phi3 phi4_mini stablelm seed_oss arcee glm ernie4_5 helium glm4
-    olmo2 granite gemma olmo3 gemma2 gemma3 qwen2_moe glm4_moe deepseek_v3
+    olmo2 granite gemma olmo3 gemma2 gemma3 qwen2_moe glm4_moe deepseek_v3 gpt_oss
 """
 
 
