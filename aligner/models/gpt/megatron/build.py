@@ -139,7 +139,9 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
 
 def _experts(architecture: GPTArchitecture, fp8: str | None) -> dict[str, Any]:
     is_moe = architecture.num_moe_experts is not None
+    dense = architecture.layers_without_experts
     return {
+        "moe_layer_freq": layer_flags(dense, architecture, invert=True) or 1,
         "num_moe_experts": architecture.num_moe_experts,
         "moe_router_topk": architecture.moe_router_topk,
         "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size if is_moe else None,
@@ -159,9 +161,7 @@ def _experts(architecture: GPTArchitecture, fp8: str | None) -> dict[str, Any]:
 def _sigmoid_router(architecture: GPTArchitecture) -> dict[str, Any]:
     if not architecture.moe_router_sigmoid:
         return {}
-    dense = architecture.layers_without_experts
     return {
-        "moe_layer_freq": layer_flags(dense, architecture, invert=True) or 1,
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": architecture.moe_router_groups,
         "moe_router_group_topk": architecture.moe_router_group_topk,
