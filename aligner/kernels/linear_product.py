@@ -117,10 +117,7 @@ def linear_product(x: Tensor, weight: Tensor, origin: Origin | None = None) -> T
 
 
 class _Multiplying(nn.Module):
-    """Mixin that computes the products of megatron-core's parallel linear layers.
-
-    On a CPU, float32 products are those of `linear_product`.
-    """
+    """Mixin of a parallel linear layer whose float32 products on a CPU are `linear_product`."""
 
     _origin: Origin | None = None  # origin of the current call's input
 
@@ -135,7 +132,6 @@ class _Multiplying(nn.Module):
     def _forward_impl(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, **arguments: Any
     ) -> Tensor:
-        """Compute this rank's outputs ``[s, b, out]`` from ``input``, ``[s, b, in]``."""
         exchanges = arguments["sequence_parallel"] or arguments["allreduce_dgrad"]
         if exchanges or input.device.type != "cpu" or weight.dtype != torch.float32:
             return super()._forward_impl(input, weight, bias=bias, **arguments)
@@ -169,8 +165,6 @@ def wide_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor
 
 
 class _WideLinear(torch.autograd.Function):
-    """`wide_linear` of bfloat16 matrices on a GPU."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -253,10 +247,7 @@ class Product:
 
 
 class GatedProduct:
-    """SwiGLU, ``silu(x @ gate^T) * (x @ up^T)``, as two fused products.
-
-    ``weight``, [2 * F, in], contains gate and up.
-    """
+    """SwiGLU, ``silu(x @ gate^T) * (x @ up^T)``. ``weight``: gate and up, [2 * F, in]."""
 
     def __init__(self, weight: Tensor) -> None:
         self._both = Product(weight)
@@ -277,7 +268,6 @@ class GatedProduct:
 
 
 def _padded_rows(x: Tensor) -> Tensor:
-    """Pad [n, in] with zero rows to a multiple of `_ROWS`."""
     missing = -x.shape[0] % _ROWS
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 

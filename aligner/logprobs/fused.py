@@ -150,10 +150,7 @@ def _target_column(local: Tensor, owned: Tensor, columns: slice) -> tuple[Tensor
 
 
 class _LogitGradient(NamedTuple):
-    """Factors [N], one per token, from which a tile of the logits' gradient is computed.
-
-    The gradient is ``row_factor`` times the result of `_gradient_tile`.
-    """
+    """Factors [N] per token. The logits' gradient is ``row_factor`` times `_gradient_tile`."""
 
     log_normalizer: Tensor
     row_factor: Tensor
@@ -257,7 +254,6 @@ def input_gradients(
 
 
 def _accumulate(total: Tensor | None, lhs: Tensor, rhs: Tensor) -> Tensor:
-    """Compute ``total + lhs @ rhs``, in place unless ``total`` is None."""
     if total is not None and lhs.dtype == total.dtype:
         return total.addmm_(lhs, rhs)
     product = wide_mm(lhs, rhs)

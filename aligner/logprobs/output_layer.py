@@ -93,10 +93,7 @@ class VocabShard:
 
 
 def sequence_chunks(logits: Tensor, chunk_size: int | None) -> Iterator[slice]:
-    """Yield slices of dimension S of ``logits`` [..., S, V_local], of ``chunk_size`` tokens.
-
-    Default: as many as the memory limit allows in float32.
-    """
+    """Yield slices of S in ``logits`` [..., S, V_local], by default as large as memory allows."""
     length = logits.shape[-2]
     if chunk_size is None:
         budget = _CHUNK_BYTES.get(logits.device.type, _CHUNK_BYTES_ACCELERATOR)
@@ -159,10 +156,7 @@ class Tiles:
             yield slice(start, min(start + self.rows, self.rows_total))
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Compute a tile of logits [n, v] from ``hidden`` [n, H] and ``weight`` [v, H].
-
-        Both are results of `factor`. The next call overwrites the tile.
-        """
+        """Compute a tile [n, v] from results of `factor`. The next call overwrites the tile."""
         tile = self.buffer("logits", hidden.shape[0], weight.shape[0])
         wide_mm(hidden, weight.t(), out=tile)
         return soft_cap_(tile if self.divisor == 1.0 else tile.div_(self.divisor), self.cap)

@@ -43,7 +43,7 @@ class TrainingSamplingParams:
         if self.temperature <= 0:
             raise ConfigError(
                 f"temperature={self.temperature} must be positive, because log-probs at "
-                "temperature 0 are undefined. Sample greedily and train at temperature 1"
+                "temperature 0 are undefined. Set temperature=1 (and sample greedily if needed)"
             )
         if (self.top_k or 0) < -1 or not 0 < self.top_p <= 1:
             raise ConfigError(

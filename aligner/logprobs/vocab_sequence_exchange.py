@@ -35,7 +35,6 @@ def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -
 
 
 def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part r of ``blocks`` to rank r, and return the received parts in rank order."""
     return all_to_all_single(torch.empty_like(blocks), blocks, group=group)
 
 
