@@ -265,10 +265,7 @@ class TransformersArchitecture(GPTArchitecture):
 def layer_flags(
     layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
 ) -> list[int] | None:
-    """Return for each layer 1 if it is in ``layers``, else 0. ``invert`` swaps 0 and 1.
-
-    Returns None if ``layers`` is empty.
-    """
+    """Return 1 for each layer in ``layers``, else 0 (``invert``: reversed). None for no layers."""
     flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
     return flags if layers else None
 

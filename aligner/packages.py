@@ -193,10 +193,7 @@ _PACKAGES = (
 
 
 def describe_environment(device: str) -> dict[str, str]:
-    """Return name → text about the command, packages and machine of this process.
-
-    Environment variables are not included, because they may contain secrets.
-    """
+    """Return name → text about command, packages and machine, but no environment variables."""
     return {
         "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
         "device": device,

@@ -182,10 +182,7 @@ def suffixes(names: Iterable[str], length: int) -> list[str]:
 
 
 def distinct_suffixes(selected: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return the last parts of the ``selected`` names that distinguish them from ``others``.
-
-    The last part of each name is used if it is enough, else the last two.
-    """
+    """Return the last part, or two parts, of ``selected`` names, by which ``others`` differ."""
     chosen, rest = suffixes(selected, 2), suffixes(others, 2)
     unselected = set(rest) - set(chosen)
     short = suffixes(chosen, 1)

@@ -65,10 +65,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def canonical_name(key: str) -> str | None:
-    """Return the canonical form of a checkpoint key or parameter name. Layer numbers are unchanged.
-
-    Returns None for buffers and engine state, which are ignored.
-    """
+    """Return the canonical form of a key, with its layer number, or None to ignore the key."""
     if _IGNORED.search(key):
         return None
     name = _PREFIX.sub("", key, count=1)
@@ -225,7 +222,7 @@ def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
 def split_axis(name: str) -> int | None:
     """Return the axis along which tensor parallelism splits a tensor, or None if it is unsplit.
 
-    Matrix B of an adapter is split if the outputs of its weight are, and A if the inputs are.
+    If the outputs of a weight are split, matrix B of its adapter is split, else matrix A.
     """
     by_outputs = (
         *(".linear_qkv.", ".linear_fc1.", ".all_heads.", "_up_proj.", ".linear_q_proj."),

@@ -184,10 +184,7 @@ def published_role(values: Section, name: Literal["policy", "value"] = "policy")
 def read_role(
     values: Section, name: Literal["policy", "value"] = "policy"
 ) -> tuple[PublishedRole | None, Notes]:
-    """Convert settings like `published_role`, but without raising an error for refused keys.
-
-    Returns None instead of the role if ``Notes.refused`` is not empty.
-    """
+    """Convert settings like `published_role`. Return no role if ``Notes.refused`` has keys."""
     if isinstance(values, DictConfig):
         values = OmegaConf.to_container(values, resolve=True)  # type: ignore[assignment]
     notes, backend = Notes(name), _backend(values, name)

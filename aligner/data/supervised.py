@@ -176,7 +176,7 @@ def encode_pair(
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Encode ``text + EOS``. Returns the ids and [start, end) of all tokens but the first.
+    """Encode ``text + EOS``. Returns the ids, and [start, end) of all tokens but the first.
 
     The first token is not learned, because no token precedes it.
     """

@@ -45,10 +45,7 @@ def has_gpu() -> bool:
 
 @contextlib.contextmanager
 def gpus_left_to_others() -> Iterator[None]:
-    """Use the CPU in the block, even if there is a GPU.
-
-    Using a GPU at all costs half a GiB of its memory, which other processes may need.
-    """
+    """Use the CPU in the block, because using a GPU at all costs half a GiB of its memory."""
     global _gpus_hidden
     _gpus_hidden = True
     has_gpu.cache_clear()

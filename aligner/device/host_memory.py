@@ -26,10 +26,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let glibc take allocations below 1 GiB from its heap, and never shrink the heap.
-
-    Returns False without glibc. Later calls have no effect.
-    """
+    """Let glibc keep freed allocations below 1 GiB on its heap. Return False without glibc."""
     if platform.libc_ver()[0] != "glibc":
         return False
     settings = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: -1, _M_TOP_PAD: 64 << 20}

@@ -51,10 +51,7 @@ class RefitSource:
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Let the workers offer the weights ``keys``. Returns sharing key → handle.
-
-        Arguments: see `RefitWorker.get_weights_ipc_handles`.
-        """
+        """Return sharing key → handle. See `RefitWorker.get_weights_ipc_handles`."""
         offers = run_on_all(
             self.worker_group, RefitWorker.get_weights_ipc_handles, list(keys), readers
         )

@@ -165,10 +165,7 @@ def read_any(folder: Path, *, trusted: bool = False) -> TransformersSource:
 def architecture_of(
     settings: Mapping[str, Any], origin: str, *, trusted: bool = False
 ) -> TransformersArchitecture:
-    """Return the architecture for ``settings``, the ``config.json`` of the directory ``origin``.
-
-    ``trusted`` and errors: see `read_any`.
-    """
+    """Return the architecture for a ``config.json``. ``origin``: its directory. See `read_any`."""
     # Code of the directory runs only if the user trusts the directory.
     code = origin if trusted and "auto_map" in settings else ""
     _check_type(settings, origin, bool(code))
@@ -401,10 +398,7 @@ def _as_in_files(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> dic
 
 
 class FileWeights(Mapping[str, Tensor]):
-    """Weights by their names in Hugging Face files. A weight is converted when it is indexed.
-
-    ``weights``: tensors by their names in the module.
-    """
+    """Weights by their names in files, converted when indexed from weights of the module."""
 
     def __init__(self, weights: Mapping[str, Tensor], architecture: GPTArchitecture) -> None:
         self._weights = weights

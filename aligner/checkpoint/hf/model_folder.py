@@ -150,8 +150,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return name → content of the tokenizer files in a directory.
 
-    transformers converts files of slow tokenizers. If no file lists several end tokens, those of
-    ``config``, the content of ``config.json``, are added.
+    transformers converts other formats to ``tokenizer.json``. If the files lack a list of end
+    tokens, it is taken from ``config``, the content of ``config.json``.
     """
     files = read_files(folder, TOKENIZER_FILES)
     if is_slow(folder):
@@ -228,7 +228,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the ``config.json`` settings of a reward model, or of a critic if ``keys`` is None."""
+    """Return ``config.json`` keys of a reward model, or of a critic if ``keys`` is None."""
     if family.table is not LLAMA_TABLE:
         raise CheckpointError(
             f"the model has a reward head (rm_head), which a Hugging Face {family.model_type} "

@@ -299,10 +299,7 @@ def part_rows(
 
 
 class HuggingFaceWeights(LazyTensors):
-    """Tensors of a Hugging Face state dict under canonical names and in canonical layouts.
-
-    The module ``score`` of a classifier is the reward head.
-    """
+    """Canonical weights of a Hugging Face state dict. ``score`` becomes the reward head."""
 
     def __init__(self, state: Weights, table: Table, architecture: GPTArchitecture) -> None:
         self._state, self._architecture = state, architecture

@@ -199,10 +199,7 @@ def _normalization(config: Config) -> Normalization:
 
 
 def _positions(config: Config) -> int:
-    """Return the maximum number of positions.
-
-    megatron-core's learned position embeddings have ``encoder_seq_length`` rows.
-    """
+    """Return the number of positions. Learned embeddings have ``encoder_seq_length`` rows."""
     keys = ["max_position_embeddings", "encoder_seq_length"]
     learned = config.get("position_embedding_type") in (None, "learned_absolute")
     if learned and config.get("mcore_gpt"):
@@ -298,10 +295,7 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
 
 
 def _skipped(config: Config, key: str, *, invert: bool = False) -> tuple[int, ...]:
-    """Return the numbers of the layers that ``key`` selects, by flags or as every n-th layer.
-
-    ``invert``: a flag of 0 selects its layer, instead of 1.
-    """
+    """Return the layers with a flag of 1 (``invert``: 0), or for an integer n every n-th layer."""
     flags, layers = config.get(key) or [], range(int(config["num_layers"]))
     if isinstance(flags, int):
         return tuple(n for n in layers if (n + 1) % flags == 0)

@@ -219,10 +219,7 @@ class RunStateStore:
         self.check(wait=True)
 
     def drain(self) -> None:
-        """Wait for the last state, without collectives, because other ranks may not call this.
-
-        A run calls it after an error on this rank. Errors of writing are ignored.
-        """
+        """Wait for the last state after an error on this rank only. No collectives, no errors."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

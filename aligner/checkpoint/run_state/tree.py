@@ -105,10 +105,7 @@ def normalise(tree: Any, where: str = "state") -> Any:
 
 
 def copied(tree: Any, memory: CopyMemory) -> Any:
-    """Return a tree with copies of all tensors in ``memory``.
-
-    ``tree``: result of `map_tensors`. ``memory``: cleared for at least `bytes_to_copy` bytes.
-    """
+    """Return a result of `map_tensors` with copies in ``memory`` (see `bytes_to_copy`)."""
     is_covered = _covering(tree)
     copies: dict[int, Tensor] = {}
 

@@ -59,7 +59,7 @@ class StatefulWorker(Protocol):
     parallel: ParallelState
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return this worker's share, a tree (`run_state.tree`)."""
+        """Return this worker's part of the role's state, as a tree (`run_state.tree`)."""
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the state. ``states``: `state_dict` of all workers of the saved run, by rank."""
@@ -112,7 +112,7 @@ class ShareWriter:
             write()
 
     def failure(self, wait: bool) -> str | None:
-        """Return the error text of writing the last share, or None. ``wait``: wait for its end."""
+        """Return the error text of the last write, or None. ``wait``: wait for its end first."""
         task = self._task
         if task is None or not (task.wait() if wait else task.is_finished):
             return None
@@ -212,10 +212,7 @@ def load_worker_state(worker: StatefulWorker, folder: str) -> None:
 
 
 def check_worker_states(parallel: ParallelState, folder: Path) -> None:
-    """Raise `DamagedStateError` if a file in ``folder`` is damaged. Each worker checks some files.
-
-    A folder without `CHECKSUMS`, of an earlier version, is not checked.
-    """
+    """Raise `DamagedStateError` if a file is damaged. Each worker checks some of the files."""
     with raised_on_all(gather_objects):
         checksums = sorted(read_checksums(folder).items())
         check_files(folder, dict(checksums[parallel.rank :: parallel.world_size]))

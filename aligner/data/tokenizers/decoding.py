@@ -115,10 +115,7 @@ class StopStrings:
         self._tail = _CONTEXT + 4 * max(len(string) for string in strings)
 
     def completed(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
-        """Return whether the last token of ``response`` completes a stop string.
-
-        The stop string must begin in the response, not in the prompt.
-        """
+        """Return whether the last token completes a stop string that begins in ``response``."""
         if not self._is_candidate(response[-1]):
             return False
         response = response[-self._tail :]

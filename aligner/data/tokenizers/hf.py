@@ -211,10 +211,7 @@ class HuggingFaceTokenizer:
         return str(text)
 
     def files(self) -> dict[str, bytes]:
-        """Return name → content of the tokenizer's files, with the chat template.
-
-        `from_files` builds an equal tokenizer from these.
-        """
+        """Return name → content of the files, from which `from_files` builds an equal tokenizer."""
         return {
             "tokenizer.json": self._backend.to_str().encode(),
             "tokenizer_config.json": json.dumps(self._config, indent=2).encode(),

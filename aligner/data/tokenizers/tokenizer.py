@@ -67,10 +67,7 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the text of a chat, by default with the prompt of the assistant's next message.
-
-        ``tools``: JSON schemas of functions that the assistant may call.
-        """
+        """Return a chat as text. ``tools``: JSON schemas of functions for the assistant."""
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "Tokenizer":
         """Return a copy that passes ``values`` to its chat template. They are not in `files`."""
