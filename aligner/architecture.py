@@ -16,8 +16,17 @@ from aligner.errors import CheckpointError
 _MOST_BLOCKS = 100_000
 _SHARES = ("attention_dropout", "hidden_dropout", "rotary_percent")
 
+# "clamped_swiglu" (GPT-OSS) is (up + 1) * gate * sigmoid(1.702 * gate).
 Activation = Literal[
-    "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "squared_relu", "relu", "silu"
+    "gelu",
+    "gelu_tanh",
+    "swiglu",
+    "clamped_swiglu",
+    "geglu",
+    "geglu_tanh",
+    "squared_relu",
+    "relu",
+    "silu",
 ]
 Normalization = Literal["layernorm", "layernorm1p", "rmsnorm", "rmsnorm1p"]
 BranchNorms = Literal["before", "after", "both"]
@@ -41,6 +50,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None  # see `concentration`. None: computed by ``kind``
+    truncate: bool = True  # yarn: round the bounds of the interpolated frequencies
     mscale: float | None = None  # of ``yarn``, in place of an attention factor (DeepSeek-V3)
     mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] = ()
@@ -71,7 +81,7 @@ class RopeScaling:
         return self.yarn_factor(1.0) if self.kind == "yarn" else 1.0
 
     def yarn_factor(self, scale: float) -> float:
-        """Return the factor that ``yarn`` derives from a scale: 1 + 0.1 * scale * ln(factor)."""
+        """Return yarn's attention factor ``1 + 0.1 * scale * ln(factor)``."""
         return 1.0 + 0.1 * scale * math.log(max(self.factor, 1.0))
 
 
@@ -92,6 +102,7 @@ class GPTArchitecture:
     vocab_size: int
     max_position_embeddings: int
     activation: Activation = "swiglu"
+    activation_clamp: float | None = None  # upper bound of gate and of abs(up) (GPT-OSS)
     normalization: Normalization = "rmsnorm"
     layernorm_epsilon: float = 1e-5
     position_embedding: PositionEmbedding = "rope"
@@ -106,6 +117,7 @@ class GPTArchitecture:
     qk_norm_over_heads: bool = False  # q/k norms over all heads together (OLMo 2)
     branch_norms: BranchNorms = "before"  # of attention and MLP: GLM-4 0414 both, OLMo 2 after
     attention_scale: float | None = None  # factor of the scores (None: 1 / sqrt(kv_channels))
+    attention_sinks: bool = False  # a score of each head that takes a share of softmax (GPT-OSS)
     attention_cap: float | None = None  # c of scores s, which become c * tanh(s / c) (Gemma 2)
     embedding_multiplier: float = 1.0  # Gemma, Granite
     residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
@@ -212,12 +224,13 @@ class GPTArchitecture:
     @property
     def gated(self) -> bool:
         """Whether the first MLP linear (fc1) has the rows ``[gate; up]`` of a gated activation."""
-        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+        return self.activation in ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh")
 
     @property
     def is_scored(self) -> bool:
-        """True if scores or logits have a soft cap, which fused kernels do not compute."""
-        return self.attention_cap is not None or self.logits_cap is not None
+        """Whether the model has sinks or soft caps, which fused kernels do not compute."""
+        has_cap = self.attention_cap is not None or self.logits_cap is not None
+        return self.attention_sinks or has_cap
 
     @property
     def expert_ffn_hidden_size(self) -> int:
@@ -252,10 +265,7 @@ class TransformersArchitecture(GPTArchitecture):
 def layer_flags(
     layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
 ) -> list[int] | None:
-    """Return for each layer 1 if it is in ``layers``, else 0. ``invert`` swaps 0 and 1.
-
-    Returns None if ``layers`` is empty.
-    """
+    """Return 1 for each layer in ``layers``, else 0 (``invert``: reversed). None for no layers."""
     flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
     return flags if layers else None
 

@@ -215,7 +215,6 @@ class ChildProcess:
         return self._program.error(f"the process of {self._program.name} {problem}")
 
     def _refusal(self, payload: tuple[str, str]) -> AlignerError:
-        """Return the error that an answer "refused" describes, by its class name and text."""
         name, text = payload
         return (error_class(name) or self._program.error)(text)
 
@@ -390,7 +389,6 @@ class _Pipe:
         return message
 
     def _read_to(self, count: int, deadline: float | None) -> None:
-        """Read until ``count`` bytes of header and message are received."""
         while (missing := count - len(self._received)) > 0:
             self.socket.settimeout(_seconds_to(deadline))
             piece = self.socket.recv(min(missing, 2**20))

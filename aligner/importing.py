@@ -59,7 +59,7 @@ def import_without(module: str, *packages: str) -> None:
 
 
 class _HidingFinder(DistributionFinder):
-    """Finder that hides packages from the finders after it."""
+    """Import finder that hides packages, so that imports of them fail."""
 
     def __init__(self, packages: set[str]) -> None:
         self._packages = packages
@@ -94,7 +94,7 @@ def check_call(
     Args:
         call: function or class. It is accepted if its signature is unknown.
         keywords: names of keyword arguments.
-        subject: begin of the message, the configuration key and its value.
+        subject: beginning of the message, the configuration key and its value.
         remedy: end of the message.
         positional: number of positional arguments.
     """
@@ -113,7 +113,7 @@ def construct(
 ) -> Any:
     """Return ``factory(**kwargs)`` for a user's class. Raises `ConfigError` if this fails.
 
-    ``name``: begin of the message, the configuration key and its value. ``remedy``: end of the
+    ``name``: beginning of the message, the configuration key and its value. ``remedy``: end of the
     message if the signature does not match.
     """
     check_call(factory, kwargs, f"{name}: its constructor", remedy)
@@ -202,7 +202,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return at most `_MOST_CHARACTERS` of an error's text. Its ``__str__`` may raise an error."""
+    """Return the beginning of an error's text, even if its ``__str__`` raises an error."""
     try:
         text = str(error)
     except Exception as failure:

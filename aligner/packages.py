@@ -32,7 +32,6 @@ class OptionalPackage:
 def _extra_packages(
     extra: str, without: str, *names: str, reported: bool = False
 ) -> list[OptionalPackage]:
-    """Return the packages ``names`` of an extra in pyproject.toml."""
     install = f'pip install "aligner[{extra}]"'
     return [
         OptionalPackage(name, without, install, extra=extra, only_missing=not reported)
@@ -194,10 +193,7 @@ _PACKAGES = (
 
 
 def describe_environment(device: str) -> dict[str, str]:
-    """Return name → text about the command, packages and machine of this process.
-
-    Environment variables are not included, because they may contain secrets.
-    """
+    """Return name → text about command, packages and machine, but no environment variables."""
     return {
         "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
         "device": device,

@@ -52,7 +52,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value's ``repr``, for a message. ``repr`` may raise an error."""
+    """Return the beginning of a value's ``repr``, even if its ``__repr__`` raises an error."""
     try:
         text = repr(value).encode(errors="replace").decode()
     except Exception:  # a class whose ``__repr__`` raises, or an integer of thousands of digits

@@ -110,6 +110,16 @@ CASES = {
         "glm4_moe",
         {**SIGMOID_MOE, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+        | {"swiglu_limit": 0.6, "rope_parameters": {**YARN_ROPE, "truncate": False}},
+    ),
+    "gpt_oss_plain_rope": (
+        "gpt_oss",
+        {"head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2}
+        | {"rope_parameters": PLAIN_ROPE},
+    ),
     "deepseek_v3": ("deepseek_v3", {**LATENT, "rope_parameters": DEEPSEEK_YARN}),
     "deepseek_v3_plain": ("deepseek_v3", {**LATENT, "q_lora_rank": None, "v_head_dim": 12}),
     "gpt2": ("gpt2", {}),

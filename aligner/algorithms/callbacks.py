@@ -29,11 +29,11 @@ class CallbackRun:
     _stop: Callable[[str], None]
 
     def stop(self, reason: str) -> None:
-        """End the run early. It is validated and saved as after its last step.
+        """End the run early. The model is validated and saved as after the last step.
 
         The run ends after the current step if `Callback.on_step_end` or
         `Callback.on_validation_end` calls this method, else after the next step. The same command
-        continues it. ``reason`` is printed.
+        continues the run. ``reason`` is printed.
         """
         self._stop(reason)
 
@@ -51,7 +51,7 @@ class Callback:
         """Handle the start of a run, or a restart of its workers. ``step``: last finished step."""
 
     def on_step_end(self, run: CallbackRun, step: int, metrics: Mapping[str, float]) -> None:
-        """Handle the end of a step (from 1), before its validation. ``metrics``: without timers."""
+        """Handle the end of a step, before its validation. ``metrics`` lacks ``timers/*``."""
 
     def on_validation_end(self, run: CallbackRun, step: int, metrics: Mapping[str, float]) -> None:
         """Handle the metrics of the validation after ``step`` (0: before the first step)."""
@@ -59,8 +59,7 @@ class Callback:
     def on_save(self, run: CallbackRun, step: int, path: Path) -> None:
         """Handle the run state of ``step``, which is completely written to the directory ``path``.
 
-        With ``exp_manager.async_save`` later steps may have finished already. The directory may be
-        deleted after newer states are saved.
+        With ``exp_manager.async_save`` later steps may be finished. Older states may be deleted.
         """
 
     def on_run_end(self, run: CallbackRun, step: int, reason: str) -> None:
@@ -83,10 +82,10 @@ _HOOKS = {
 
 
 class Callbacks:
-    """Callbacks of a run. All ranks must call its methods together, except `failed`."""
+    """Callbacks of a run. All ranks must call the methods together, except `failed`."""
 
     def __init__(self, names: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> None:
-        """Store the callbacks (none except on rank 0), and ``key=path`` of each, for messages."""
+        """Store ``callbacks`` (empty except on rank 0), and for messages their ``key=path``."""
         self._names, self._callbacks = list(names), list(callbacks)
         # Key of each callback's state: its path, and how often the path occurs before.
         paths = [name.partition("=")[2] for name in names]
@@ -139,7 +138,7 @@ class Callbacks:
                 error.add_note(str(second))  # the caller raises the first error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of callbacks that have one, the same on every rank."""
+        """Return the non-empty states of the callbacks. The result is the same on every rank."""
 
         def states() -> dict[str, Any]:
             named = zip(self._keys, self._names, self._callbacks, strict=True)
@@ -187,10 +186,7 @@ def _construct(key: str, name: str, entry: CallbackConfig) -> Callback:
             continue
         near = difflib.get_close_matches(hook, _HOOKS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Hooks are {', '.join(_HOOKS)}."
-        raise ConfigError(
-            f"{name}: {hook} is never called, because the run knows no such hook. {hint} Names of "
-            "other methods must not start with on_"
-        )
+        raise ConfigError(f"{name}: {hook} is not a hook. {hint} Only hooks may begin with on_")
     for hook, names in _HOOKS.items():
         check_call(
             getattr(callback, hook),

@@ -158,7 +158,7 @@ def remedy(key: str) -> str | None:
 
 
 def is_inert(key: str, value: Any) -> bool:
-    """Return whether a key with this value has no effect. Adds keys of `_TUNING` to `IGNORED`."""
+    """Return whether a key with this value has no effect. Some such keys are added to `IGNORED`."""
     if key in _TUNING:
         IGNORED[key] = None
         return True
@@ -167,7 +167,6 @@ def is_inert(key: str, value: Any) -> bool:
 
 
 def _ppo_key(key: str) -> str:
-    """Return the key with ``rs`` replaced by ``ppo``, as in the tables."""
     return re.sub(r"^(trainer|model)\.rs\.", r"\1.ppo.", key)
 
 

@@ -154,7 +154,7 @@ class PublishedRole:
     dense_only: tuple[tuple[str, Any, str], ...] = ()
 
     def check_experts(self, num_experts: int | None) -> None:
-        """Raise `ConfigError` if the model has experts, for which settings are not supported."""
+        """Raise `ConfigError` if the model has experts and ``dense_only`` is not empty."""
         if num_experts is not None and self.dense_only:
             raise ConfigError(
                 f"the model has {num_experts} experts, for which these settings are not supported\n"
@@ -184,10 +184,7 @@ def published_role(values: Section, name: Literal["policy", "value"] = "policy")
 def read_role(
     values: Section, name: Literal["policy", "value"] = "policy"
 ) -> tuple[PublishedRole | None, Notes]:
-    """Convert settings like `published_role`, but without raising an error for refused keys.
-
-    Returns None instead of the role if ``Notes.refused`` is not empty.
-    """
+    """Convert settings like `published_role`. Return no role if ``Notes.refused`` has keys."""
     if isinstance(values, DictConfig):
         values = OmegaConf.to_container(values, resolve=True)  # type: ignore[assignment]
     notes, backend = Notes(name), _backend(values, name)
@@ -256,7 +253,6 @@ def _backend(values: Section, name: str) -> Backend:
 def _settings(
     values: Section, keys: Mapping[str, Any], notes: Notes, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of all settings in the table. `judge` handles all others."""
     known = [*{key[len(prefix) :].split(".")[0]: 0 for key in keys if key.startswith(prefix)}]
     for key, value in values.items():
         path = f"{prefix}{key}"
@@ -273,7 +269,7 @@ def _settings(
 
 
 def _translated_value(path: str, value: Any) -> Any:
-    """Return the value here for a value of NeMo-RL. Raises `ConfigError` for an unknown value."""
+    """Return this library's value for a value of NeMo-RL. Raises `ConfigError` if it is unknown."""
     if path.endswith(".env_vars") and isinstance(value, Mapping):
         return {variable: str(text) for variable, text in value.items()}
     if path in _VALUES:
@@ -288,7 +284,6 @@ def _translated_value(path: str, value: Any) -> Any:
 
 
 def _nested(settings: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings as nested mappings for `PublishedRole`."""
     tree: dict[str, Any] = {"model": {}}
     for path, targets in keys.items():
         if path not in settings or not isinstance(targets, str):

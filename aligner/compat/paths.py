@@ -153,7 +153,7 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
         module.__dict__["__getattr__"] = partial(attribute, module.__name__)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code of the first target module, for ``python -m``."""
+        """Return the code of the first module in `PATHS` for this path, for ``python -m``."""
         spec = find_spec(_targets(fullname)[0])
         assert spec is not None
         assert isinstance(spec.loader, InspectLoader)
@@ -164,9 +164,9 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
 
 
 def published(module: str, name: str) -> Any:
-    """Return the object ``name`` of a published ``module`` from the first target that has it.
+    """Return the object ``name`` of a published ``module``, from the first target that has it.
 
-    Raises `AttributeError` if there is none.
+    Raises `AttributeError` if no target module in `PATHS` has it.
     """
     if not name.startswith("__"):
         for target in _targets(module):
@@ -195,7 +195,7 @@ def _full_name(target: str) -> str:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return `published`, or for ``__all__`` the names that the target modules define."""
+    """Return the object ``name`` (see `published`), or for ``__all__`` the names in all targets."""
     if name != "__all__":
         return published(module, name)
     targets = [importlib.import_module(target) for target in _targets(module)]

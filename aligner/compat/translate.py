@@ -87,7 +87,6 @@ def translate(path: str | Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the values of a YAML file, merged with the files that its ``defaults`` name."""
     for name, resolve in (("mul", lambda *factors: math.prod(factors)), ("max", max)):
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, resolve)

@@ -30,10 +30,7 @@ BASES = {
 
 
 def default_tree(section: Any) -> dict[str, Any]:
-    """Return the default of every key as nested dicts. ``???`` marks a required key.
-
-    ``section``: a dataclass, or an instance, whose values are then the defaults.
-    """
+    """Return the defaults of a dataclass, or values of an instance, by key. ``???``: required."""
     cls = section if isinstance(section, type) else type(section)
     tree: dict[str, Any] = {}
     value: Any

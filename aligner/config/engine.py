@@ -26,17 +26,17 @@ class EngineResources(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Processes of all engines."""
+        """Number of processes of all engines."""
         return self.engines * self.devices_of_each
 
     @property
     def own_workers(self) -> int:
-        """Processes on separate devices."""
+        """Number of engine processes on separate devices."""
         return 0 if self.shares_devices else self.workers
 
 
 class EngineStart(NamedTuple):
-    """Arguments for the start of an engine. Comments name the classes of higher packages."""
+    """Arguments of `EngineConfig.start`. Comments name types from packages that import this."""
 
     cluster: Any  # aligner.distributed.interfaces.Cluster, for the engine's workers
     config: Any  # aligner.config.SamplingRunConfig
@@ -71,7 +71,7 @@ class EngineConfig:
         return None
 
     def check_model(self, architecture: GPTArchitecture) -> None:
-        """Raise `ConfigError` if the engine cannot load the model. Called before any model is."""
+        """Raise `ConfigError` if the engine cannot load the model. Called before models exist."""
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
         """Yield a message for each broken rule. ``key``: dotted key of the engine's settings."""
@@ -80,7 +80,7 @@ class EngineConfig:
     def recording_problems(self, record: str, key: str, run: Any) -> Iterator[str]:
         """Yield a message for each reason why the engine cannot record kept tokens.
 
-        Kept tokens are those that remain after top-k and top-p. ``record``: begin of a message, the
-        key and its value. ``key``: dotted key of the algorithm's section, such as ``model.ppo``.
+        Kept tokens are those that remain after top-k and top-p. ``record``: key and value with
+        which a message begins. ``key``: the algorithm's section, such as ``model.ppo``.
         """
         yield f"{record}: {self.title} does not record filtered tokens. Set it to 0"

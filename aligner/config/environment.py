@@ -116,12 +116,12 @@ class EnvironmentConfig:
 
     @property
     def environment_class(self) -> str | None:
-        """Path of the class, ``factory`` or the class of ``tools``."""
+        """Path of the environment's class: ``factory``, or the built-in class for ``tools``."""
         return _TOOLS_CLASS if self.tools else self.factory
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the class besides the columns: ``kwargs`` and ``tools``."""
+        """Keyword arguments of the environment's class, without those from columns."""
         return dict(self.kwargs, tools=list(self.tools)) if self.tools else dict(self.kwargs)
 
     @property

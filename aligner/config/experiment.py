@@ -26,7 +26,7 @@ class WandbConfig:
 
 @dataclass(frozen=True)
 class ExpManagerConfig:
-    """Directory, checkpoints and loggers."""
+    """Options of a run's directory, saved states and loggers."""
 
     explicit_log_dir: FilePath = "results/aligner"
     """Directory of all files of the run. The default is `results/` and the algorithm, such as
@@ -96,7 +96,7 @@ class ExpManagerConfig:
                 if not hasattr(section, step):
                     yield (
                         f"{key}.resume_changed: {name!r} is not a key of the configuration. Use "
-                        "the keys that the refusal names, or sections such as trainer.ppo.reward"
+                        "the keys in the resumed run's error, or sections (trainer.ppo.reward)"
                     )
                     break
                 section = getattr(section, step)

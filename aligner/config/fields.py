@@ -41,10 +41,7 @@ def aliases(spellings: Mapping[str, Any]) -> BeforeValidator:
 
 
 def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
-    """Return a validator that accepts the strings in ``names``.
-
-    ``or_path``: form of a path to user code. If given, such paths are accepted, too.
-    """
+    """Return a validator for the strings in ``names``, or also paths of the form ``or_path``."""
 
     def check(text: str) -> str:
         if text in names or (or_path and re.search("[:.]", text)):

@@ -33,7 +33,7 @@ def _with_sections(cls: type) -> type:
 @dataclass(frozen=True)
 @_with_sections
 class GenerationConfig:
-    """Sampling of responses."""
+    """Options of the engine that samples responses."""
 
     backend: Annotated[
         StrictStr, one_of(("megatron", *ENGINES), or_path="package.module:Class")
@@ -123,8 +123,8 @@ class GenerationConfig:
             return
         if run.trainer.ppo.dynamic_sampling.enabled:
             yield (
-                f"{key}.async_rollouts=true samples one rollout ahead, but with trainer.ppo."
-                "dynamic_sampling.enabled=true their number is unknown. Set one of them to false"
+                f"{key}.async_rollouts=true samples one rollout ahead, but a step needs an unknown "
+                "number with trainer.ppo.dynamic_sampling.enabled=true. Set one of them to false"
             )
         # Correction of the older weights.
         if ppo.truncated_importance_sampling is None and not ppo.correction.is_on:

@@ -36,10 +36,7 @@ _TASK = {
 
 
 def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
-    """Convert hydra's configuration to the class ``root``, with interpolations resolved.
-
-    Raises `ConfigError` if a value is invalid.
-    """
+    """Resolve interpolations, and convert hydra's configuration to the class ``root``."""
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -51,8 +48,8 @@ def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # ty
 def with_built_in_task(config: DictConfig) -> str:
     """Set missing data and reward in place. Return a note for the console, empty if nothing is set.
 
-    A run without reward, and without data or with the arithmetic task's data, gets the arithmetic
-    task. A run with an environment and without data gets rows without columns.
+    If the reward is missing, and the data are missing or those of the arithmetic task, this task is
+    set. If a run with an environment has no data, rows without columns are set.
     """
     plain = OmegaConf.to_container(config)  # interpolations are not resolved yet
 
@@ -61,21 +58,21 @@ def with_built_in_task(config: DictConfig) -> str:
 
     settings = {key: reduce(below, key.split("."), plain) for key in _TASK}
     environment = below(plain, "environment") or {}
-    brings_tasks = environment.get("factory") or environment.get("command")
-    if brings_tasks and settings[DATA] == "???":
+    provides_prompts = environment.get("factory") or environment.get("command")
+    if provides_prompts and settings[DATA] == "???":
         OmegaConf.update(config, DATA, _OWN_TASKS)
         return (
-            f"{DATA} is not set: the environment brings its tasks, and an epoch has 1024 of them "
+            f"{DATA} is not set: the environment provides tasks, and an epoch has 1024 of them "
             "(data.train.arguments.count)"
         )
     if settings[REWARD] != "???" or current_path(str(settings[DATA])) not in ("???", _TASK[DATA]):
         return ""
 
     # The task has validation data, unless the run names other data.
-    validates = settings["data.validation.source"] not in (None, "???")
+    has_validation = settings["data.validation.source"] not in (None, "???")
     for key, value in _TASK.items():
         is_set = settings[key] not in (None, "???")
-        if not is_set and not (validates and key.startswith("data.validation.")):
+        if not is_set and not (has_validation and key.startswith("data.validation.")):
             OmegaConf.update(config, key, value, force_add=True)
     return (
         f"built-in task: arithmetic, scored by {_TASK[REWARD]}, because {REWARD} is not set. To "
@@ -97,11 +94,11 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
 
 
 def derive_batches(config: Run, values: Mapping[str, Any]) -> Run:
-    """Return ``config`` with batch sizes that are null in ``values`` derived from the others.
+    """Return ``config`` with computed batch sizes where they are null in ``values``.
 
-    The samples of a step are divided into the fewest equal global batches of at most 64 samples, in
-    every layout. A micro-batch is the largest divisor up to 8 of a data-parallel rank's share. If
-    no size fits, the default is kept and `check_config` raises an error.
+    A step's samples are divided into the fewest equal global batches of at most 64 samples. A
+    micro-batch is the largest divisor up to 8 of a data-parallel rank's share. If no size fits, the
+    default is kept and `check_config` raises an error.
     """
     model = _with_batches(config, "model", values, config.trainer.world_size)
     config = replace(config, model=model)

@@ -164,7 +164,7 @@ def keys_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def type_below(hint: Any, step: str | int) -> Any:
-    """Return the type of the value at key or index ``step`` in a ``hint``. None without one."""
+    """Return the type under key or index ``step`` of a value of type ``hint``, or None."""
     for arm in arms_of(hint):
         origin, args, section = get_origin(arm), get_args(arm), section_in(arm)
         if arm is Any:
@@ -256,7 +256,7 @@ def _problem(cls: Any, error: Mapping[str, Any], prefix: str) -> _Problem:
 
 
 def _key_and_type(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
-    """Return the dotted key and type at a pydantic path, which also names members of unions."""
+    """Return the dotted key and the type of the value at ``path``, a location in an error."""
     for step in path:
         below = type_below(hint, step)
         if below is not None:

@@ -313,7 +313,7 @@ class DistillRunConfig(SupervisedRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DPORunConfig(SupervisedRunConfig):
-    """All options of a run of preference optimisation."""
+    """All options of a preference-optimisation run."""
 
     data: PreferenceDataConfig
     trainer: DPOTrainerConfig = field(default_factory=DPOTrainerConfig)

@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Sampling of the responses to a run's validation prompts. None means as in rollouts."""
+    """Sampling options for a run's validation prompts. None means as in rollouts."""
 
     samples_per_prompt: Count = 1
     """Responses to each prompt. Above 1, `mean_at_n`, `pass_at_k` and `maj_at_k` are measured, each
@@ -53,7 +53,7 @@ class ValidationConfig:
     `validation.sets.NAME.source=...`. Their metrics are `val_sets/NAME/*`."""
 
     def sampling_options(self, rollout: RolloutConfig) -> SamplingOptions | None:
-        """Return the sampling of one response, or None if it equals the sampling in ``rollout``."""
+        """Return length limits and sampling options, or None if they equal those of ``rollout``."""
         keys = ("temperature", "top_k", "top_p", "use_greedy")
         changes = {key: value for key in keys if (value := getattr(self, key)) is not None}
         length, sampling = rollout.length_params, replace(rollout.sampling_params, **changes)
@@ -73,7 +73,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class AnswerSamplingConfig(SamplingParams, LengthParams):
-    """Sampling of a model that is not trained."""
+    """Sampling options of commands that do not train."""
 
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
@@ -104,4 +104,4 @@ def answer_problems(
         )
     for name in sets:
         if not _NAME.fullmatch(name):
-            yield f"{sets_key}.{name}: a set's name consists of letters, digits, '_', '.' and '-'"
+            yield f"{sets_key}.{name}: a set's name has letters, digits, '_', '.', '-'. Rename it"

@@ -114,7 +114,7 @@ class PromptSampler:
         return -(-self.left_in(epochs) // self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for `load_state_dict`, with which the next batch is unchanged."""
+        """Return the state from which `load_state_dict` continues after the last batch."""
         return {
             "batch_size": self.batch_size,
             "epoch": self.epoch,
@@ -155,7 +155,7 @@ def sequential_batches(size: int, batch_size: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. ``id`` is the index of its row in the source. Dropped rows count."""
+    """One prompt. ``id`` is the index of its row in the source, dropped rows included."""
 
     id: int
     text: str  # text of ``ids``, with the chat template applied

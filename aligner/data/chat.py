@@ -56,10 +56,7 @@ def parse_conversation(value: Sequence[Any]) -> list[Message]:
 
 
 def parse_tools(columns: Mapping[str, Any], column: str | None) -> Tools | None:
-    """Return the tools of a row, JSON schemas of functions, or None if it has none.
-
-    ``column``: name of the column with a list of schemas or the list's JSON text, or None.
-    """
+    """Return the tools (JSON schemas) in a row's ``column``, a list or JSON text, or None."""
     value = None if column is None else columns.get(column)
     value = _parsed_json(value, f"column {column!r} is")
     if value is not None and not (

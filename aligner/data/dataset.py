@@ -45,7 +45,7 @@ class Dataset(Generic[T]):
         """Create a data set of ``items``.
 
         ``dropped_too_long``: number of items that were too long. ``recognised``: texts about
-        recognised columns. ``mixture``: order of items from several sources, if they have weights.
+        recognised columns. ``mixture``: order of the items, if their sources have weights.
         """
         self.items = items
         self.dropped_too_long, self.recognised, self.mixture = dropped_too_long, recognised, mixture

@@ -78,7 +78,7 @@ class PairDataset(Dataset[Pair]):
 
 
 class OrderedPairDataset(PairDataset):
-    """Pairs in which the reward of the chosen response is not lower than that of the rejected."""
+    """Pairs whose chosen response has at least the reward of the rejected response."""
 
     rewards_in_order = True
 
@@ -152,10 +152,7 @@ def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
 def _mismatched(
     examples: Sequence[Example], index: int, longest: int | None, source: PromptSourceConfig
 ) -> Example:
-    """Join the prompt at ``index`` with the nearest earlier response to another prompt that fits.
-
-    ``longest``: maximum number of tokens.
-    """
+    """Join the prompt at ``index`` with the nearest earlier fitting response to another prompt."""
     prompt = examples[index].prompt_ids
     for step in range(1, len(examples)):
         candidate = examples[index - step]  # before the first row comes the last

@@ -45,10 +45,7 @@ class PromptDataset(Dataset[Prompt]):
         *,
         has_ground_truth: bool = True,
     ) -> Self:
-        """Read, check and tokenize ``source``, see `aligner.data.dataset.Dataset.load`.
-
-        ``has_ground_truth``: whether ``data.ground_truth_column`` is read.
-        """
+        """See `Dataset.load`. ``has_ground_truth``: whether rows have ``ground_truth_column``."""
         truth_column = None
         if isinstance(data, ExampleDataConfig):
             key, longest = "max_length", data.max_length
@@ -68,7 +65,7 @@ class PromptDataset(Dataset[Prompt]):
 
     @property
     def column_names(self) -> frozenset[str]:
-        """Names of the rows' columns without prompt and ground truth. Some rows may lack one."""
+        """Names of the rows' columns, except prompt and ground truth. A row may lack some."""
         return frozenset(name for prompt in self.items for name in prompt.columns)
 
 

@@ -134,7 +134,7 @@ def _from_jsonl(path: Path) -> Iterator[DataRow]:
 
 
 def _from_json(path: Path) -> Iterator[DataRow]:
-    """Yield the objects in a JSON list, or in lines, as many files of the Hugging Face hub have."""
+    """Yield the objects of a JSON list or, as in many files of the hub, of JSON Lines."""
     with path.open("rb") as file:
         is_list = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if not is_list:
@@ -259,7 +259,6 @@ def finite_number(value: Any) -> float | None:
 
 
 def _from_parquet(path: Path) -> Iterator[DataRow]:
-    """Yield the rows of a Parquet file, or of an Arrow file of `datasets.save_to_disk`."""
     require_extra("parquet", str(path))
     import pyarrow
     from pyarrow import ipc, parquet
@@ -282,10 +281,7 @@ def _from_parquet(path: Path) -> Iterator[DataRow]:
 
 
 def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove keys with null from messages and tools.
-
-    Arrow stores them because all entries of a list have the same keys.
-    """
+    """Remove keys with null from messages and tools, which Arrow adds to entries of a list."""
     return {name: _without_nulls(value, in_chat=False) for name, value in columns.items()}
 
 

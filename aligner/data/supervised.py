@@ -48,7 +48,7 @@ class Examples:
         return tuple(getattr(self, name) for name in self.sequences)
 
     def with_examples(self, examples: Sequence["Example"]) -> Self:
-        """Return a copy of the item with other ``examples``, in the order of `examples`."""
+        """Return a copy of the item with these examples, in the order of `examples`."""
         return replace(self, **dict(zip(self.sequences, examples, strict=True)))
 
     @property
@@ -59,7 +59,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Example(Examples):
-    """One token sequence. ``id`` is the index of its row in the source. Dropped rows count.
+    """One token sequence. ``id`` is the index of its row in the source, dropped rows included.
 
     ``ids`` are the tokens. ``learned`` contains [start, end) of each range of tokens in the loss.
     ``ref_logprobs``: the reference model's log-probs of the N learned tokens, float32 [N], or None.
@@ -176,7 +176,7 @@ def encode_pair(
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Encode ``text + EOS``. Returns the ids and [start, end) of all tokens but the first.
+    """Encode ``text + EOS``. Returns the ids, and [start, end) of all tokens but the first.
 
     The first token is not learned, because no token precedes it.
     """
@@ -245,7 +245,6 @@ def encode_chat(
 
 
 def _without_end(tokenizer: Tokenizer, message: Message, ends: Mapping[int, str]) -> Message:
-    """Remove an end token from the end of an assistant message."""
     if message["role"] != "assistant":
         return message
     for end, token in ends.items():
@@ -276,7 +275,7 @@ def _after_tag(opening: str, message: Message) -> str:
         raise DataError(
             f"the chat template's generation prompt ends with {opening[-40:]!r}, but it renders "
             "finished messages without this text. Training and sampling would use different "
-            "formats. Give another template with model.chat_template, or use plain-text prompts"
+            "formats. Change the template in the tokenizer's files, or use plain-text prompts"
         )
     closing, content = f"</{tag[1:]}", message["content"]
     # Close the tag before the content.
@@ -363,10 +362,7 @@ def _conversation(
 def _answered(
     prompt: Any, response: list[Any], prompt_column: str, response_column: str
 ) -> tuple[list[Message], int]:
-    """Return the chat of prompt and ``response``, and the number of messages of the prompt.
-
-    ``response``: the assistant's messages, or the complete chat.
-    """
+    """Return the chat of a prompt and its answers, and the number of messages of the prompt."""
     first = response[0] if response else None
     if isinstance(first, Mapping) and first.get("role") == "assistant":
         if not isinstance(prompt, str | list):

@@ -45,10 +45,7 @@ def has_gpu() -> bool:
 
 @contextlib.contextmanager
 def gpus_left_to_others() -> Iterator[None]:
-    """Use the CPU in the block, even if there is a GPU.
-
-    Using a GPU at all costs half a GiB of its memory, which other processes may need.
-    """
+    """Use the CPU in the block, because using a GPU at all costs half a GiB of its memory."""
     global _gpus_hidden
     _gpus_hidden = True
     has_gpu.cache_clear()
@@ -65,7 +62,7 @@ def has_fp8() -> bool:
 
 
 def device() -> torch.device:
-    """Return the device of this process, on a GPU machine the GPU with the index LOCAL_RANK."""
+    """Return the device of this process: the GPU with the index LOCAL_RANK, or the CPU."""
     if has_gpu():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
@@ -196,7 +193,7 @@ def set_generator_state(state: Tensor | None) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return ``generator``, `generator_state`, and ``tracker``, megatron-core's random states."""
+    """Return the random states of the device (``generator``) and of megatron-core (``tracker``)."""
     return {"generator": generator_state(), "tracker": dict(_rng_tracker().get_states())}
 
 
@@ -260,7 +257,6 @@ class HostCopy:
     """Asynchronous copies of tensors in host memory. Later changes of a tensor have no effect."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        """Start to copy ``tensors``."""
         self._end: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors):
             self._copies = [

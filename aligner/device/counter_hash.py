@@ -23,7 +23,7 @@ def mix(state: Tensor) -> Tensor:
 
 
 def combine(state: Tensor, counter: Tensor) -> Tensor:
-    """Return the hash of ``state``, a hash, and one more integer. Both int64 [...], broadcast."""
+    """Return the hash of a hash ``state`` and an integer ``counter``, int64 [...], broadcast."""
     return mix(state + _GAMMA) ^ mix(counter + _MIX_1)
 
 
@@ -38,7 +38,7 @@ def _shift_right(state: Tensor, bits: int) -> Tensor:
 
 
 def counter_hash(seed: int, *counters: Tensor) -> Tensor:
-    """Return the hash of ``seed`` and ``counters``, int64 [...]. Seeds are equal modulo 2**64."""
+    """Return the hash of ``seed`` modulo 2**64 and of ``counters``, all int64 [...]."""
     state = torch.full_like(counters[0], (seed + 2**63) % 2**64 - 2**63)
     for counter in counters:
         state = combine(state, counter)

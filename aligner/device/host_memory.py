@@ -26,10 +26,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let glibc take allocations below 1 GiB from its heap, and never shrink the heap.
-
-    Returns False without glibc. Later calls have no effect.
-    """
+    """Let glibc keep freed allocations below 1 GiB on its heap. Return False without glibc."""
     if platform.libc_ver()[0] != "glibc":
         return False
     settings = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: -1, _M_TOP_PAD: 64 << 20}
@@ -41,10 +38,9 @@ def keep_freed_memory() -> bool:
 
 @functools.cache
 def reuse_pages() -> str | None:
-    """Let torch allocate tensors of 1 MiB and more from pages of freed tensors.
+    """Let torch allocate tensors of 1 MiB and more from the memory of freed tensors.
 
-    Returns None, or the reason if this is not possible. PyTorch must be imported. Later calls have
-    no effect.
+    Returns None, or the reason if this fails. PyTorch must be imported. Later calls have no effect.
     """
     if platform.system() != "Linux":
         return f"not on {platform.system()}"

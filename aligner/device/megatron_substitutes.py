@@ -18,10 +18,7 @@ def define_router_gemm() -> None:
 
 
 def fuse_gradient_norm() -> None:
-    """Let megatron-core compute gradient norms on the device, without Transformer Engine or Apex.
-
-    Its own code for this case copies one scalar per parameter to the host.
-    """
+    """Let megatron-core compute gradient norms without copying one scalar per parameter."""
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm
 

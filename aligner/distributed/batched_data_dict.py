@@ -109,7 +109,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         total = self.size
         size = total if batch_size is None else batch_size
         if shards < 1:
-            raise DataError(f"shards={shards} is not a number of shards. Pass at least 1")
+            raise DataError(f"shards={shards} must be at least 1")
         if total and (size < 1 or (total % size and not allow_uneven_shards)):
             raise DataError(
                 f"{total} rows are not a multiple of the batch size {size}. Change the batch "
@@ -117,7 +117,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             )
         starts = range(0, total, max(1, size))
         batches = [range(start, min(start + size, total)) for start in starts]
-        # Micro-batches by tokens: rows are selected for balanced shards.
+        # With a token budget, rows are assigned to shards so that numbers of tokens are balanced.
         if dynamic_batching_args is not None:
             return self._planned(dynamic_plan(self.data, dynamic_batching_args, batches, shards))
         if sequence_packing_args is not None:
@@ -181,10 +181,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return BatchedDataDict({key: _take(column, index) for key, column in self.data.items()})
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
-        """Move row ``i`` to position ``reordered_indices[i]``, in place.
-
-        Raises `DataError` if ``reordered_indices`` is not a permutation of all row indices.
-        """
+        """Move row ``i`` to position ``reordered_indices[i]``, a permutation, in place."""
         if sorted(reordered_indices) != list(range(self.size)):
             raise DataError(
                 f"reorder_data needs every index 0..{self.size - 1} once, got {reordered_indices}"
@@ -199,7 +196,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Truncate dimension ``dim`` of every tensor to ``truncated_len`` elements, in place."""
+        """Truncate dimension ``dim`` of every tensor to at most ``truncated_len``, in place."""
         for key, column in self.data.items():
             if isinstance(column, Tensor) and column.ndim > dim:
                 length = min(truncated_len, column.shape[dim])
@@ -227,10 +224,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict]":
-        """Yield the padded micro-batches of one global batch of a shard, from `get_batch`.
-
-        Dimension ``sequence_dim`` of tensors is truncated to the micro-batch's padded width.
-        """
+        """Yield a global batch's micro-batches, without unneeded padding in ``sequence_dim``."""
         bounds, lengths = self._only_global_batch()
         for (start, end), length in zip(bounds, lengths, strict=True):
             microbatch = self.slice(start, end)
@@ -242,10 +236,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return len(self._only_global_batch()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
-        """Yield the micro-batches of one global batch of a shard, from `get_batch`.
-
-        The sequences of a micro-batch fit into one packed row.
-        """
+        """Yield the micro-batches of a global batch. Their sequences fit into one packed row."""
         for start, end in self._only_global_batch()[0]:
             yield self.slice(start, end)
 

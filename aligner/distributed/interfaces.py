@@ -11,7 +11,7 @@ class WorkerFuture(Protocol):
     """Result of a method call that was started on several workers."""
 
     def get_results(self) -> list[Any]:
-        """Wait for the call. Return one result for each set of workers with the same output."""
+        """Wait for the call. Return the workers' results, and equal (replicated) results once."""
 
 
 class WorkerGroup(Protocol):
@@ -32,10 +32,7 @@ class WorkerGroup(Protocol):
         output_is_replicated: Sequence[str],
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> WorkerFuture:
-        """Call a method on every worker, with the shard at the worker's layout coordinates.
-
-        `RayWorkerGroup.run_all_workers_sharded_data` describes the arguments.
-        """
+        """Call a method on every worker with its shard. Arguments: see `RayWorkerGroup`."""
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Wait for a call. Return its results in the order of the sharded axis."""
@@ -44,7 +41,7 @@ class WorkerGroup(Protocol):
         """After a failed call, wait until workers answer again. Return whether all answered."""
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on each worker, then end the workers. Return its success."""
+        """Call ``cleanup_method`` on each worker, then end the workers. False: cleanup failed."""
 
 
 class Cluster(Protocol):
@@ -57,10 +54,7 @@ class Cluster(Protocol):
         """True if workers compute on GPUs."""
 
     def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> WorkerGroup:
-        """Start workers and construct ``worker_class`` in each.
-
-        `RayVirtualCluster.start_workers` describes the arguments.
-        """
+        """Construct ``worker_class`` in every worker. Arguments: see `RayVirtualCluster`."""
 
     def world_size(self) -> int:
         """Return the number of workers."""

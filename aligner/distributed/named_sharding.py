@@ -28,7 +28,8 @@ class NamedSharding:
             )
         if not array.ndim == len(names) == len(set(names)):
             raise LayoutError(
-                f"layout has {array.ndim} axes. Their names must differ, got {list(names)}"
+                f"layout has {array.ndim} axes. Their names must differ, got {list(names)}. Give "
+                "one name per axis"
             )
         self._layout: NDArray[np.int64] = array.astype(np.int64)
         self._names = list(names)
@@ -76,10 +77,7 @@ class NamedSharding:
         return [int(rank) for rank in np.ravel(self._select(coords))]
 
     def get_ranks(self, **coords: int) -> "NamedSharding | int":
-        """Return the layout of the ranks at ``coords``, over the other axes.
-
-        If no axis remains, return the rank.
-        """
+        """Return the layout of the ranks at ``coords``, over the other axes, or a single rank."""
         selected = self._select(coords)
         if selected.ndim == 0:
             return int(selected)

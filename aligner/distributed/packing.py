@@ -102,9 +102,8 @@ class SequencePacker(ABC):
         for index, length in enumerate(lengths):
             if not 0 <= length <= self.bin_capacity:
                 raise DataError(
-                    f"sequence {index} has {length} tokens, but a packed row has room for 0 to "
-                    f"{self.bin_capacity}. Raise the token budget of micro-batches or drop the "
-                    "sequence"
+                    f"sequence {index} has {length} tokens, but a packed row has at most "
+                    f"{self.bin_capacity}. Raise the token budget or drop the sequence"
                 )
         bins = self._pack(lengths)
         count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)
@@ -141,10 +140,7 @@ class FirstFitDecreasingPacker(SequencePacker):
 
 
 class FirstFitShufflePacker(SequencePacker):
-    """Packer that puts each sequence, in random order, into the first bin with room.
-
-    ``seed`` and the number of sequences determine the order.
-    """
+    """Packer that puts each sequence, in a random order given by ``seed``, into the first bin."""
 
     def __init__(
         self,
@@ -246,10 +242,7 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """Return the packer for ``algorithm``, a name in upper or lower case.
-
-    `SequencePacker` describes the other arguments. Raises `ConfigError` for an unknown name.
-    """
+    """Return the `SequencePacker` named ``algorithm``, in any case. Raises `ConfigError`."""
     if isinstance(algorithm, str):
         names = {name.value: name for name in PackingAlgorithm}
         if algorithm.lower() not in names:

@@ -107,10 +107,7 @@ class LengthGroups:
         return int(self._min_groups[0])
 
     def cut(self, count: int) -> list[list[int]]:
-        """Return the ``count`` groups with the fewest tokens, longest rows first.
-
-        If there are fewer than ``count`` rows, each group is one row.
-        """
+        """Return ``count`` groups (at most one per row) with minimum tokens, longest rows first."""
         count = min(count, len(self._rows))
         best_end = self._solve(count - self.fewest)
         groups = []
@@ -168,7 +165,7 @@ class SequencePackingArgs(_TokenBudget):
 
 
 class MicroBatching(TypedDict, total=False):
-    """Arguments of `shard_by_batch_size` for micro-batches by tokens. At most one key is set."""
+    """Arguments of `shard_by_batch_size` with a token budget. At most one key is set."""
 
     dynamic_batching_args: DynamicBatchingArgs
     sequence_packing_args: SequencePackingArgs
@@ -258,13 +255,11 @@ def _items(
     multiple: int,
     shards: int,
 ) -> tuple[list[RowGroup], list[range], list[int]]:
-    """Return all items, the item indices of each global batch, and the length of each row."""
+    """Form the items. Return them, their indices per global batch, and the length of each row."""
     lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
     size, rows = at_least("rows_per_group", args.get("rows_per_group", 1), 1), len(lengths)
     if rows % size:
-        raise DataError(
-            f"{rows} rows are not a multiple of rows_per_group={size}. Give complete groups"
-        )
+        raise DataError(f"{rows} rows are not a multiple of rows_per_group={size}")
     for batch in batches:
         if batch.start % size or batch.stop % size:
             raise DataError(

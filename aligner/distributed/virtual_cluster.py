@@ -25,7 +25,7 @@ _ATTEMPT_S = 10.0  # time limit of one attempt to reserve bundles on selected no
 
 
 class RayVirtualCluster:
-    """Bundles on the nodes of the connected Ray cluster, for up to a number of worker groups."""
+    """Reserves bundles on the nodes of the connected Ray cluster, and starts worker groups."""
 
     engine = "ray"
 
@@ -54,7 +54,7 @@ class RayVirtualCluster:
             parallel: default model-parallel sizes of worker groups.
             seed: seed of the random generators of training workers.
             timeout_s: time limit of calls, and of waits between workers, in seconds.
-            log_dir: directory of the logs on all nodes. Default: a temporary directory.
+            log_dir: directory of logs, visible on all nodes. Default: a temporary directory.
             env_vars: environment variables, set before the workers import anything.
         """
         import ray
@@ -107,9 +107,8 @@ class RayVirtualCluster:
             env_vars: environment variables of this group, which override the cluster's.
             kwargs: other arguments of the class.
 
-        Raises:
-            LayoutError: the number of workers is not a multiple of the model-parallel size.
-            WorkerError: ``max_colocated_worker_groups`` groups exist already.
+        Raises `LayoutError` for sizes that do not divide the workers, and `WorkerError` if
+        ``max_colocated_worker_groups`` groups exist already.
         """
         sizes = parallel or self._parallel
         if layout is None:
@@ -152,10 +151,7 @@ class RayVirtualCluster:
         return sum(self._counts)
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Return the bundles that a worker group uses.
-
-        ``workers_per_node``: number of bundles on each node, one value or one per node. None: all.
-        """
+        """Return ``workers_per_node`` bundles (one number, or one per node; None: all) per node."""
         if workers_per_node is None:
             return self.bundles
         if isinstance(workers_per_node, int):

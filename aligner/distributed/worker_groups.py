@@ -24,7 +24,7 @@ from aligner.distributed.batched_data_dict import SlicedDataDict
 from aligner.distributed.interfaces import WorkerFuture
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.ray.calls import WorkerHandle, wait_for
-from aligner.distributed.ray.worker import Seat, TorchWorld, WorkerProcess
+from aligner.distributed.ray.worker import TorchWorld, WorkerIdentity, WorkerProcess
 from aligner.distributed.workers import LocalCluster
 from aligner.errors import AlignerError, WorkerError, current_step
 
@@ -96,14 +96,14 @@ class RayWorkerBuilder:
 class MultiWorkerFuture(list["ObjectRef"]):
     """List of Ray's references to the results of a method call, one per worker.
 
-    ``ray.get`` of the list returns all results, or raises `WorkerFailure`. ``calls``: each worker's
-    reference and `Seat`. ``returned``: positions in ``calls`` whose results `get_results` returns.
+    ``ray.get`` of the list returns all results, or raises `WorkerFailure`. ``calls``: reference and
+    identity of each worker. ``returned``: positions in ``calls`` that `get_results` returns.
     """
 
     def __init__(
         self,
         method_name: str,
-        calls: "Sequence[tuple[ObjectRef, Seat]]",
+        calls: "Sequence[tuple[ObjectRef, WorkerIdentity]]",
         returned: Sequence[int],
         timeout_s: float,
     ) -> None:
@@ -112,7 +112,7 @@ class MultiWorkerFuture(list["ObjectRef"]):
         self.returned, self.timeout_s = returned, timeout_s
 
     def get_results(self) -> list[Any]:
-        """Wait for all workers. Return one result for each set of workers with the same output.
+        """Wait for all workers. Return their results, and equal (replicated) results once.
 
         Raises:
             AlignerError: a worker raised this error. It is raised again with the same class.
@@ -169,7 +169,7 @@ class RayWorkerGroup:
         self.sharding_annotations, self.is_healthy = sharding_annotations, True
         self._timeout_s = cluster.timeout_s
         self._actors: list[Any] = []
-        self._seats: list[Seat] = []
+        self._identities: list[WorkerIdentity] = []
         self._starting: list[Any] = []
         # Start the processes, then the workers in them.
         used = bundles[: sharding_annotations.size]
@@ -190,7 +190,7 @@ class RayWorkerGroup:
     def workers(self) -> list[WorkerHandle]:
         """Handles of the workers in rank order."""
         self.wait_until_started()
-        return list(map(WorkerHandle, self._actors, self._seats))
+        return list(map(WorkerHandle, self._actors, self._identities))
 
     @property
     def is_alive(self) -> bool:
@@ -265,8 +265,8 @@ class RayWorkerGroup:
 
     def recover(self) -> bool:
         """After a failed call, wait until workers answer again. Return whether all answered."""
-        references = (actor.seat.remote() for actor in self._actors)
-        calls = list(zip(references, self._seats, strict=True))
+        references = (actor.identity.remote() for actor in self._actors)
+        calls = list(zip(references, self._identities, strict=True))
         try:
             wait_for(calls, f"{self.name_prefix}, after a failure", self._timeout_s)
         except WorkerError:
@@ -283,9 +283,9 @@ class RayWorkerGroup:
             return False
         import ray
 
-        actors, seats, is_clean = self._actors, self._seats, True
+        actors, identities, is_clean = self._actors, self._identities, True
         if not ray.is_initialized():  # the workers ended with the connection
-            actors, seats = [], []
+            actors, identities = [], []
         elif cleanup_method is not None and self.is_healthy and not self._starting and self._actors:
             future = self.run_all_workers_single_data(cleanup_method)
             future.timeout_s = _CLEANUP_S
@@ -298,10 +298,10 @@ class RayWorkerGroup:
                 ray.kill(actor)
         # Wait until the local worker processes have ended, because others may need their memory.
         host, deadline = os.uname().nodename, time.monotonic() + _CLEANUP_S
-        for seat in seats:
-            while seat.host == host and psutil.pid_exists(seat.pid) and time.monotonic() < deadline:
-                time.sleep(0.05)
-        self._actors, self._seats, self._starting = [], [], []
+        local_pids = [identity.pid for identity in identities if identity.host == host]
+        while any(map(psutil.pid_exists, local_pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._actors, self._identities, self._starting = [], [], []
         return is_clean
 
     @contextlib.contextmanager
@@ -325,7 +325,7 @@ class RayWorkerGroup:
         calls = [
             (
                 self._actors[rank].call.remote(method_name, current_step(), (), common, *shard),
-                self._seats[rank],
+                self._identities[rank],
             )
             for rank, shard in shards.items()
         ]
@@ -358,9 +358,9 @@ class RayWorkerGroup:
             )
             self._actors.append(actor)
             # For messages until the process reports its host and pid.
-            seat = Seat(self.name_prefix, rank, "not known yet", "", 0, log)
-            starting.append((actor.seat.remote(), seat))
-        self._seats = wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
+            identity = WorkerIdentity(self.name_prefix, rank, "not known yet", "", 0, log)
+            starting.append((actor.identity.remote(), identity))
+        self._identities = wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
 
     def _start_workers(
         self,
@@ -371,12 +371,12 @@ class RayWorkerGroup:
     ) -> None:
         world = None
         if parallel is not None:
-            call = self._actors[0].free_port.remote(), self._seats[0]
+            call = self._actors[0].free_port.remote(), self._identities[0]
             ((host, port),) = wait_for([call], f"{self.name_prefix}, starting", self._timeout_s)
             world = TorchWorld(parallel, seed, self._timeout_s, len(self._actors), host, port)
         # Construct each worker with its rank in the environment.
         arguments = _put((builder.args, builder.kwargs))
-        for rank, (actor, seat) in enumerate(zip(self._actors, self._seats, strict=True)):
+        for rank, (actor, identity) in enumerate(zip(self._actors, self._identities, strict=True)):
             node = bundles[rank].node
             node_ranks = [peer for peer, bundle in enumerate(bundles) if bundle.node == node]
             rank_variables = {
@@ -387,7 +387,7 @@ class RayWorkerGroup:
                 accelerator.SHARED_DEVICE: "1" if self.cluster.shares_bundles else "0",
             }
             start = actor.start.remote(builder.worker_class, arguments, rank_variables, world)
-            self._starting.append((start, seat))
+            self._starting.append((start, identity))
 
 
 def _put(value: Any) -> Any:
@@ -400,8 +400,6 @@ def _check_shards(method_name: str, data: Any, sizes: Sequence[int]) -> None:
     if not sizes:
         return
     if len(data) != sizes[0]:
-        raise WorkerError(
-            f"{method_name}: {len(data)} shards for {sizes[0]} coordinates. Pass one for each"
-        )
+        raise WorkerError(f"{method_name}: {len(data)} shards for {sizes[0]} coordinates")
     for part in data:
         _check_shards(method_name, part, sizes[1:])

@@ -128,9 +128,8 @@ def loss_and_metrics(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Check the ``result`` of a user's loss function, and convert its metrics to tensors.
 
-    Returns the loss, a scalar tensor, and metrics, detached float32 scalar tensors. Raises
-    ``error`` if ``result`` is not a pair of a scalar tensor and a mapping of numbers. The message
-    begins with ``who``.
+    Returns the loss, a scalar tensor, and metrics, detached float32 scalars. Raises ``error``,
+    beginning with ``who``, unless ``result`` is a pair of a scalar tensor and a mapping of numbers.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise error(

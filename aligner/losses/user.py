@@ -79,7 +79,7 @@ class UserPolicyLoss:
         self.needs_entropy = bool(getattr(self._loss, "needs_entropy", False))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by path, because other processes cannot import a file's classes by module."""
+        """Pickle the path, because other processes cannot import classes of a file by module."""
         return type(self), (self.name, self.options)
 
     def __call__(
@@ -106,7 +106,7 @@ def user_policy_loss(
     ``name``: ``package.module:Class`` or ``path/to/file.py:Class``. ``kwargs``: arguments of the
     constructor. ``built_in``: options of the built-in loss, passed if the constructor has such
     parameters. ``changed_settings``: maps each setting (``key=value``) that is not the default to
-    the options that it changes. The constructor must have one of them as a parameter.
+    the options that it changes. The constructor or ``kwargs`` must name one of these options.
     ``has_reference``: whether batches contain ``ref_logprobs``.
 
     Raises ConfigError if the loss cannot be constructed, ignores a changed setting, raises an

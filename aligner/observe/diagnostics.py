@@ -197,8 +197,7 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         empty_flags = metrics.pop("empty", [])  # may be absent: no update was empty
         empty_updates += sum(empty_flags)
         for name, values in metrics.items():
-            pairs = zip_longest(values, empty_flags)
-            nonempty = [value for value, is_empty in pairs if not is_empty]
+            nonempty = [x for x, is_empty in zip_longest(values, empty_flags) if not is_empty]
             values_by_name.setdefault(name, []).extend(values if name == "lr" else nonempty)
     skipped = values_by_name.pop("skipped", [])
     learning_rates = values_by_name.pop("lr", [])

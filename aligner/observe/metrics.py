@@ -160,7 +160,7 @@ class MetricsWriter:
         scalars = {name: _scalar(name, metrics[name]) for name in sorted(metrics)}
         metric_lines, sample_lines = self._files
         if step == metric_lines.last_step:
-            raise ValueError(f"{metric_lines.path} already contains step {step}. Write it once")
+            raise ValueError(f"{metric_lines.path} already contains step {step}, write it once")
         metric_lines.append([{"step": step, **scalars}])
         sample_lines.append(asdict(sample) for sample in samples)
         if self._loggers is None:

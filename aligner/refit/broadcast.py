@@ -19,10 +19,7 @@ from aligner.errors import WorkerError, raised_as
 
 
 def open_rendezvous(ip: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Open a rendezvous of ``world_size`` members, without waiting for them. Returns its store.
-
-    Port 0 chooses a free port, which ``store.port`` contains.
-    """
+    """Open a rendezvous without waiting for members. Port 0: a free port (``store.port``)."""
     return dist.TCPStore(
         ip,
         port,

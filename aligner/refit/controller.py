@@ -51,10 +51,7 @@ class RefitSource:
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Let the workers offer the weights ``keys``. Returns sharing key → handle.
-
-        Arguments: see `RefitWorker.get_weights_ipc_handles`.
-        """
+        """Return sharing key → handle. See `RefitWorker.get_weights_ipc_handles`."""
         offers = run_on_all(
             self.worker_group, RefitWorker.get_weights_ipc_handles, list(keys), readers
         )
@@ -68,7 +65,7 @@ class RefitSource:
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
     ) -> WorkerFuture:
-        """Start to join the broadcast group. Wait for the result after the engines join, too."""
+        """Start to join the broadcast group. Let the engines join before waiting for the result."""
         return start_on_all(
             self.worker_group, RefitWorker.init_collective, ip, port, world_size, timeout_s
         )

@@ -14,10 +14,7 @@ from aligner.refit.segments import accept
 
 
 class RefitReceiver(ABC):
-    """Base class of engine workers. It receives groups of weights, which subclasses load.
-
-    It runs in the engine's Python environment, without the policy's packages.
-    """
+    """Base class of engine workers, in the engine's Python environment, that receive weights."""
 
     section: ClassVar[str]  # configuration section of the engine, for messages
     _broadcast: WeightBroadcast | None = None
@@ -39,10 +36,7 @@ class RefitReceiver(ABC):
         return accelerator.sharing_key()
 
     def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
-        """Load weights that a policy worker offers on this machine (with a GPU: on its device).
-
-        ``handles``: result of `RefitSource.get_weights_ipc_handles`.
-        """
+        """Load weights. ``handles``: result of `RefitSource.get_weights_ipc_handles`."""
         self.load_weights(accept(handles, f"{self.section}.refit"))
 
     def init_collective(self, ip: str, port: int, world_size: int, timeout_s: float) -> None:

@@ -38,10 +38,10 @@ class Offer:
     handle: Any  # picklable, for `accept`
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
-        """Copy ``tensors`` (name and tensor) into a segment, or on a GPU clone them.
+        """Copy ``tensors`` (name and tensor) to shared memory, or on a GPU clone them.
 
-        ``max_bytes``: size of the segment, at least the sum of `aligned_bytes` of all tensors. Only
-        pages that are written use memory.
+        ``max_bytes``: size of the shared memory, at least the sum of their `aligned_bytes`.
+        Only pages that are written use memory.
         """
         self._fd, self._tensors = -1, list[Tensor]()
         if accelerator.has_gpu():

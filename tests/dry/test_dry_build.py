@@ -30,7 +30,7 @@ def test_fused_operations_are_fewer_kernels(dry, biased):
 
 FAMILIES = (
     *("gemma2", "gemma3", "olmo2", "granite", "smollm3"),
-    *("qwen2_moe", "glm4_moe", "deepseek_v3"),
+    *("qwen2_moe", "glm4_moe", "deepseek_v3", "gpt_oss"),
 )
 
 

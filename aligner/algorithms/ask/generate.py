@@ -58,7 +58,7 @@ def generate(config: GenerateConfig) -> None:
 
 
 def _sets(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, PromptDataset]]:
-    """Yield name and prompts of each set. Prompts of the command line have an empty name."""
+    """Yield name and prompts of each set. Prompts outside ``data.sets`` have the name ''."""
     data = config.data
     if config.prompt:
         rows = (
@@ -129,16 +129,16 @@ class Chat:
 
     def _answer(self, engine: Any, message: str, room: int) -> None:
         # Encode the conversation with the new message.
-        tokenizer, policy = self._model.tokenizer, self._config.data.special_tokens_in_text
+        tokenizer, treatment = self._model.tokenizer, self._config.data.special_tokens_in_text
         try:
-            message = treat_special_tokens(tokenizer, message, policy, "the message")
+            message = treat_special_tokens(tokenizer, message, treatment, "the message")
         except DataError as error:
             self._write(f"({error})\n")
             return
         messages = [*self._messages, {"role": "user", "content": message}]
         ids = self._prompt_ids(messages)
         if len(ids) > room:
-            self._write(f"({len(ids)} tokens do not fit {room}. {RESET} begins anew)\n")
+            self._write(f"({len(ids)} tokens exceed the limit {room}. {RESET} starts a new chat)\n")
             return
         # Show tokens as soon as they are sampled if the engine reports them.
         decoder = IncrementalDecoder(tokenizer, ids)

@@ -38,9 +38,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEngine:
-    """Load the model, and start an HTTP server that runs until ``closing`` closes.
-
-    Returns the engine. Its method ``serve`` answers the requests. ``say``: prints a message.
+    """Load the model and start its HTTP server, until ``closing`` closes. Return the engine to run.
 
     Raises:
         ConfigError: the server cannot listen at the address, or the token file is missing.
@@ -49,7 +47,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     model = open_model(config, closing)
     room = model.architecture.max_position_embeddings - 1
     if config.sampling.max_length > room:  # only the default of requests
-        on_rank_zero(lambda: say(f"sampling.max_length={room}: more does not fit the model"))
+        on_rank_zero(lambda: say(f"sampling.max_length={room} is used, the model's limit"))
         least = min(config.sampling.min_length, room)
         sampling = replace(config.sampling, max_length=room, min_length=least)
         config = replace(config, sampling=sampling, policy=model.run.policy)
@@ -59,9 +57,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     server, architecture = config.server, model.architecture
     path = Path(config.model.restore_from_path)
     if config.data.add_bos and model.tokenizer.bos_id is None:
-        raise TokenizerError(
-            "data.add_bos=true, but the tokenizer has no BOS token. Set data.add_bos=false"
-        )
+        raise TokenizerError("data.add_bos=true needs a tokenizer with BOS. Set it to false")
     served = Served(
         server.model_name or (path.stem if path.suffix == ".nemo" else path.name) or "model",
         with_template_kwargs(model.tokenizer, config.data.chat_template_kwargs),

@@ -44,7 +44,7 @@ def run_notes(config: RunConfig) -> list[str]:
     if config.trainer.ppo.dynamic_sampling.enabled:
         notes.append(
             "dynamic sampling: the run ends after trainer.ppo.max_epochs passes over the prompts, "
-            "which may be before the steps above"
+            "possibly before the number of steps above"
         )
     if lora is not None and lora.adapter_dropout > 0:
         notes.append(

@@ -48,7 +48,7 @@ class KLController:
         return {} if self._target is None else {"coefficient": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the coefficient. Raises `ConfigError` if only one of both is adaptive."""
+        """Restore β. Raises `ConfigError` if β was adaptive and now is fixed, or the reverse."""
         if bool(state) != (self._target is not None):
             kinds = ("an adaptive", "fixed") if state else ("a fixed", "adaptive")
             raise ConfigError(
@@ -207,7 +207,7 @@ class Credit:
         return advantages, None
 
     def _states(self, batch: BatchedDataDict) -> Tensor:
-        """Return bool [B, S], True before each generated token, or with turns before each turn."""
+        """Return bool [B, S], True at generated tokens, or by turn at each turn's first token."""
         if self.trainer.timestep == "token" or "turn_ids" not in batch:
             return batch["token_mask"] > 0
         turns = batch["turn_ids"]

@@ -20,7 +20,7 @@ def fill_with_varied_groups(
     pad_id: int,
     credit: Literal["trajectory", "turn"] = "trajectory",
 ) -> tuple[BatchedDataDict, int]:
-    """Sample until a rollout has enough groups whose responses earned different rewards.
+    """Sample a rollout of groups with different rewards. Also returns the number of samples drawn.
 
     A group consists of the responses to one prompt. If they all have the same reward, their
     advantages are 0, and another group replaces this one. Each further call of ``sample`` gets as
@@ -36,9 +36,6 @@ def fill_with_varied_groups(
         prompts_left: returns how many prompts the run may still sample.
         pad_id: token id that pads shorter rows.
         credit: ``turn`` compares the rewards of turns instead of responses.
-
-    Returns:
-        The rollout batch, and the number of responses that were sampled for it.
     """
     with_signal: list[BatchedDataDict] = []
     without_signal: list[BatchedDataDict] = []

@@ -167,7 +167,7 @@ class PPOTrainer(SamplingTrainer):
     def _scored_rollout(
         self, step: int, timers: PhaseTimers
     ) -> tuple[BatchedDataDict, dict[str, float]]:
-        """Return the step's rollout with rewards, and metrics of its first sampled responses."""
+        """Return the scored rollout, and its metrics before dynamic sampling replaces groups."""
         ppo, model = self.config.trainer.ppo, self.config.model.ppo
         sampling, score_metrics = ppo.dynamic_sampling, list[dict[str, float]]()
 
@@ -248,7 +248,7 @@ class PPOTrainer(SamplingTrainer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, data position, a sampled rollout and the KL coefficient."""
+        """Return counters, data position, a rollout that was sampled ahead, and β."""
         return {**super().state_dict(), "kl_controller": self.kl_controller.state_dict()}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:

@@ -114,7 +114,7 @@ class UserEstimator:
         return spread
 
     def try_out(self, rollouts_per_prompt: int) -> None:
-        """Call the function with a synthetic rollout of ``rollouts_per_prompt`` responses each.
+        """Call the function with synthetic data: ``rollouts_per_prompt`` responses to 2 prompts.
 
         Raises:
             ConfigError: the function raised an exception, or `__call__` rejects its result.
@@ -149,5 +149,4 @@ class UserEstimator:
 
 
 def _shown(value: Any) -> str:
-    is_tensor = isinstance(value, Tensor)
-    return f"a tensor of shape {list(value.shape)}" if is_tensor else type(value).__name__
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

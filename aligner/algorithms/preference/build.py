@@ -92,7 +92,7 @@ def preference_task(
 
 
 def add_kl_baseline(policy: Policy, batch: BatchedDataDict, consumed: int | None) -> None:
-    """Replace the columns of mismatched responses by KTO's ``kl_baseline``, float32 [B]."""
+    """Replace mismatched responses (to other prompts) by KTO's ``kl_baseline``, float32 [B]."""
     del consumed  # all batches are treated alike
     names = [name for name in batch if name.startswith(MISMATCHED)]
     mismatched: BatchedDataDict = BatchedDataDict(
@@ -144,7 +144,7 @@ class ReferenceLogprobs:
     def of(
         self, sets: Mapping[str, ExampleSet[Item]], config: DPORunConfig
     ) -> dict[str, WithReference[Item]]:
-        """Return ``sets`` with reference log-probs, read from the file if its inputs are equal."""
+        """Return ``sets`` with reference log-probs, read from ``path`` if it fits the inputs."""
         fingerprint = fingerprint_of(config, sets)
         reasons = on_rank_zero(lambda: _mismatches(self.path, fingerprint))
         # No reasons: the file fits. None: there is no file.

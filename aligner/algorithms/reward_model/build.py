@@ -61,7 +61,7 @@ def train_reward_model(config: RewardRunConfig) -> None:
 
 @dataclass(eq=False)
 class RewardModelTrainer(SupervisedTrainer):
-    """Trainer of a reward model. The saved model describes its inputs and scales its rewards."""
+    """Trainer of a reward model. It saves how inputs end and how rewards are scaled, too."""
 
     role: RewardModel
     _: KW_ONLY

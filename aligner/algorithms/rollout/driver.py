@@ -104,12 +104,12 @@ class Driver:
         return self._maybe_pool
 
     def is_complete(self, rows: int) -> bool:
-        """Return whether each conversation that can run has one of ``rows`` queued rows."""
+        """Return whether ``rows`` queued rows are all that running conversations can request."""
         unfinished = len(self._active) + len(self._waiting)
         return rows >= min(self._config.concurrency, unfinished)
 
     def start(self, data: BatchedDataDict, seed: int, per_prompt: int) -> None:
-        """Start a conversation for each row. ``per_prompt`` adjacent rows share their seed."""
+        """Start a conversation for each row. Environments of ``per_prompt`` rows have one seed."""
         for row, sample_id in enumerate(data["sample_ids"].tolist()):
             # All samples of a prompt share the environment's seed.
             prompt_seed = random.Random(f"{seed}/{sample_id // per_prompt}").getrandbits(63)
@@ -124,7 +124,7 @@ class Driver:
             self._thread.join(_MAX_JOIN_S)
 
     def trajectories(self) -> list[Trajectory]:
-        """Return the trajectories by row. Raises if too many failed or none has a reward."""
+        """Return trajectories in order of rows. Raises if too many failed or none was scored."""
         if self._error is not None:
             raise self._error
         trajectories = [self._ended[row] for row in sorted(self._ended)]

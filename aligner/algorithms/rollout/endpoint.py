@@ -146,11 +146,11 @@ class EndpointRollouts(ConversationRollouts):
 
 
 def trajectory_of(session: Session, tokenizer: Tokenizer, info: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory of an agent's session: its sequences, by their first requests.
+    """Convert an agent's session to a trajectory.
 
-    A turn is an answer of the policy. Turns are numbered in the order of requests. A reward belongs
-    to the latest turn among the answers that arrived since the previous reward, or to turn 1 if
-    there are none. ``info``: the agent's information, stored in the last turn.
+    Sequences are in the order of their first requests. A turn is an answer of the policy. Turns are
+    numbered in the order of requests. A reward belongs to the latest turn of the answers since the
+    previous reward, or to turn 1. ``info``: stored in the last turn.
     """
     turn_of = {answer: turn for turn, answer in enumerate(sorted(session.answers), start=1)}
     answers_of: dict[int, list[RecordedAnswer]] = {}

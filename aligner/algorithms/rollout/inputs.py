@@ -109,7 +109,7 @@ def prompt_loader(
     tokenizer: Tokenizer,
     architecture: GPTArchitecture,
 ) -> Callable[[PromptSourceConfig], PromptDataset]:
-    """Return a function that reads a source of prompts, or with an environment of its rows."""
+    """Return a function that reads prompts from a source, or rows if there is an environment."""
     if not config.environment.is_set:
         return lambda source: PromptDataset.load(source, tokenizer, data)
     max_length = longest_opening(config, architecture)
@@ -190,7 +190,7 @@ class RatingModel:
 
 @dataclass(frozen=True)
 class RewardSource:
-    """Reward of a run, loaded before any model is built. `start` makes it ready to use."""
+    """Reward of a run, loaded before any model is built. `start` makes it ready for use."""
 
     config: SamplingRunConfig
     tokenizer: Tokenizer  # the policy's
@@ -213,7 +213,7 @@ class RewardSource:
         return [text for function in functions for text in function.notes()]
 
     def memory(self) -> list[RoleMemory]:
-        """Return the memory per process of a reward model, [] unless it has its own workers."""
+        """Return the memory per process of a reward model with its own workers, else []."""
         model = self.config.reward.model
         if self.model is None or (model is not None and model.share_body_with_critic):
             return []

@@ -81,7 +81,7 @@ class RolloutSource(ABC):
 
 
 class SingleResponses(RolloutSource):
-    """Source of rollouts with one response to each prompt row."""
+    """Source of rollouts in which each row is one response to a prompt."""
 
     def collect(
         self,
@@ -113,7 +113,7 @@ class ConversationsAhead:
     """
 
     def __init__(self, collect: Callable[[Callable[[], bool]], BatchedDataDict]) -> None:
-        """Call ``collect`` in a thread. It must stop once its argument, a function, is True."""
+        """Call ``collect`` in a thread. It must stop when its argument (a function) gives True."""
         self._abandoned = Event()
         thread = ThreadPoolExecutor(1, thread_name_prefix="collect")
         self._future = thread.submit(collect, self._abandoned.is_set)

@@ -48,20 +48,17 @@ class RunDirectory:
     store: RunStateStore
 
     def prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
-        """Check that the locked directory is empty or contains this run, and write ``run.json``.
-
-        Returns notes to print.
+        """Check that the locked directory is empty or contains this run. Return notes to print.
 
         Raises:
-            ConfigError: the directory contains another run, or any run although
-                ``resume_if_exists`` is false.
+            ConfigError: another run is there, or any run with ``resume_if_exists=false``.
             CheckpointError: the directory contains this run, but no state to continue from.
             StorageError: the directory cannot be written.
         """
-        exp, aside, start_time = config.exp_manager, None, None
+        exp, moved_to, start_time = config.exp_manager, None, None
         # Move an earlier run away if the user wants that.
         if exp.start_anew:
-            aside, reason = set_aside(self.folder), "exp_manager.start_anew=true"
+            moved_to, reason = set_aside(self.folder), "exp_manager.start_anew=true"
         self.store.recover()
         states, damaged = self.store.survey()
         record = self._record()
@@ -90,10 +87,10 @@ class RunDirectory:
             )
         elif last is not None and (last > 0 or record.get("identity") != identity.as_dict()):
             # An earlier run was killed before its first save.
-            aside, reason = set_aside(self.folder), "no run state had been saved"
+            moved_to, reason = set_aside(self.folder), "no run state had been saved"
         start_time = start_time or self.start_time or datetime.now().isoformat()
         self._write({"identity": identity.as_dict(), "saved": bool(states), "began": start_time})
-        return [] if aside is None else [f"{reason}: the files of an earlier run are in {aside}"]
+        return [f"{reason}: the files of an earlier run are in {moved_to}"] if moved_to else []
 
     @property
     def start_time(self) -> str | None:
@@ -215,7 +212,7 @@ def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
 
 
 def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
-    """Return step, sampler and length of the run in its newest readable state, or None."""
+    """Return what `total_steps` reads from the newest readable run state, or None."""
     for saved, state in _readable_states(RunStateStore(log_dir(config) / "run_state")):
         with suppress(KeyError):  # the restore reports the error
             learner, loop = state["learner"], flat(state["config"])

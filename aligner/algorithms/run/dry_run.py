@@ -77,7 +77,7 @@ def temporary_config(config: Config) -> Iterator[Config]:
 
 
 def dry_config(config: Config, folder: Path) -> Config:
-    """Return a copy of ``config`` for `STEPS` steps, in which responses have the maximum length."""
+    """Return ``config`` changed to `STEPS` steps, with responses of maximum length."""
     # Steps and their length.
     loop_name = config.section.partition(".")[2]
     loop = replace(getattr(config.trainer, loop_name), max_epochs=STEPS, max_steps=STEPS)
@@ -122,7 +122,7 @@ def explain_out_of_memory(config: BaseRunConfig, phase: Callable[[], str]) -> It
 def longest_set(
     config: BaseRunConfig, data: Kind, tokenizer: Tokenizer, *readers: GPTArchitecture
 ) -> Kind:
-    """Return ``data`` with the items of one step, as long as the models ``readers`` permit."""
+    """Return ``data`` with items for one step, as long as the models ``readers`` permit."""
     positions = min(reader.max_position_embeddings for reader in readers)
     vocab_size = min(tokenizer.vocab_size, *(reader.vocab_size for reader in readers))
     prompt, length = longest_lengths(config, positions, read=data.max_length)
@@ -162,7 +162,7 @@ def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:
 
 
 class MadeUpRewards:
-    """Rewards 0 and 1 in turn. A reward ``model`` also scores random sequences, to measure it."""
+    """Rewards 0 and 1 in turn. A reward ``model`` scores random sequences, to measure memory."""
 
     def __init__(self, model: ModelReward | None, seed: int) -> None:
         self.model, self._seed = model, seed
@@ -185,7 +185,7 @@ class MadeUpRewards:
 
 
 def role_named(prefix: str) -> str:
-    """Return the name of a model by the name prefix of its workers."""
+    """Return the name of a model, given the name prefix of its workers."""
     return _ROLES.get(prefix, prefix.replace("_", " "))
 
 
@@ -195,14 +195,14 @@ def phase_named(method: str) -> str:
 
 
 class Calls:
-    """For each timed phase of a step: model and phase of the last call of workers."""
+    """Record of the last worker call in each timed phase: name of the model and of the phase."""
 
     def __init__(self) -> None:
         self.phase = ""  # the phase that is being timed
         self.names: dict[str, tuple[str, str]] = {}
 
     def watch(self, clusters: Clusters) -> Clusters:
-        """Return ``clusters`` with worker groups that record their calls here."""
+        """Return ``clusters`` with worker groups that record their calls in this object."""
         return Clusters(*(_Watched(cluster, self) for cluster in vars(clusters).values()))
 
 
@@ -216,18 +216,15 @@ class _Watched:
         return getattr(self._target, name)
 
     def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> Any:
-        """See `Cluster`."""
         group = self._target.start_workers(worker_class, name_prefix, **kwargs)
         return _Watched(group, self._calls, role_named(name_prefix))
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> Any:
-        """See `WorkerGroup`."""
         if method_name in _PHASES:
             self._calls.names[self._calls.phase] = self._role, phase_named(method_name)
         return self._target.run_all_workers_single_data(method_name, **kwargs)
 
     def run_all_workers_sharded_data(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """See `WorkerGroup`."""
         self._calls.names[self._calls.phase] = self._role, phase_named(method_name)
         return self._target.run_all_workers_sharded_data(method_name, *args, **kwargs)
 
@@ -306,7 +303,7 @@ class MeasuredPhases(PhaseTimers):
 
 @dataclass(frozen=True)
 class DryLoop:
-    """Loop of a dry run: `STEPS` steps of the trainer, without files."""
+    """Loop of a dry run: `STEPS` training steps that write no files."""
 
     config: BaseRunConfig
     learner: Learner
@@ -373,7 +370,7 @@ def report(
         f"a step on this batch takes {seconds.get('timers/total', 0.0):.2f} s. Nothing was saved",
     ]
     warnings = [
-        f"updates of the {role} were skipped because they were not finite: peaks lack its optimizer"
+        f"updates of the {role} were skipped because of NaN or infinity: peaks lack its optimizer"
         for role in dict.fromkeys(idle)
     ]
     return Group(table, *map(Text, lines), *(Text(line, "bold red") for line in warnings))

@@ -55,9 +55,8 @@ _USER_MAPPINGS = ("kwargs", "loss_kwargs", "arguments", "chat_template_kwargs")
 class RunIdentity:
     """Properties that must not change when a run is continued.
 
-    These are the algorithm, the contents of files, and all settings except those of `MAY_CHANGE`.
     ``models``, ``data`` and ``sources`` (the user's code) map a configuration key to the path and a
-    fingerprint of the content (None if it cannot be read). A file may therefore be moved.
+    fingerprint of the content (None if it cannot be read). ``settings``: except `MAY_CHANGE`.
     """
 
     algorithm: Algorithm
@@ -152,7 +151,7 @@ class RunIdentity:
                 yield key, "".join([text, *accept])
 
     def _is_of_a_version(self, key: str, saved: "RunIdentity", defaults: Mapping[str, Any]) -> bool:
-        """Return whether ``key`` differs only because one library version lacks the key."""
+        """Return whether ``key`` differs only because one of the library's versions lacks it."""
         if any(name in key.split(".") for name in _USER_MAPPINGS):
             return False
         if key not in saved.settings:
@@ -195,7 +194,7 @@ def _content(source: Any, content: str | None) -> dict[str, Any]:
 
 
 def _same_content(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
-    """Return whether contents and function names are equal. File names stand in for contents."""
+    """Compare contents and function names. If a content is unknown, compare file names."""
     sources = [entry["source"] for entry in (new, old)]
     sources = [source if isinstance(source, list) else [source] for source in sources]
     names = [[str(part).rpartition("/")[2] for part in parts] for parts in sources]
@@ -238,7 +237,7 @@ def module_file(module: str) -> Path:
 
 
 def _data_content(source: Source) -> str | None:
-    """Return a fingerprint of a source's files, or None if one cannot be read."""
+    """Return a fingerprint of a source's files and generators, or None if one is unreadable."""
     contents = []
     for part in [source] if isinstance(source, (str, Path)) else source:
         try:
@@ -251,7 +250,7 @@ def _data_content(source: Source) -> str | None:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Return the SHA-256 of the size and of evenly spaced blocks, which all change in training."""
+    """Return the SHA-256 of a file's size and evenly spaced blocks. Training changes all blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

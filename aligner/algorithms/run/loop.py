@@ -1,8 +1,7 @@
 """The loop of a run: resume, validate, train, log, save and stop, for all algorithms.
 
 A step's line of metrics is written before its run state, so the line of a restored step always
-exists. When a run resumes, lines of later steps are removed, and their steps are computed again
-with equal results.
+exists. When a run resumes, later steps are removed from the logs and computed again.
 """
 
 import os
@@ -50,7 +49,7 @@ class StepResult:
 
 
 class Learner(ABC):
-    """Base class of trainers. `RunLoop` calls `step` and `validate`, and saves `state_dict`."""
+    """Base class of trainers. `RunLoop` calls their methods, and saves `state_dict`."""
 
     counters: ClassVar[tuple[str, ...]] = ("consumed_samples", "updates")  # saved attributes
     roles: Mapping[str, RoleHandle]  # models by folder in a run state, the trained model first
@@ -94,7 +93,7 @@ class Learner(ABC):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps at which a run validates, saves and ends. With an interval of 0, only at the end."""
+    """Steps at which a run validates, saves and ends. An interval of 0 means only at the end."""
 
     total_steps: int
     val_check_interval: int
@@ -122,7 +121,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Restoration:
-    """A run state that was restored."""
+    """Description of the run state that was restored."""
 
     step: int
     path: Path
@@ -132,7 +131,7 @@ class Restoration:
 
 @dataclass(eq=False)
 class RunLoop:
-    """Loop that validates, trains, logs and saves, to the last step, a signal or a time limit."""
+    """Loop of a run: validate, train, log and save, until the last step, a signal or a limit."""
 
     learner: Learner
     schedule: Schedule
@@ -231,7 +230,7 @@ class RunLoop:
     def _save_when_due(
         self, step: int, written: Mapping[str, float], timers: PhaseTimers, is_end: bool
     ) -> None:
-        """Save a run state if one is due. Otherwise check the one that is being written."""
+        """Save a run state if one is due. Otherwise raise errors of a background save, if any."""
         if is_end or self.schedule.saves(step):
             with timers("save"):
                 self._save(step, written, self.schedule.async_save and not is_end)
@@ -318,7 +317,7 @@ class RunLoop:
         return metrics
 
     def _check_learning(self, step: int, idle: tuple[str, ...], finished: int | None) -> None:
-        """Warn if the step had no update. Raise after several such steps, or if all were."""
+        """Warn if the step had no update. Raise after many such steps, or if no step had one."""
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if not idle:
             return

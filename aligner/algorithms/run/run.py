@@ -41,7 +41,7 @@ Config_co = TypeVar("Config_co", bound=BaseRunConfig, covariant=True)
 
 @dataclass(frozen=True)
 class Run(Generic[Config_co]):
-    """Objects of a run that live until it ends. `open` creates them and adapts ``config``."""
+    """Objects that exist until the run ends. `open` creates them. A dry run replaces ``config``."""
 
     config: Config_co
     engine: Engine
@@ -57,8 +57,7 @@ class Run(Generic[Config_co]):
         """Start the processes, prepare the run's directory and read the model's description.
 
         Raises:
-            ConfigError: the directory contains another run, or the batch size is not divisible by
-                the number of processes.
+            ConfigError: the directory contains another run, or the batch size does not fit.
             LayoutError: the parallel layout does not fit the model or the number of processes.
         """
         with ExitStack() as closing:
@@ -107,7 +106,7 @@ class Run(Generic[Config_co]):
 def check_roles(
     config: BaseRunConfig, architecture: GPTArchitecture, worlds: tuple[int, int]
 ) -> None:
-    """Raise if the workers (policy's, critic's) do not fit the parallel layouts or the batches."""
+    """Raise if the numbers of workers do not fit the parallel layouts or the batch sizes."""
     check_layout(architecture, config.model.parallel, worlds[0])
     if worlds[1] and config.value_parallel != config.model.parallel:
         check_layout(architecture, config.value_parallel, worlds[1], "critic")
@@ -211,9 +210,9 @@ class Attempt(Workers):
         # The trained model, unless its weights are not finite.
         suffix = self._run.architecture.suffix
         trained = folder / f"{saved_as}{suffix}"
-        saves = is_complete and config.exp_manager.save_nemo
-        is_finite = not saves or trainer.trained_role.has_finite_weights()
-        if saves and is_finite:
+        saves_model = is_complete and config.exp_manager.save_nemo
+        is_finite = not saves_model or trainer.trained_role.has_finite_weights()
+        if saves_model and is_finite:
             # An earlier directory of this run is kept until the new one is written.
             earlier = trained.with_name(f".{trained.name}.earlier")
             on_rank_zero(lambda: _rename_directory(trained, earlier))
@@ -266,7 +265,7 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
 
 
 def _rename_directory(source: Path, target: Path) -> None:
-    """Rename ``source`` to ``target``, which is replaced. Files are not renamed."""
+    """Rename the directory ``source`` to ``target``, and replace an old ``target``. Skip files."""
     if source.is_dir():
         shutil.rmtree(target, ignore_errors=True)
         source.rename(target)
@@ -296,7 +295,7 @@ def _notes(
 def _cut_short(config: BaseRunConfig, steps: int) -> list[str]:
     loop, section = config.loop, config.section
     text = (
-        f"the run has {steps} of {section}.max_steps={loop.max_steps} steps, because {section}."
-        f"max_epochs={loop.max_epochs} limits it. Raise max_epochs to go over the data again"
+        f"the run ends after {steps} of {section}.max_steps={loop.max_steps} steps, because "
+        f"{section}.max_epochs={loop.max_epochs} limits it. Raise max_epochs to make all steps"
     )
     return [text] if loop.max_steps > steps else []

@@ -108,7 +108,7 @@ def repetition_in_words(config: BaseRunConfig, *, on_gpus: bool) -> str:
     engine = config.generation.engine
     samples = "" if engine is None else f" {engine.title}'s samples may differ."
     if config.trainer.deterministic:
-        return f"trainer.deterministic: the same run twice is the same to the bit.{samples}"
+        return f"trainer.deterministic=true: repeated runs have equal results, bit by bit.{samples}"
     return (
         "A resumed run continues from the exact state, but sums are computed in varying order "
         "(flash attention's gradient, gathered rows, NCCL): numbers differ in their last bits, and "

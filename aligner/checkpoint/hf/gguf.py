@@ -156,7 +156,6 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
 def _family(
     architecture: str, config: dict[str, Any], settings: dict[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return ``model_type`` and the family's ``config.json`` keys, taken out of ``settings``."""
     kind = _MODEL_TYPES[architecture]
     if kind == "llama" and "sliding_window" in config:
         return {"model_type": "mistral"}

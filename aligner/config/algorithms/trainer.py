@@ -16,7 +16,7 @@ from aligner.config.roles.sampling import KLEstimator
 
 @dataclass(frozen=True)
 class KLControllerConfig:
-    """Controller of the weight of the KL penalty in the reward."""
+    """Options of the controller that adapts the weight β of the KL penalty."""
 
     mode: Literal["fixed", "adaptive"] = "fixed"
     """`fixed`, or `adaptive`: β changes so that the KL reaches the target (Ziegler et al. 2019)."""
@@ -72,7 +72,7 @@ class AdvantageConfig:
         return self.estimator == "gae" or self.function is not None
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for missing requirements, and for options of other estimators."""
+        """Yield an error if the estimator lacks what it needs, or options of others are set."""
         # Critic.
         estimator = f"{key}.estimator={self.estimator}"
         if self.estimator == "gae" and run.critic is None:
@@ -183,7 +183,8 @@ class RewardShapingConfig:
                 "environment.factory is set. Set it to null"
             )
         if self.shift != 0 and run.has_environment:
-            yield f"{key}.shift={self.shift:g} would reward the number of turns. Set it to 0"
+            shift = f"{key}.shift={self.shift:g}"
+            yield f"{shift} at each turn would reward the number of turns. Set it to 0"
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class ImproperEndConfig:
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Training loop of any algorithm."""
+    """Options of the training loops of all algorithms."""
 
     max_epochs: Count = 1
     """Maximum number of passes over the training data."""
@@ -240,7 +241,7 @@ class SupervisedLoopConfig(LoopConfig):
 
 @dataclass(frozen=True)
 class SamplingLoopConfig(LoopConfig):
-    """Training loop on the policy's samples."""
+    """Options of training loops that learn from the policy's samples."""
 
     limit_val_prompts: Count | None = None
     """Number of validation prompts. `null` means all."""

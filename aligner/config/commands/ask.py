@@ -68,7 +68,7 @@ class AskedDataConfig(AnsweredColumns):
 
 @dataclass(frozen=True)
 class ServedDataConfig:
-    """Conversion of requests into prompts."""
+    """Options for converting requests into prompts."""
 
     system_prompt: StrictStr | None = None
     """System message for chats without one. `null` adds none."""
@@ -166,7 +166,7 @@ class PromptedConfig(AskConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(AskConfig):
-    """All options of serving a model over HTTP."""
+    """All options of the command `serve`, an HTTP server of a model."""
 
     data: ServedDataConfig = field(default_factory=ServedDataConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -183,7 +183,7 @@ class ServeConfig(AskConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(PromptedConfig):
-    """All options of generating."""
+    """All options of the commands `generate` and `chat`."""
 
     prompt: tuple[StrictStr, ...] = ()
     """Prompts in addition to `data.prompts`. `--prompt TEXT` adds one."""
@@ -215,7 +215,7 @@ class GenerateConfig(PromptedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(PromptedConfig):
-    """All options of an evaluation."""
+    """All options of the command `evaluate`."""
 
     reward: RewardConfig
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)

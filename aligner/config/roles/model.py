@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound="TrainedModelConfig")
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Frozen reference policy, which is built only if a KL term needs it."""
+    """Options of the frozen reference policy, which is built only if a KL term needs it."""
 
     mode: Literal["keep", "swap"] = "keep"
     """Storage of the reference's weights. `keep`: a second model on the device. `swap`: in host
@@ -180,7 +180,7 @@ class TrainedModelConfig(ModelSourceConfig):
 
     @property
     def reference_mode(self) -> Literal["keep", "swap"]:
-        """Storage of the frozen copy of the initial weights, if one is needed."""
+        """How a frozen copy of the initial weights is stored, if a loss needs the copy."""
         return "keep"
 
     @property
@@ -223,7 +223,7 @@ class TrainedModelConfig(ModelSourceConfig):
 
     @property
     def length_multiple(self) -> int:
-        """Multiple that lengths are rounded up to before a token budget counts them."""
+        """Multiple to which sequences are padded in a micro-batch with a token budget."""
         if self.sequence_packing.enabled is True:
             return self.parallel.sequence_multiple
         if self.dynamic_batching.enabled:
@@ -279,7 +279,7 @@ class RSModelConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The policy's architecture with a value head, by default in the policy's layout."""
+    """Options of the critic, a model of the policy's architecture with a value head."""
 
     restore_from_path: ModelPath | None = None
     """A `.nemo` file or Hugging Face directory. `null` means the policy's file, with a new value

@@ -47,7 +47,7 @@ class LengthParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of the next token."""
+    """Options for sampling the next token."""
 
     temperature: Positive = 1.0
     """Divisor of the logits, in sampling and in the log-probs of training."""
@@ -76,7 +76,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Lengths and sampling of responses."""
+    """Length limits and sampling options of responses."""
 
     length: LengthParams
     sampling: SamplingParams
@@ -185,7 +185,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Sampling of a policy's rollouts, in every algorithm that learns from samples."""
+    """Options of a policy's rollouts, for every algorithm that learns from samples."""
 
     num_rollout_samples: BatchSize = 64
     """Responses per step, over all ranks."""
@@ -216,7 +216,7 @@ class RolloutConfig:
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if the responses are not a multiple of those per prompt."""
+        """Yield an error if ``num_rollouts_per_prompt`` does not divide the number of samples."""
         samples, per_prompt = self.num_rollout_samples, self.num_rollouts_per_prompt
         if samples % per_prompt:
             yield (
@@ -228,7 +228,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class PolicyRSConfig(RolloutConfig):
-    """The policy's part in a step of rejection sampling."""
+    """The policy's options in rejection sampling."""
 
     num_rollouts_per_prompt: Count = 4
     top_n_rollouts: Count = 1
@@ -247,7 +247,7 @@ class PolicyRSConfig(RolloutConfig):
 
 @dataclass(frozen=True)
 class PolicyPPOConfig(RolloutConfig):
-    """The policy's part in a PPO step."""
+    """The policy's options in PPO."""
 
     ppo_epochs: Count = 1
     """Number of passes over the same rollout."""

@@ -93,17 +93,14 @@ def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
 def _context_of(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], limit: int = _CONTEXT
 ) -> tuple[list[int], str]:
-    """Return up to ``limit`` last prompt tokens and their text.
-
-    Both are empty if the text ends with an incomplete character.
-    """
+    """Return the last prompt tokens and their text, both empty if a character is incomplete."""
     context = list(prompt_ids[max(0, len(prompt_ids) - limit) :])
     text = tokenizer.decode(context) if context else ""
     return ([], "") if text.endswith(_INCOMPLETE) else (context, text)
 
 
 class StopStrings:
-    """Test after each token of a response whether it completes one of the stop ``strings``.
+    """Detector of stop ``strings`` in a response, called after each of its tokens.
 
     A token can complete a stop string only if its text contains the string's last character. This
     is cached for each token id, so that most tokens need no decoding.
@@ -118,10 +115,7 @@ class StopStrings:
         self._tail = _CONTEXT + 4 * max(len(string) for string in strings)
 
     def completed(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
-        """Return whether the last token of ``response`` completes a stop string.
-
-        The stop string must begin in the response, not in the prompt.
-        """
+        """Return whether the last token completes a stop string that begins in ``response``."""
         if not self._is_candidate(response[-1]):
             return False
         response = response[-self._tail :]

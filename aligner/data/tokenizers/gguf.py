@@ -120,7 +120,6 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def _check(path: Path, keys: dict[str, Any]) -> None:
-    """Raise `CheckpointError` for unsupported keys that affect tokenization."""
     model, pre = keys.get("model"), keys.get("pre")
     problem = ""
     if model not in ("gpt2", "llama"):
@@ -148,7 +147,6 @@ def _check(path: Path, keys: dict[str, Any]) -> None:
 
 
 def _with_rule(tokenizer: bytes, name: str) -> bytes:
-    """Return the content of a ``tokenizer.json`` with the splitting rule ``name``."""
     backend = RustTokenizer.from_buffer(tokenizer)
     splits = [
         pre_tokenizers.Digits(individual_digits=True)

@@ -132,7 +132,7 @@ class HuggingFaceTokenizer:
         return text
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "HuggingFaceTokenizer":
-        """Return a copy for which ``tokens`` (text or ids) also end a response. `files` keep them.
+        """Return a copy for which ``tokens`` (text or ids) also end a response, as in its `files`.
 
         Raises `TokenizerError` if a text or id is not a token.
         """
@@ -211,10 +211,7 @@ class HuggingFaceTokenizer:
         return str(text)
 
     def files(self) -> dict[str, bytes]:
-        """Return name → content of the tokenizer's files, with the chat template.
-
-        `from_files` builds an equal tokenizer from these.
-        """
+        """Return name → content of the files, from which `from_files` builds an equal tokenizer."""
         return {
             "tokenizer.json": self._backend.to_str().encode(),
             "tokenizer_config.json": json.dumps(self._config, indent=2).encode(),
@@ -265,10 +262,7 @@ class HuggingFaceTokenizer:
 
 
 def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
-    """Return the settings of ``tokenizer_config.json`` and its companion files.
-
-    Special tokens have their text as value. ``chat_template`` is a text or a list of templates.
-    """
+    """Return ``tokenizer_config.json`` with special tokens as text, and with the chat template."""
     # Merge both files, and replace special tokens that are mappings by their text.
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):

@@ -233,10 +233,7 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 def is_slow(directory: Path) -> bool:
-    """Return whether a directory has a tokenizer that transformers must convert first.
-
-    Such a directory has no ``tokenizer.json``.
-    """
+    """Return whether a directory has a tokenizer that transformers must convert first."""
     names = {path.name for path in directory.iterdir()}
     has_vocabulary = "vocab.json" in names or any(name.endswith(".model") for name in names)
     has_class = "tokenizer_config.json" in names or ("config.json" in names and has_vocabulary)
@@ -244,7 +241,6 @@ def is_slow(directory: Path) -> bool:
 
 
 def _convert_with_transformers(directory: Path, origin: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a directory with transformers, and convert it to `tokenizer.json`."""
     from transformers import AutoTokenizer
 
     from aligner.data.tokenizers.hf import HuggingFaceTokenizer

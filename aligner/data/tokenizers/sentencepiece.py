@@ -77,7 +77,7 @@ class SentencePieceTokenizer:
         )
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "SentencePieceTokenizer":
-        """Return this tokenizer. Raises `DataError` if there are values: no template reads them."""
+        """Return this tokenizer, which has no template. Raises `DataError` if there are values."""
         if values:
             raise DataError(
                 f"chat_template_kwargs: {self._origin} has no chat template. Remove the key"

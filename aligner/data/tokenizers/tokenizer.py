@@ -38,10 +38,9 @@ class Tokenizer(Protocol):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response, without duplicates.
+        """Tokens that end a response, without duplicates. The first is ``eos_id``.
 
-        First ``eos_id``, then those of ``generation_config.json``, `turn_end_id` and those of
-        `with_end_tokens`.
+        The others are from ``generation_config.json``, `turn_end_id` and `with_end_tokens`.
         """
 
     @property
@@ -68,13 +67,10 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the text of a chat, by default with the prompt of the assistant's next message.
-
-        ``tools``: JSON schemas of functions that the assistant may call.
-        """
+        """Return a chat as text. ``tools``: JSON schemas of functions for the assistant."""
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "Tokenizer":
-        """Return a copy that passes ``values`` to its chat template. `files` lacks ``values``."""
+        """Return a copy that passes ``values`` to its chat template. They are not in `files`."""
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "Tokenizer":
         """Return a copy for which these tokens (text or ids) also end a response.
@@ -83,7 +79,7 @@ class Tokenizer(Protocol):
         """
 
     def files(self) -> dict[str, bytes]:
-        """Return name → content of the files from which `tokenizer_from_files` builds it again."""
+        """Return name → content of the files from which an equal tokenizer can be built."""
 
 
 def differing_token(first: Tokenizer, second: Tokenizer) -> str | None:

@@ -86,10 +86,7 @@ def allgather_cp_sharded_tensor(
 def scatter_context(
     tensor: Tensor, local_length: int, cp_group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Return this rank's part [B, S_cp, ...] of [B, S, ...].
-
-    ``local_length``: S_cp. ``tensor`` is first padded with zeros to ``S_cp * CP`` positions.
-    """
+    """Pad [B, S, ...] with zeros to ``S_cp * CP`` positions. Return this rank's [B, S_cp, ...]."""
     ranks = 1 if cp_group is None else dist.get_world_size(cp_group)
     padding = local_length * ranks - tensor.shape[1]
     if padding < 0:

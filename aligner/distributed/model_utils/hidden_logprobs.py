@@ -72,9 +72,7 @@ def from_parallel_hidden_states_to_logprobs(
             "no weight is given. Pass output_weight_layer, or output_weight for a tied embedding"
         )
     if (cu_seqlens_padded is None) != (unpacked_seqlen is None):
-        raise LayoutError(
-            "cu_seqlens_padded and unpacked_seqlen belong together. Pass both for packed sequences"
-        )
+        raise LayoutError("packed sequences need both cu_seqlens_padded and unpacked_seqlen")
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         # All positions on every rank. In backward, the ranks' gradients are summed.

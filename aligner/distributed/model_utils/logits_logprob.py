@@ -218,10 +218,7 @@ class ChunkedDistributedGatherLogprob(_Logprobs):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log-probs, float32 [B, S, K], of the token ids ``global_indices`` [B, S, K].
-
-        `DistributedLogprob.forward` describes the other arguments.
-        """
+        """Compute log-probs, float32 [B, S, K], of token ids. Arguments: `DistributedLogprob`."""
         plan = LogprobPlan.between(vocab_start_index, vocab_end_index, tp_group, chunk_size)
         return logprob_forward(ctx, vocab_parallel_logits, global_indices, plan, inference_only)
 

@@ -74,7 +74,7 @@ def gather_logits_at_global_indices(
 
 
 class _SelectedLogits(torch.autograd.Function):
-    """Logits of token ids [B, S, K] from [B, S, V_local]. Ranks add 0 for ids of other ranks."""
+    """Selects the logits of token ids [B, S, K] from [B, S, V_local], on every rank."""
 
     @staticmethod
     def forward(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerIdentity:
     """Role, rank and process of a worker, for messages."""
 
     role: str  # such as "policy"
@@ -49,11 +49,7 @@ class TorchWorld:
 
 
 class WorkerFailure(Exception):
-    """Reports an exception of a worker to the driver.
-
-    ``message``, ``trace``: text and traceback of the exception. ``error``: the exception itself, if
-    it is an `AlignerError` that can be pickled.
-    """
+    """An exception of a worker as text. ``error``: the exception, if a picklable `AlignerError`."""
 
     def __init__(self, message: str, trace: str, error: AlignerError | None) -> None:
         super().__init__(message, trace, error)
@@ -75,10 +71,7 @@ class WorkerProcess:
         environment: Mapping[str, str],
         workers_on_node: int,  # of this group
     ) -> None:
-        """Set up the process before heavy imports: log, environment, directory and threads.
-
-        ``folder``: working directory. ``environment``: environment variables.
-        """
+        """Set up log, environment variables, working directory and threads before imports."""
         self._role, self._rank, self._log = role, rank, log
         _write_output_to(log)
         os.environ.update(environment)
@@ -94,12 +87,14 @@ class WorkerProcess:
         self._worker: Any = None
         self._has_world = False
 
-    def seat(self) -> Seat:
+    def identity(self) -> WorkerIdentity:
         """Return the role, rank and process of this worker."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        return Seat(self._role, self._rank, socket.gethostname(), node, os.getpid(), self._log)
+        return WorkerIdentity(
+            self._role, self._rank, socket.gethostname(), node, os.getpid(), self._log
+        )
 
     def free_port(self) -> tuple[str, int]:
         """Return this node's address, and a port that is reserved while this process lives."""

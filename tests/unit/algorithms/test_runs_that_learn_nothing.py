@@ -66,8 +66,8 @@ def test_ppo_whose_rewards_overflow_ends(run, tmp_path):
 def test_a_short_run_says_why_and_a_finished_one_that_nothing_is_left(run, tmp_path):
     said = run("sft", "trainer.sft.max_steps=9", "data.train.arguments.size=64")
     assert "Fine-tuning on 1 process" in said
-    why = "run has 2 of trainer.sft.max_steps=9 steps, because trainer.sft.max_epochs=1 limits it"
-    assert f"the {why}" in said
+    why = "after 2 of trainer.sft.max_steps=9 steps, because trainer.sft.max_epochs=1 limits it"
+    assert f"the run ends {why}" in said
     assert why in " ".join((tmp_path / "report.html").read_text().split())
     assert "step 1/2 loss 5." in said
     assert "step 2/2 loss 5." in said

@@ -201,6 +201,12 @@ MOE = dataclasses.replace(DENSE, num_moe_experts=6, moe_ffn_hidden_size=64)
         (MOE, ParallelConfig(expert=4), 4, ["6 experts"]),
         (MOE, ParallelConfig(tensor=3, expert=3, sequence_parallel=True), 3, None),
         (MOE, ParallelConfig(tensor=3, sequence_parallel=True), 3, ["64 expert columns"]),
+        (
+            dataclasses.replace(MOE, bias_linear=True),
+            ParallelConfig(tensor=2, sequence_parallel=True),
+            2,
+            ["does not split experts with biases", "model.expert_model_parallel_size"],
+        ),
         (MOE, ParallelConfig(tensor=3, expert=3), 3, ["Set model.sequence_parallel=true"]),
     ],
 )

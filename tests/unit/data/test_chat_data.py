@@ -154,7 +154,7 @@ def test_preferences_between_reasoned_answers_and_what_cannot_be_learned(tmp_pat
     with pytest.raises(DataError, match=r"message 1 is added\. Set data.learn=last"):
         encode_chat(chatml(R1), CHAT)
     opens_otherwise = R1.replace("<think>\\n", "Answer: ")
-    with pytest.raises(DataError, match=r"opens an answer with .*Answer: .*plain-text prompts"):
+    with pytest.raises(DataError, match=r"prompt ends with .*Answer: .*plain-text prompts"):
         encode_chat(chatml(opens_otherwise), CHAT[:2], "last")
 
 

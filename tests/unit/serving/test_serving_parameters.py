@@ -164,4 +164,4 @@ def test_a_model_of_256_positions_is_served_by_default(tiny_nemo, tmp_path):
         start_server(config, closing, said.append)
         address = said[-1].split()[2].removesuffix("/v1")
         assert httpx.get(f"{address}/health").json() == {"status": "ok"}
-    assert "sampling.max_length=255: more does not fit the model" in said
+    assert "sampling.max_length=255 is used, the model's limit" in said

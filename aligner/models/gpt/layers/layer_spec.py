@@ -5,6 +5,7 @@ core attention, unless ``model.layer_spec`` selects another. The local spec has 
 linears, `Norm` and `CoreAttention`.
 """
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -177,6 +178,15 @@ class GroupedExperts(SequentialMLP):
         return MLP.forward(mlp, permuted_local_hidden_states, permuted_probs)
 
 
+class BiasedRowLinear(RowLinear):
+    """`RowLinear` of an expert, to whose output megatron-core adds the bias in place."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Multiply float ``[n, in]`` to ``[n, out]``. Returns a copy, and the bias."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def can_group(config: TransformerConfig) -> bool:
     """Return whether grouped products support the experts: bf16 on a GPU, without biases."""
     widths = (config.hidden_size, config.moe_ffn_hidden_size or 0)
@@ -200,7 +210,7 @@ def uses_transformer_engine(spec: LayerSpec, lora: LoraConfig | None, config: GP
     """Return whether layers use Transformer Engine.
 
     It lacks adapters, norms over all heads or after a branch, a second rotary base, soft caps and
-    our latent attention.
+    sinks, and our latent attention.
     """
     if spec == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
@@ -216,6 +226,8 @@ def uses_transformer_engine(spec: LayerSpec, lora: LoraConfig | None, config: GP
 
 def moe_spec(config: TransformerConfig, linears: MLPSubmodules, grouped: bool) -> ModuleSpec:
     """Return the spec of experts. ``grouped``: use `GroupedExperts` where it is supported."""
+    if config.add_bias_linear:
+        linears = dataclasses.replace(linears, linear_fc2=BiasedRowLinear)
     kind = GroupedExperts if grouped and can_group(config) else SequentialMLP
     experts = ModuleSpec(module=kind, submodules=linears)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
@@ -238,10 +250,7 @@ def local_layer_spec(
     fusions: bool = True,
     has_experts: bool = False,
 ) -> ModuleSpec:
-    """Return the spec of a layer with megatron-core's linears, `Norm` and `CoreAttention`.
-
-    ``fusions``: use grouped products for experts.
-    """
+    """Return the spec of a layer with megatron-core's linears, `Norm` and `CoreAttention`."""
 
     def linear(name: str, plain: type, adapted: type) -> type | ModuleSpec:
         if lora is None or name not in lora.linears:
