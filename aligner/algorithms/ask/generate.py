@@ -129,9 +129,9 @@ class Chat:
 
     def _answer(self, engine: Any, message: str, room: int) -> None:
         # Encode the conversation with the new message.
-        tokenizer, policy = self._model.tokenizer, self._config.data.special_tokens_in_text
+        tokenizer, treatment = self._model.tokenizer, self._config.data.special_tokens_in_text
         try:
-            message = treat_special_tokens(tokenizer, message, policy, "the message")
+            message = treat_special_tokens(tokenizer, message, treatment, "the message")
         except DataError as error:
             self._write(f"({error})\n")
             return

@@ -55,10 +55,10 @@ class RunDirectory:
             CheckpointError: the directory contains this run, but no state to continue from.
             StorageError: the directory cannot be written.
         """
-        exp, aside, start_time = config.exp_manager, None, None
+        exp, moved_to, start_time = config.exp_manager, None, None
         # Move an earlier run away if the user wants that.
         if exp.start_anew:
-            aside, reason = set_aside(self.folder), "exp_manager.start_anew=true"
+            moved_to, reason = set_aside(self.folder), "exp_manager.start_anew=true"
         self.store.recover()
         states, damaged = self.store.survey()
         record = self._record()
@@ -87,10 +87,10 @@ class RunDirectory:
             )
         elif last is not None and (last > 0 or record.get("identity") != identity.as_dict()):
             # An earlier run was killed before its first save.
-            aside, reason = set_aside(self.folder), "no run state had been saved"
+            moved_to, reason = set_aside(self.folder), "no run state had been saved"
         start_time = start_time or self.start_time or datetime.now().isoformat()
         self._write({"identity": identity.as_dict(), "saved": bool(states), "began": start_time})
-        return [] if aside is None else [f"{reason}: the files of an earlier run are in {aside}"]
+        return [f"{reason}: the files of an earlier run are in {moved_to}"] if moved_to else []
 
     @property
     def start_time(self) -> str | None:

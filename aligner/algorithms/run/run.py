@@ -210,9 +210,9 @@ class Attempt(Workers):
         # The trained model, unless its weights are not finite.
         suffix = self._run.architecture.suffix
         trained = folder / f"{saved_as}{suffix}"
-        saves = is_complete and config.exp_manager.save_nemo
-        is_finite = not saves or trainer.trained_role.has_finite_weights()
-        if saves and is_finite:
+        saves_model = is_complete and config.exp_manager.save_nemo
+        is_finite = not saves_model or trainer.trained_role.has_finite_weights()
+        if saves_model and is_finite:
             # An earlier directory of this run is kept until the new one is written.
             earlier = trained.with_name(f".{trained.name}.earlier")
             on_rank_zero(lambda: _rename_directory(trained, earlier))

@@ -219,7 +219,7 @@ def test_a_conversation_goes_on_and_is_forgotten(tiny_nemo):
     assert conversation(str(tiny_nemo), ["hello"])[1] == messages[:2]
     # What does not fit.
     written, messages = conversation(str(tiny_nemo), ["x" * 5000])
-    assert "/reset begins anew" in "".join(written)
+    assert "/reset starts a new chat" in "".join(written)
     assert messages == []
 
 
