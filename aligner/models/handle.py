@@ -55,7 +55,7 @@ class RoleHandle:
         arguments of `Cluster.start_workers` and of the worker class. For the others see `Policy`.
         """
         if backend not in self.workers:
-            raise ConfigError(f"policy.backend={backend}: set it to {' or '.join(self.workers)}")
+            raise ConfigError(f"policy.backend={backend} must be one of {', '.join(self.workers)}")
         paths = absolute_paths(weights_path=weights_path, optimizer_path=optimizer_path)
         self.worker_group = cluster.start_workers(
             self.workers[backend], name_prefix, config=config, **paths, **arguments

@@ -238,10 +238,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Return shared-memory handles of weights, which engines on this machine can open.
-
-        ``readers``: ids of the engines, see `aligner.refit`.
-        """
+        """Return shared-memory handles of weights, for the engines ``readers`` on this machine."""
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> "WorkerFuture":

@@ -188,7 +188,6 @@ class RoleWorker(Generic[RoleT]):
         }
 
     def _global_batches(self, data: SlicedDataDict, gbs: int | None) -> Iterator[SlicedDataDict]:
-        """Yield this rank's rows of each global mini-batch."""
         if data.elem_counts_per_gb is not None:
             yield from (data.get_batch(index) for index in range(len(data.elem_counts_per_gb)))
             return
@@ -245,7 +244,6 @@ class RoleWorker(Generic[RoleT]):
             self.move_model(module, "cpu")
 
     def _modules_with_weights(self) -> list[nn.Module]:
-        """Return the modules whose parameters the role keeps on its device."""
         return [self.model.model]
 
     def _gather_weights(self) -> None:

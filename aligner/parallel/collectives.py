@@ -15,10 +15,7 @@ T = TypeVar("T")
 
 
 def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Combine metrics of micro-batches: keys in ``_max`` or ``_min`` by extremum, others by sum.
-
-    The metrics are scalars.
-    """
+    """Combine scalars of micro-batches: keys in ``_max`` or ``_min`` by extremum, others by sum."""
     total: dict[str, Tensor] = {}
     for part in parts:
         for key, value in part.items():
@@ -150,8 +147,6 @@ def reduce_scatter_first(gathered: Tensor, group: dist.ProcessGroup | None) -> T
 
 
 class _GatherFirst(torch.autograd.Function):
-    """All-gather in forward, reduce-scatter in backward."""
-
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

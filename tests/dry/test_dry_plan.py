@@ -96,6 +96,10 @@ DEPTHS = {
         "critic__offload_weights": True,
     },
     "DTensor": {"trainer__devices": 2, "policy__backend": "dtensor"},
+    "dense layer first": {
+        "script": "train_gpt_sft",
+        "fields": {"num_moe_experts": 2, "layers_without_experts": (0,)},
+    },
 }
 
 

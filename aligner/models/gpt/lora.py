@@ -287,7 +287,6 @@ def adapters_off(gpt: nn.Module) -> Iterator[None]:
 
 
 def _adapters(gpt: GPTModel, architecture: GPTArchitecture) -> dict[str, Adapter]:
-    """Return this stage's adapters by the canonical names of their linear layers."""
     owners = {module.a: module for module in gpt.modules() if isinstance(module, Adapter)}
     return {
         name.removesuffix(LORA_A): owners[parameter]
@@ -303,10 +302,7 @@ def _require_gradient(_: nn.Module, __: Any, embedded: Tensor) -> None:
 
 
 def initial_matrix(name: str, shape: Shape, seed: int) -> Tensor:
-    """Return an adapter's initial matrix, float32 ``shape``: A uniform in ±1/√in, or B zero.
-
-    A depends only on ``name`` and ``seed``, not on the parallel layout.
-    """
+    """Return an adapter's initial matrix: A uniform in ±1/√in, by ``name`` and ``seed``, B zero."""
     tensor = torch.zeros(shape)
     if name.endswith(".a"):
         bound = 1.0 / math.sqrt(shape[-1])

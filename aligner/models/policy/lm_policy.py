@@ -166,10 +166,7 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Compute log-probs as `get_logprobs` does, under the initial weights.
-
-        Returns ``reference_logprobs``, float32 [B, S].
-        """
+        """Compute ``reference_logprobs``, as `get_logprobs` under the initial weights."""
         logprobs = self.model.get_reference_logprobs(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"reference_logprobs": logprobs})
 
@@ -225,7 +222,6 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
         self._park()
 
     def _modules_with_weights(self) -> list[nn.Module]:
-        """Return the policy's model, and the reference model if there is one."""
         return [*super()._modules_with_weights(), *self._reference]
 
 

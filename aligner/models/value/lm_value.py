@@ -43,8 +43,7 @@ def read_critic(
 ) -> tuple[CriticConfig, TrainedModelConfig, RunSettings, PublishedRole | None]:
     """Return the critic's section, the policy's with the critic's layout, and run settings.
 
-    ``config``: a section, which requires ``model``, or a mapping of NeMo-RL, which is also returned
-    as a parsed object.
+    ``config``: a section, which requires ``model``, or a mapping of NeMo-RL, also returned parsed.
     """
     published = None if isinstance(config, CriticConfig) else read_published(config, "value")
     if published is not None:

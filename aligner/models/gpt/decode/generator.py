@@ -111,8 +111,8 @@ class Generator:
 
         ``prompts``: int64 [B, P], right-padded. ``prompt_lengths``: int64 [B], at least 1.
         ``sample_ids``: int64 [B]. Rows with the same prompt and id get the same response.
-        ``greedy`` overrides ``sampling.use_greedy``, ``sampling_options`` overrides the
-        generator's. ``listener``: called with every sampled token.
+        ``greedy``: default ``sampling.use_greedy``. ``sampling_options``: default as configured.
+        ``listener``: called with every sampled token.
 
         Raises ConfigError if prompt and response exceed the model's positions, and DataError for an
         empty prompt or an id outside the vocabulary.
@@ -273,7 +273,6 @@ class Generator:
         return StopStrings(self._tokenizer, sampling.end_strings)
 
     def _check_prompts(self, prompts: Tensor, lengths: Tensor, length: LengthParams) -> None:
-        """Check prompts on the host, and raise the errors of `sample`."""
         if prompts.shape[0] == 0:
             return
         shortest, longest = int(lengths.min()), int(lengths.max())

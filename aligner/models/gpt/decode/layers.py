@@ -148,7 +148,6 @@ class IncrementalLayer:
         return hidden
 
     def _inner(self, normal: Tensor) -> Tensor:
-        """Compute the activations between the two linears of the MLP."""
         if self._swiglu is not None:
             return self._swiglu(normal)
         inner = self._fc1(normal, self._fc1_bias)

@@ -113,7 +113,6 @@ class Rollout:
     # Steps ------------------------------------------------------------------------------------
 
     def _advance(self, model: DecodingModel, num_slots: int) -> None:
-        """Sample one more token for every sequence in flight."""
         samples = [s for s in self._slots if s is not None]
         longest = max(map(self._length_of, samples))
         # Shapes are rounded even without graphs, so that results are the same with and without.
@@ -135,10 +134,7 @@ class Rollout:
         self._finish_step(samples, batch)
 
     def _fill_slots(self, model: DecodingModel, num_slots: int) -> bool:
-        """Put pending samples into free slots, if any, and sample their first tokens.
-
-        Returns whether there was a free slot.
-        """
+        """Put pending samples into free slots, and sample first tokens. False without a slot."""
         # Assign samples to slots.
         free = [slot for slot, sample in enumerate(self._slots) if sample is None]
         free += range(len(self._slots), num_slots)
@@ -279,7 +275,6 @@ class Rollout:
         return self._stop.completed(self._prompts[sample], response)
 
     def _move(self, model: DecodingModel, pairs: list[tuple[int, int]], length: int) -> None:
-        """Copy keys and values of the first ``length`` tokens between pairs of slots."""
         if pairs:
             sources, targets = map(self._responses.index, zip(*pairs, strict=True))
             model.cache.copy(sources, targets, length)

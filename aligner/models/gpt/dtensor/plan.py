@@ -65,7 +65,7 @@ def check_backend(
 
 
 def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[str]:
-    """Return names of full parameters in modules with split columns, whose widths do not fit."""
+    """Return the unsplit parameters of modules whose columns are split. Their widths differ."""
     if architecture.has_table:
         return []
     model = empty_model(architecture)

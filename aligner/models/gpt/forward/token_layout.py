@@ -234,7 +234,6 @@ def _shared_tokens(
 
 
 def _unshared(lengths: IntArray) -> PrefixTree:
-    """Return the tree in which every sequence is a separate run."""
     sequences = np.arange(len(lengths))
     return PrefixTree(
         starts=np.zeros_like(lengths),

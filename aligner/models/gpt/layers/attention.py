@@ -196,5 +196,4 @@ def _keys_of_buckets(
 
 
 def _join_heads(out: Tensor) -> Tensor:
-    """Reshape ``[B, heads, S, D]`` to ``[S, B, heads * D]``."""
     return out.permute(2, 0, 1, 3).flatten(2)

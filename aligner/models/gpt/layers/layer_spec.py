@@ -250,10 +250,7 @@ def local_layer_spec(
     fusions: bool = True,
     has_experts: bool = False,
 ) -> ModuleSpec:
-    """Return the spec of a layer with megatron-core's linears, `Norm` and `CoreAttention`.
-
-    ``fusions``: use grouped products for experts.
-    """
+    """Return the spec of a layer with megatron-core's linears, `Norm` and `CoreAttention`."""
 
     def linear(name: str, plain: type, adapted: type) -> type | ModuleSpec:
         if lora is None or name not in lora.linears:

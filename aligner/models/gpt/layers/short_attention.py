@@ -65,8 +65,6 @@ def _add_quarter_turn(source: Tensor, target: Tensor, sin: Tensor, sign: float =
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Causal attention ``[S, B, G * R * D]`` of ``mixed``, see `short_attention`."""
-
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # Rotate into the packed buffer, which the backward pass reads.
@@ -114,7 +112,6 @@ class _ShortAttention(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=8)
 def _causal_bias(length: int, queries: int, dtype: torch.dtype) -> Tensor:
-    """Return the causal mask ``[R * S, S]``: 0 if the query attends to the key, else -inf."""
     with torch.inference_mode(False):
         bias = torch.full((length, length), -math.inf, dtype=dtype)
         return bias.triu_(1).repeat(queries, 1)

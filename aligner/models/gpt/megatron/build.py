@@ -111,7 +111,6 @@ _SAME_NAMES = (
 
 
 def _network(architecture: GPTArchitecture) -> dict[str, Any]:
-    """Return the shape, operations and initial weights of the layers."""
     scaling = architecture.rope_scaling
     return {
         **{name: getattr(architecture, name) for name in _SAME_NAMES},
@@ -139,9 +138,10 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
 
 
 def _experts(architecture: GPTArchitecture, fp8: str | None) -> dict[str, Any]:
-    """Return the settings of experts and their router."""
     is_moe = architecture.num_moe_experts is not None
+    dense = architecture.layers_without_experts
     return {
+        "moe_layer_freq": layer_flags(dense, architecture, invert=True) or 1,
         "num_moe_experts": architecture.num_moe_experts,
         "moe_router_topk": architecture.moe_router_topk,
         "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size if is_moe else None,
@@ -161,9 +161,7 @@ def _experts(architecture: GPTArchitecture, fp8: str | None) -> dict[str, Any]:
 def _sigmoid_router(architecture: GPTArchitecture) -> dict[str, Any]:
     if not architecture.moe_router_sigmoid:
         return {}
-    dense = architecture.layers_without_experts
     return {
-        "moe_layer_freq": layer_flags(dense, architecture, invert=True) or 1,
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": architecture.moe_router_groups,
         "moe_router_group_topk": architecture.moe_router_group_topk,
@@ -173,7 +171,6 @@ def _sigmoid_router(architecture: GPTArchitecture) -> dict[str, Any]:
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the sizes of the parallel axes."""
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -277,7 +274,7 @@ def _cap_logits(cap: float, module: Any, args: Any, output: tuple[Tensor, None])
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Mark the split weights. The gradient norm counts unmarked weights only on rank 0."""
+    """Set megatron-core's attributes of split weights, which the gradient norm reads."""
     split = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in model.modules():
         for kind, dim in split.items():

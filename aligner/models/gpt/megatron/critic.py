@@ -145,10 +145,10 @@ def forward_step_value(
             ``input_ids`` int64 ``[b, S]``, ``input_lengths`` int64 ``[b]`` and those of the loss.
         model: this pipeline stage of the model, with or without megatron-core's wrapper.
         value_head: `ValueHead`, or None before the last stage.
-        loss_fn: loss of the values, from this library or a published one.
+        loss_fn: loss of the values, with the interface of this library or NeMo-RL.
         pack_sequences: pack the sequences of a mapping into one row without padding.
-        cp_normalize: False multiplies the loss by the context-parallel size. By default, gradients
-            summed over context-parallel ranks are those of one loss.
+        cp_normalize: False multiplies the loss by the context-parallel size. By default, the sum of
+            the gradients over context-parallel ranks is the gradient of the loss.
         right_shift: see `framed_outputs`.
 
     The other arguments are ignored. Returns the stage's output, and a function that computes loss

@@ -223,7 +223,6 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     @property
     def _last_stage(self) -> int:
-        """Global rank of the last pipeline stage."""
         return dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
 
     # Learning ---------------------------------------------------------------------------------

@@ -124,10 +124,7 @@ class _SavedRole:
     def read(
         self, name: str, kind: str, part: tuple[int, int], shape: Shape, elements: range
     ) -> Tensor:
-        """Return ``elements`` of the flattened tensor of a part, in this run's layout.
-
-        ``kind``: weight or name of a moment. ``part``: see `_part`. ``shape``: shape of the part.
-        """
+        """Return ``elements`` of a flattened part (see `_part`) in this run's layout."""
         # The saved layout splits the tensor as this layout does.
         piece = self._pieces(name)[0]
         (rank, size), (_, count) = part, piece["part"]
@@ -202,8 +199,9 @@ class _SavedRole:
 
 
 def _incomplete(missing: str) -> CheckpointError:
-    remedy = "Delete this state, so that the run resumes from an earlier state"
-    return CheckpointError(f"the run state does not contain {missing}. {remedy}")
+    return CheckpointError(
+        f"the run state does not contain {missing}. Delete it to resume from an earlier state"
+    )
 
 
 class RoleWeights(RoleModel):
@@ -327,10 +325,8 @@ class RoleWeights(RoleModel):
         return adapter_shapes(self.architecture, self.settings.lora)
 
     def _owned_slices(self) -> dict[Tensor, OwnedSlice]:
-        """Return the slice that this process updates, or all of a frozen parameter, by parameter.
-
-        Weights that are frozen because the model has adapters are omitted.
-        """
+        """Return the slice that this process updates, or all of a frozen parameter."""
+        # Weights that are frozen because the model has adapters are omitted.
         slices = () if self.optimizer is None else self.optimizer.owned_slices()
         owned: dict[Tensor, OwnedSlice] = {piece.parameter: piece for piece in slices}
         for parameter in self.gpt.parameters():
