@@ -201,7 +201,6 @@ class GatheredTensors(LazyTensors):
         return torch.empty(shape, dtype=dtype, device=accelerator.device())
 
     def _joined(self, name: str) -> Tensor:
-        """Join a tensor of this stage from the parts of the stage's ranks."""
         part = self._transform(self._parts[self._local_name(name)])
         if self._ep is not None and (expert := self._expert(name)):
             tensor = part.contiguous() if expert[0] == self._ep.rank() else torch.empty_like(part)
@@ -214,15 +213,12 @@ class GatheredTensors(LazyTensors):
         return merge(name, parts, self._architecture)
 
     def _expert(self, name: str) -> tuple[int, int] | None:
-        """Return the expert-parallel rank of an expert's weight and the expert's index there.
-
-        Returns None for other weights, and without expert parallelism.
-        """
+        """Return the rank that has an expert's weight and the expert's number there, else None."""
         match = EXPERT.search(name)
         return None if match is None or self._ep is None else divmod(int(match[1]), self._experts)
 
     def _local_name(self, name: str) -> str:
-        """Return the name of this rank's tensor in the place of another rank's ``name``."""
+        """Return the name of this rank's expert with the same local number as ``name``."""
         expert = self._expert(name)
         if self._ep is None or expert is None:
             return name

@@ -52,8 +52,8 @@ def _compare_turns(
     ``returns``, ``penalised_returns``: float64 [B, K], without and with the KL penalty.
     ``has_turn``: bool [B, K], True if the sample reaches the turn. ``groups``: int64 [B].
 
-    Returns advantages, float64 [B, K], 0 where the compared returns are equal. Also returns,
-    float64 [B, 1], the standard deviation over the group's samples, the largest of all turns.
+    Returns advantages, float64 [B, K], 0 where the compared returns are equal, and the group's
+    standard deviation, the largest of all turns, float64 [B, 1].
     """
     index = torch.arange(has_turn.shape[1], device=has_turn.device).expand(has_turn.shape)
 

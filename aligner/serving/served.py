@@ -120,7 +120,7 @@ class Served:
         Raises `DataError` if the prompt is empty, too long, or has ids outside the vocabulary.
         """
         if not prompt:
-            raise DataError("the prompt is empty. Send some text")
+            raise DataError("the prompt has no token. Send some text")
         self.check_ids(prompt)
         room = self.positions - len(prompt)
         longest = request.longest or min(room, self.defaults.length.max_length)

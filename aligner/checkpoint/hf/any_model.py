@@ -81,10 +81,9 @@ class TransformersSource:
 
 
 class LoadedWeights(Mapping[str, Tensor]):
-    """Float32 parameters and persistent buffers of a directory's model, in host memory."""
+    """Float32 parameters and persistent buffers of a directory, loaded at the first access."""
 
     def __init__(self, source: TransformersSource) -> None:
-        """Save ``source``. The weights are loaded when the first one is indexed."""
         self._source = source
 
     @cached_property
@@ -166,10 +165,7 @@ def read_any(folder: Path, *, trusted: bool = False) -> TransformersSource:
 def architecture_of(
     settings: Mapping[str, Any], origin: str, *, trusted: bool = False
 ) -> TransformersArchitecture:
-    """Return the architecture for ``settings``, the ``config.json`` of the directory ``origin``.
-
-    ``trusted`` and errors: see `read_any`.
-    """
+    """Return the architecture for a ``config.json``. ``origin``: its directory. See `read_any`."""
     # Code of the directory runs only if the user trusts the directory.
     code = origin if trusted and "auto_map" in settings else ""
     _check_type(settings, origin, bool(code))
@@ -325,7 +321,7 @@ def parameter_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
 
 
 def body_path(model: "PreTrainedModel") -> str:
-    """Return the name of the submodule below the output layer, which computes hidden states."""
+    """Return the name of the submodule that computes the output layer's input."""
     # Neither ``get_decoder`` nor ``base_model`` is this module for all types.
     for body in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
         if body is not None and body is not model and not isinstance(body, nn.Linear):
@@ -402,10 +398,9 @@ def _as_in_files(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> dic
 
 
 class FileWeights(Mapping[str, Tensor]):
-    """Weights by their names in Hugging Face files. A weight is converted when it is indexed."""
+    """Weights by their names in files, converted when indexed from weights of the module."""
 
     def __init__(self, weights: Mapping[str, Tensor], architecture: GPTArchitecture) -> None:
-        """Save ``weights``, tensors by their names in the module."""
         self._weights = weights
         self._model, self._names = names_in_files(architecture)
         self._converted: dict[str, Tensor] = {}  # of one tensor of the module

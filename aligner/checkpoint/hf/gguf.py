@@ -71,9 +71,9 @@ _ROPE_FACTORS = "rope_freqs.weight"
 def read_gguf(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], dict[str, bytes]]:
     """Convert a GGUF file to the content of a Hugging Face directory.
 
-    Returns the content of ``config.json``, the float32 tensors by name (read when they are
-    indexed), and the tokenizer files by name. Raises `CheckpointError` if the file is damaged or
-    contains an unsupported key or tensor.
+    Returns the content of ``config.json``, name → float32 tensor (read when it is indexed), and
+    name → content of the tokenizer files. Raises `CheckpointError` if the file is damaged, or has
+    an unsupported key or tensor.
     """
     reader, values = gguf_values(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -156,7 +156,6 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
 def _family(
     architecture: str, config: dict[str, Any], settings: dict[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return ``model_type`` and the family's ``config.json`` keys, taken out of ``settings``."""
     kind = _MODEL_TYPES[architecture]
     if kind == "llama" and "sliding_window" in config:
         return {"model_type": "mistral"}

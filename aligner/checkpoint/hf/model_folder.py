@@ -67,7 +67,8 @@ class HuggingFaceModel:
 def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
     """Open a Hugging Face directory (``config.json``, safetensors) or a ``.gguf`` file.
 
-    A weight is read when it is indexed. Raises `CheckpointError` for other and damaged files.
+    A weight is read when it is indexed. Raises `CheckpointError` if ``path`` is damaged, or has
+    another format.
     """
     path = Path(path)
     if path.is_dir():
@@ -126,7 +127,6 @@ class SafetensorsFolder(LazyTensors):
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the file name of each tensor that ``index`` lists."""
     listed: Any = read_json(index).get("weight_map")
     entries = listed if isinstance(listed, dict) else {"weight_map": listed}
     for key, name in entries.items():
@@ -148,10 +148,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the content of each tokenizer file in a directory, by name.
+    """Return name → content of the tokenizer files in a directory.
 
-    transformers converts files of slow tokenizers. If no file lists several end tokens, those of
-    ``config``, the content of ``config.json``, are added.
+    transformers converts other formats to ``tokenizer.json``. If the files lack a list of end
+    tokens, it is taken from ``config``, the content of ``config.json``.
     """
     files = read_files(folder, TOKENIZER_FILES)
     if is_slow(folder):
@@ -172,8 +172,8 @@ def save_hf(
     """Write a new Hugging Face directory for ``from_pretrained``.
 
     A reward model becomes a sequence classifier, a critic a token classifier. ``keys``: the model's
-    settings under NeMo's keys. Raises `CheckpointError` if transformers has no classifier with
-    equal scores, and the errors of `new_folder`.
+    settings under NeMo's keys. Raises `CheckpointError` if no classifier of transformers gives the
+    same scores, and the errors of `new_folder`.
     """
     folder = Path(folder)
     for name in tokenizer_files:
@@ -228,7 +228,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the ``config.json`` settings of a reward model, or of a critic if ``keys`` is None."""
+    """Return ``config.json`` keys of a reward model, or of a critic if ``keys`` is None."""
     if family.table is not LLAMA_TABLE:
         raise CheckpointError(
             f"the model has a reward head (rm_head), which a Hugging Face {family.model_type} "
@@ -254,7 +254,6 @@ def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None
 
 
 def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | list[int] | None]:
-    """Return the ids of special tokens. ``eos_token_id`` is a list if there are several."""
     if not tokenizer_files:
         return {}
     tokenizer = tokenizer_from_files(tokenizer_files)

@@ -45,7 +45,7 @@ def save_peft(
     if has_head and not (has_table and config_to_hf(architecture)[0].table is LLAMA_TABLE):
         raise CheckpointError(
             f"the adapters include a reward head (rm_head), which a Hugging Face "
-            f"{architecture.family} cannot represent. Merge them into the model"
+            f"{architecture.family} cannot represent. Merge them with `aligner merge-lora`"
         )
     if has_table:
         state, layers = _table_state(adapters, architecture, has_head)
@@ -101,7 +101,6 @@ def _any_state(
 def _table_state(
     adapters: Adapters, architecture: GPTArchitecture, has_head: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return PEFT tensors and settings for a family with a table of tensor names."""
     family, _ = config_to_hf(architecture)
     # A and B of every linear of Hugging Face's model.
     linears = {

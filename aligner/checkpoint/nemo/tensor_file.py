@@ -36,10 +36,7 @@ _THREAD_BYTES = 1 << 20  # for smaller records, starting a thread costs more tha
 
 
 class Record:
-    """Bytes of one record of a zip file, and the CRC-32 ``crc`` with which they were written.
-
-    If ``crc`` is None, the bytes are not checked. ``name`` is for errors.
-    """
+    """Bytes of a record in a zip file. ``crc``: CRC-32 when they were written, None if unknown."""
 
     def __init__(self, content: memoryview, crc: int | None, name: str) -> None:
         self.content, self._crc, self._name = content, crc, name
@@ -70,10 +67,7 @@ class Record:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of any shape and dtype in a file.
-
-    ``view`` is a view of the mapped file, whose checksum has not been compared yet.
-    """
+    """Tensor in a mapped file. The checksum of ``view`` has not been compared yet."""
 
     view: Tensor
     record: Record | None = None  # None: the bytes have been compared already
@@ -88,7 +82,7 @@ class StoredTensor:
         return [] if self.record is None else [self.record]
 
     def tensor(self, index: tuple[int, ...] = ()) -> Tensor:
-        """Return ``view[index]``, whose checksum has not been compared yet."""
+        """Return ``view[index]``. Its checksum has not been compared yet."""
         part = self.view[index]  # its address may not be aligned to the dtype
         return part.clone() if part.data_ptr() % part.element_size() else part
 
@@ -187,7 +181,6 @@ def _stored(value: Any, records: Mapping[int, Record]) -> Any:
 
 
 def _bytes_of(file: zipfile.ZipFile, info: zipfile.ZipInfo, content: memoryview) -> memoryview:
-    """Return the bytes of a record, as a view of ``content`` unless they are compressed."""
     if info.compress_type != zipfile.ZIP_STORED:
         return memoryview(bytearray(file.read(info)))
     mark, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(content, info.header_offset)

@@ -138,10 +138,7 @@ class LazyWeights(LazyTensors):
         return merge(name, [self._read(part) for part in self._parts[name]], self._architecture)
 
     def _resplit(self, name: str, axis: int, like: Tensor, tp_rank: int, tp_size: int) -> Tensor:
-        """Return this rank's part from the rows (or columns) that it has in each of the parts.
-
-        ``like``: one of the parts, all of which have its shape and dtype.
-        """
+        """Copy this rank's rows (or columns) from the parts, which are of the shape of ``like``."""
         self._check_shape(name)
         parts, shape = self._parts[name], like.shape
         ranks = {"tp_rank": tp_rank, "tp_size": tp_size}

@@ -83,10 +83,7 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def is_json(tree: Any) -> bool:
-    """Return whether JSON can represent the tree exactly.
-
-    JSON cannot represent tensors, tuples, integer keys, NaN, infinity and bytes.
-    """
+    """Return whether JSON represents the tree exactly: no tensors, tuples, NaN, integer keys."""
     if isinstance(tree, dict):
         return all(isinstance(k, str) and is_json(v) for k, v in tree.items())
     if isinstance(tree, list):
@@ -108,10 +105,7 @@ def normalise(tree: Any, where: str = "state") -> Any:
 
 
 def copied(tree: Any, memory: CopyMemory) -> Any:
-    """Return a tree with copies of all tensors in ``memory``.
-
-    ``tree``: result of `map_tensors`. ``memory``: cleared for at least `bytes_to_copy` bytes.
-    """
+    """Return a result of `map_tensors` with copies in ``memory`` (see `bytes_to_copy`)."""
     is_covered = _covering(tree)
     copies: dict[int, Tensor] = {}
 
@@ -161,12 +155,12 @@ def bytes_to_copy(tree: Any) -> int:
 
 
 def storage_bytes(storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
-    """Return a storage as a uint8 tensor [bytes]. ``device``: device of its tensors, if fake."""
+    """Return a storage as uint8 [bytes]. ``device``: device of its tensors, if they are fake."""
     return torch.empty(0, dtype=torch.uint8, device=device or storage.device).set_(storage)
 
 
 def _covering(tree: Any) -> Callable[[Tensor], bool]:
-    """Return a function: whether the tree contains all elements of a tensor's storage."""
+    """Return a test whether the tree contains all elements of a tensor's storage."""
     spans: dict[int, set[tuple[int, int]]] = {}  # storage → address and bytes of its tensors
     for tensor in tensors_of(tree):
         span = tensor.data_ptr(), tensor.nbytes
@@ -203,7 +197,7 @@ _crc_options: list[bool] = []  # for each writing thread, the option before it b
 
 @contextlib.contextmanager
 def _no_archive_checksums() -> Iterator[None]:
-    """Turn off checksums in files of `torch.save`, which are never read, during the block."""
+    """Let `torch.save` write no checksums in the block, because they are never read."""
     with _crc_lock:
         _crc_options.append(torch.serialization.get_crc32_options())
         torch.serialization.set_crc32_options(False)

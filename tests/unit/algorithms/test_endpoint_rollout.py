@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 import user_agents
+from conversations import MOST, TOKENIZER, Babble, same
 from documented import ROOT
-from test_environment_rollout import MOST, TOKENIZER, Babble, same
 
 from aligner.algorithms.rollout.driver import Driver, Episode
 from aligner.algorithms.rollout.endpoint import EndpointRollouts

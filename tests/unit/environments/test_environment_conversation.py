@@ -20,25 +20,6 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def test_a_turn_by_hand():
-    """ChatML in bytes: the sampled end stays, its newline and the new message are added."""
-    tokenizer = byte_level_tokenizer()
-    talk = Conversation(ChatRenderer(tokenizer), Start([user("hi")]))
-    assert tokenizer.decode(talk.ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert talk.answered([ord("4"), 258], [-1.0, -2.0], True)["content"] == "4"
-    talk.follow(Turn([user("no")], -1.0), goes_on=True)
-    added = tokenizer.decode(talk.ids[talk.prompt_length :])
-    assert added == "4<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
-    assert talk.turn_ids[talk.prompt_length :][:3] == [1, 1, 0]
-    # An answer that was cut is closed for the policy, by tokens that it does not learn.
-    talk.answered([ord("5")], [-3.0], False)
-    at = len(talk.ids)
-    talk.follow(Turn([user("a")]), goes_on=True)
-    assert tokenizer.decode(talk.ids[at:]).startswith("<|im_end|>\n<|im_start|>user\na")
-    assert talk.turn_ids[at:] == [0] * (len(talk.ids) - at)
-    assert [turn.reward for turn in talk.turns] == [-1.0, None]
-
-
 def test_without_a_template_a_message_is_a_line():
     tokenizer = chatml(None)
     talk = Conversation(ChatRenderer(tokenizer), Start([user("guess"), user("1-9")]))

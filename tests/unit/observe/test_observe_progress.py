@@ -40,9 +40,7 @@ def test_phases_add_up_and_a_flush_starts_anew():
     assert entered == ["generate", "generate", "reward"]
     clock.now += 0.25
     assert timers.flush() == {"timers/total": 0.25}
-
-
-def test_queued_work_is_waited_for_inside_the_phase():
+    # Queued work is waited for inside the phase.
     clock = Clock()
     queued = [0.0]
 

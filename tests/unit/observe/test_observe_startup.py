@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from settings import parsed
 
 from aligner.algorithms.run.startup import working_memory
-from aligner.config import RolloutConfig, RunConfig, SequencePackingConfig, parse_config
+from aligner.config import RolloutConfig, SequencePackingConfig
 from aligner.device.accelerator import DeviceInfo
 from aligner.errors import VersionError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
@@ -26,7 +27,6 @@ from aligner.packages import (
     SUPPORTED,
     TRIED,
     OptionalPackage,
-    PackageStatus,
     check_versions,
     find_packages,
     untried_versions,
@@ -90,16 +90,7 @@ def test_batches_and_memory_by_hand():
 
 
 def test_working_memory_by_hand():
-    given = {
-        "model": {
-            "restore_from_path": "m.nemo",
-            "micro_batch_size": 2,
-            "ppo": {"rollout_micro_batch_size": 64},
-        },
-        "reward": {"function": "a.b"},
-        "data": {"train": {"source": "d.jsonl"}},
-    }
-    config = parse_config(given, RunConfig)
+    config = parsed("model.micro_batch_size=2 model.ppo.rollout_micro_batch_size=64")
     model = TINY_ARCHITECTURE  # 4 layers, 64 wide, 4 groups of 8 channels, 272 columns of logits
     memory = working_memory(config, model, length=100, on_gpus=False)
     assert memory == {
@@ -137,9 +128,7 @@ def test_versions_are_refused_or_reported():
         "transformer_engine 2.12.0+abc",
     ]
     assert outside[0].endswith("3.0 or newer, below 3.1)")
-
-
-def test_supported_versions_are_those_of_the_project_file():
+    # The supported versions are those of the project file.
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     ranges = {**SUPPORTED, **TRIED}
     del ranges["transformer_engine"]  # no dependency
@@ -175,20 +164,6 @@ def test_report_and_what_may_not_fit():
     assert "micro_batch_size" in text
     assert "a new run" in text
     assert "may not fit" not in text_of(some_summary(device=DeviceInfo("CPU", False, 9_000_020)))
-
-
-def test_missing_packages_say_what_is_lost():
-    fast = OptionalPackage("fast", "everything is slow", "pip install fast", gpu_only=True)
-    nice = OptionalPackage("nice", "less nice", "pip install nice")
-    statuses = [PackageStatus(fast, False), PackageStatus(nice, False)]
-    on_cpu, on_gpu = (
-        text_of(some_summary(packages=statuses, device=DeviceInfo("any", gpu, 2**30)))
-        for gpu in (False, True)
-    )
-    assert "fast not installed (used on GPUs only)" in on_cpu
-    assert "fast not installed: everything is slow. Get it: pip install fast" in on_gpu
-    assert "nice not installed: less nice" in on_cpu
-    assert "nice 1.2" in text_of(some_summary(packages=[PackageStatus(nice, True, "1.2")]))
 
 
 def test_packages_are_looked_up_without_importing(tmp_path, monkeypatch):

@@ -58,14 +58,14 @@ def check_backend(
     elif plan:
         reason = "adapters (model.peft.peft_scheme=lora) are not split"
     raise LayoutError(
-        f"{key} is not supported by policy.backend=dtensor, because {reason}. Set it to 1 "
+        f"{key}: policy.backend=dtensor does not support this size, because {reason}. Set it to 1 "
         "(data-parallel ranks shard the weights anyway)"
         + (", or use policy.backend=megatron" if architecture.has_table else "")
     )
 
 
 def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[str]:
-    """Return names of full parameters in modules with split columns, whose widths do not fit."""
+    """Return the unsplit parameters of modules whose columns are split. Their widths differ."""
     if architecture.has_table:
         return []
     model = empty_model(architecture)

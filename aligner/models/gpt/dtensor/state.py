@@ -135,6 +135,5 @@ def _box(shape: Shape, split: tuple[int | None, int, int], rows: range) -> list[
 
 
 def _within(inner: list[range], outer: list[range]) -> tuple[slice, ...]:
-    """Return the slices that select the ranges ``inner`` from a tensor of the ranges ``outer``."""
     pairs = zip(inner, outer, strict=True)
     return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in pairs)

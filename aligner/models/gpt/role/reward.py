@@ -30,7 +30,7 @@ class SequenceForm:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
-        """Read ``model_config.yaml``, None without the key. Raises `CheckpointError` if invalid."""
+        """Read ``model_config.yaml``. None if the form is missing, `CheckpointError` if invalid."""
         match section := config.get(_SEQUENCES):
             case None:
                 return None
@@ -61,8 +61,7 @@ class Standardization:
         """Compute mean and unbiased standard deviation of ``rewards``, float ``[N]``."""
         if rewards.numel() < 2 or not rewards.std() > 0:
             raise CheckpointError(
-                f"{rewards.numel()} rewards without any spread cannot be standardised, because "
-                "their standard deviation is 0 or undefined. Set "
+                f"{rewards.numel()} rewards without any spread cannot be standardised. Set "
                 "trainer.reward_model.standardize_on=null, or train for longer"
             )
         double = rewards.double()
@@ -70,7 +69,7 @@ class Standardization:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "Standardization | None":
-        """Read ``model_config.yaml``, None without the key. Raises `CheckpointError` if invalid."""
+        """Read ``model_config.yaml``. None if off or missing, `CheckpointError` if invalid."""
         section = config.get(_STANDARDIZATION) or {}
         if not section.get("enable"):
             return None
