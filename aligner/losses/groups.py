@@ -226,7 +226,7 @@ def turn_advantages(
 
     The advantage of turn t is its return (the rewards from turn t on) minus a baseline. The
     baseline is the mean return from turn t on, over the other samples of the group. If no other
-    sample has turn t, the latest earlier turn that another sample has is used. ``reinforce`` has no
+    sample has turn t, it is computed from the latest earlier turn of others. ``reinforce`` has no
     baseline. ``dr_grpo`` and ``grpo`` multiply the advantage by (n - 1)/n with n samples in the
     group. ``grpo`` also divides by the standard deviation of returns in the group, the largest over
     the turns, so that no advantage is above sqrt(n). The advantage is exactly 0 if the compared

@@ -132,7 +132,7 @@ class Sample:
 
 
 class MetricsWriter:
-    """Writer of ``metrics.jsonl`` and ``samples.jsonl`` in ``folder``, for TensorBoard and W&B too.
+    """Writer of ``metrics.jsonl`` and ``samples.jsonl`` in ``folder``, and of metrics to loggers.
 
     A line of ``metrics.jsonl`` contains ``step`` and the step's metrics by full name, sorted. A
     line of ``samples.jsonl`` contains a `Sample`. Write the lines of a step before its run state is

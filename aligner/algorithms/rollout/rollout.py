@@ -77,7 +77,7 @@ class RolloutSource(ABC):
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
     ) -> PendingGeneration:
-        """Begin `collect`. Its result is a rollout batch, or an engine's output (`rollout_of`)."""
+        """Begin `collect` in the background. `rollout_of` converts the result of an engine."""
 
 
 class SingleResponses(RolloutSource):
