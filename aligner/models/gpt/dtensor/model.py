@@ -294,7 +294,7 @@ class DTensorModel(RoleModel, LightningModule):
 def _runnable(
     settings: RoleSettings, form: ModelForm, architecture: GPTArchitecture
 ) -> RoleSettings:
-    """Return a copy of the settings that packs and shares prefixes only if the model can."""
+    """Return the settings with packing and shared prefixes turned off if ``form`` forbids them."""
     packed = settings.sequence_packing
     if packed is True and form.way == "rows":
         faults = "; ".join(f"{WORDS[way]}: {fault}" for way, fault in form.faults.items())
