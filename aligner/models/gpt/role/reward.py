@@ -51,7 +51,7 @@ class RewardModelType(enum.Enum):
 
 @dataclass(frozen=True)
 class Standardization:
-    """Map of a reward to ``(reward - mean) / std``, measured on a fixed data set."""
+    """Maps rewards to ``(reward - mean) / std``. A fixed data set determines both numbers."""
 
     mean: float
     std: float
