@@ -97,7 +97,7 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
 
 
 def _sources(name: str, value: Any) -> Iterator[str]:
-    """Yield the source of ``value`` and of each object it uses. Importable ones yield a path."""
+    """Yield the source of ``value`` and of each object it uses, or an importable object's path."""
     # Breadth first, so that the order does not depend on memory addresses.
     pending, visited = [(name, value)], set[int]()
     while pending:

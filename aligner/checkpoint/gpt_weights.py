@@ -213,7 +213,7 @@ class GatheredTensors(LazyTensors):
         return merge(name, parts, self._architecture)
 
     def _expert(self, name: str) -> tuple[int, int] | None:
-        """Return the rank that has an expert's weight and the expert's number there, else None."""
+        """Return an expert's rank and its number on this rank, or None for other weights."""
         match = EXPERT.search(name)
         return None if match is None or self._ep is None else divmod(int(match[1]), self._experts)
 

@@ -236,7 +236,7 @@ def _accepted(
         return [argument]
     value = None if override.is_sweep_override() else override.value()
     if not key:
-        raise ConfigError(f"{_short(argument)}: names no key. Write it as key=value")
+        raise ConfigError(f"{_short(argument)}: the key is missing. Write key=value")
     is_group = any((folder / key).is_dir() for folder in folders or filter(None, [conf_dir]))
     if (is_group or override.package is not None or "/" in key) and not isinstance(value, dict):
         if not (override.is_delete() or override.is_sweep_override()):

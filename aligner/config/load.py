@@ -94,11 +94,11 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
 
 
 def derive_batches(config: Run, values: Mapping[str, Any]) -> Run:
-    """Return ``config`` with batch sizes that are null in ``values`` derived from the others.
+    """Return ``config`` with computed batch sizes where they are null in ``values``.
 
-    The samples of a step are divided into the fewest equal global batches of at most 64 samples, in
-    every layout. A micro-batch is the largest divisor up to 8 of a data-parallel rank's share. If
-    no size fits, the default is kept and `check_config` raises an error.
+    A step's samples are divided into the fewest equal global batches of at most 64 samples. A
+    micro-batch is the largest divisor up to 8 of a data-parallel rank's share. If no size fits, the
+    default is kept and `check_config` raises an error.
     """
     model = _with_batches(config, "model", values, config.trainer.world_size)
     config = replace(config, model=model)

@@ -164,7 +164,7 @@ def keys_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def type_below(hint: Any, step: str | int) -> Any:
-    """Return the type of the value at key or index ``step`` in a ``hint``. None without one."""
+    """Return the type under key or index ``step`` of a value of type ``hint``, or None."""
     for arm in arms_of(hint):
         origin, args, section = get_origin(arm), get_args(arm), section_in(arm)
         if arm is Any:

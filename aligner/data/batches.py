@@ -128,7 +128,7 @@ class PromptSampler:
         """Continue from ``state``. The batch size may differ.
 
         If ``size``, ``seed`` or ``shuffle`` differ, raise `DataError`. With ``may_change``,
-        continue at the same position of the new order, or at the next epoch if there is none.
+        continue at the same position of the new order, or in the next epoch if it is shorter.
         """
         for name in ("size", "seed", "shuffle"):
             if state[name] != getattr(self, name) and not self.may_change:

@@ -109,7 +109,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         total = self.size
         size = total if batch_size is None else batch_size
         if shards < 1:
-            raise DataError(f"shards={shards} is not a number of shards. Pass at least 1")
+            raise DataError(f"shards={shards} must be at least 1")
         if total and (size < 1 or (total % size and not allow_uneven_shards)):
             raise DataError(
                 f"{total} rows are not a multiple of the batch size {size}. Change the batch "
@@ -117,7 +117,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             )
         starts = range(0, total, max(1, size))
         batches = [range(start, min(start + size, total)) for start in starts]
-        # Micro-batches by tokens: rows are selected for balanced shards.
+        # With a token budget, rows are assigned to shards so that numbers of tokens are balanced.
         if dynamic_batching_args is not None:
             return self._planned(dynamic_plan(self.data, dynamic_batching_args, batches, shards))
         if sequence_packing_args is not None:
@@ -224,7 +224,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict]":
-        """Yield the micro-batches of a global batch, with ``sequence_dim`` cut to their width."""
+        """Yield a global batch's micro-batches, without unneeded padding in ``sequence_dim``."""
         bounds, lengths = self._only_global_batch()
         for (start, end), length in zip(bounds, lengths, strict=True):
             microbatch = self.slice(start, end)

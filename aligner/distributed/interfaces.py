@@ -41,7 +41,7 @@ class WorkerGroup(Protocol):
         """After a failed call, wait until workers answer again. Return whether all answered."""
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on each worker, then end the workers. Return its success."""
+        """Call ``cleanup_method`` on each worker, then end the workers. False: cleanup failed."""
 
 
 class Cluster(Protocol):

@@ -102,9 +102,8 @@ class SequencePacker(ABC):
         for index, length in enumerate(lengths):
             if not 0 <= length <= self.bin_capacity:
                 raise DataError(
-                    f"sequence {index} has {length} tokens, but a packed row has room for 0 to "
-                    f"{self.bin_capacity}. Raise the token budget of micro-batches or drop the "
-                    "sequence"
+                    f"sequence {index} has {length} tokens, but a packed row has at most "
+                    f"{self.bin_capacity}. Raise the token budget or drop the sequence"
                 )
         bins = self._pack(lengths)
         count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)

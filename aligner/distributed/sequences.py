@@ -133,8 +133,8 @@ def build_prefix_tree(
 def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -> PrefixTree | None:
     """Build the prefix tree of a batch. Returns None if the tree saves too few tokens.
 
-    ``input_ids``: ``[b, S]``, right-padded. ``lengths``: ``[b]``. ``multiple``: runs, and sequences
-    without a tree, are padded to a multiple of this length.
+    ``input_ids``: ``[b, S]``, right-padded. ``lengths``: ``[b]``. ``multiple``: runs of the tree,
+    or sequences without a tree, are padded to multiples of this length.
     """
     if len(lengths) < 2:
         return None
@@ -183,15 +183,15 @@ def prefix_groups(
 ) -> list[list[RowGroup]]:
     """Group adjacent rows with a common prefix. Returns the groups of each global batch.
 
-    A group has at most ``max_tokens`` tokens. Its rows, each with its prefix, have at most the
-    tokens of a shard's equal part of the global batch.
+    A group has at most ``max_tokens`` tokens, with the prefix counted once. Its rows have at most
+    1 / ``shards`` of the tokens of the global batch, with the prefix counted in every row.
 
     Args:
         input_ids: token ids ``[B, S]``, right-padded. None: ignore common prefixes.
         lengths: number of tokens of each row, ``[B]``.
         batches: row indices of each global batch.
         rows_per_group: number of adjacent rows that always stay together.
-        multiple: runs, and sequences without a tree, are padded to a multiple of this length.
+        multiple: prefixes, their continuations and other rows are padded to multiples of it.
         max_tokens: token budget of a micro-batch.
         shards: number of shards of a global batch.
     """

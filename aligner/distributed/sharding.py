@@ -165,7 +165,7 @@ class SequencePackingArgs(_TokenBudget):
 
 
 class MicroBatching(TypedDict, total=False):
-    """Arguments of `shard_by_batch_size` for micro-batches by tokens. At most one key is set."""
+    """Arguments of `shard_by_batch_size` with a token budget. At most one key is set."""
 
     dynamic_batching_args: DynamicBatchingArgs
     sequence_packing_args: SequencePackingArgs
@@ -255,7 +255,7 @@ def _items(
     multiple: int,
     shards: int,
 ) -> tuple[list[RowGroup], list[range], list[int]]:
-    """Return all items, the item indices of each global batch, and the length of each row."""
+    """Form the items. Return them, their indices per global batch, and the length of each row."""
     lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
     size, rows = at_least("rows_per_group", args.get("rows_per_group", 1), 1), len(lengths)
     if rows % size:

@@ -124,7 +124,7 @@ def run_sharded(
 
     ``batch_size``: number of rows in a global batch, which is split evenly over the ranks. None:
     rows are independent, and shards may be uneven or empty. ``batching``: arguments for
-    micro-batches by tokens (`micro_batching`). ``kwargs``: other arguments of the method.
+    micro-batches (`micro_batching`). ``kwargs``: other arguments of the method.
     """
     shards: Any = data.shard_by_batch_size(
         group.sharding_annotations.shape["data_parallel"],
@@ -154,11 +154,11 @@ def micro_batching(
     micro_batch_size: int | None = None,
     rows_per_group: int = 1,
 ) -> MicroBatching:
-    """Return the arguments of `shard_by_batch_size` for micro-batches by tokens.
+    """Return the arguments of `shard_by_batch_size` for micro-batches with a token budget.
 
-    The result is empty without a token budget, if ``micro_batch_size`` is given, or if ``model`` is
-    None (the workers form micro-batches themselves). ``rows_per_group``: adjacent rows that stay in
-    one micro-batch. ``training``: selects the token budget.
+    The result is empty if there is no budget, if ``micro_batch_size`` is given, or if ``model`` is
+    None (the workers form micro-batches themselves). ``training``: use the budget of training, not
+    of scoring. ``rows_per_group``: number of adjacent rows that stay in one micro-batch.
     """
     if model is None or model.token_budgets is None or micro_batch_size is not None:
         return {}

@@ -116,7 +116,7 @@ class RefitWorker(ABC):
     # Before and after a refit -----------------------------------------------------------------
 
     def offload_before_refit(self) -> None:
-        """Free cached memory of a device that the engine uses, too."""
+        """Free cached memory of the device for the engine."""
         accelerator.release_memory()
 
     def offload_after_refit(self) -> None:

@@ -223,7 +223,7 @@ class TrainedModelConfig(ModelSourceConfig):
 
     @property
     def length_multiple(self) -> int:
-        """Multiple that lengths are rounded up to before a token budget counts them."""
+        """Multiple to which sequences are padded in a micro-batch with a token budget."""
         if self.sequence_packing.enabled is True:
             return self.parallel.sequence_multiple
         if self.dynamic_batching.enabled:

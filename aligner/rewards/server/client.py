@@ -90,7 +90,7 @@ class RewardClient:
         }
 
     def check(self) -> tuple[str, ...]:
-        """Wait until the server is ready and accepts the token. Return names of its attributes."""
+        """Wait until the server is ready and accepts the token. Return its reward attributes."""
         health = _RewardRequest("GET", HEALTH, b"", partial(validated, HealthAnswer))
         answer: HealthAnswer = self._send_all([health, _score_request([], 1)])[0]
         return tuple(answer.attributes)

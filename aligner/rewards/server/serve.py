@@ -67,7 +67,7 @@ class RewardService:
         def encode(samples: Sequence[WireSample]) -> list[Ids]:
             limit = self.queue.max_items
             if len(samples) > limit:
-                cause = f"{len(samples)} samples, at most {limit} are taken in a request"
+                cause = f"{len(samples)} samples, at most {limit} are scored in one request"
                 raise HTTPException(413, cause)
             return [self.encode(sample) for sample in samples]
 

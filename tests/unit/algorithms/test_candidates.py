@@ -122,5 +122,5 @@ def test_prompts_too_long_for_the_student_are_limited_by_data_max_length(tiny_ne
     with pytest.raises(DataError, match=r"longer than max_length=5 .*: raise max_length$"):
         train_distill(parsed({**run, "data.max_length": 5}, DistillRunConfig))
     run["model.distill.length_params.max_length"] = 250
-    with pytest.raises(ConfigError, match=r"longest prompt has 1\d tokens .* data.max_length=6 "):
+    with pytest.raises(ConfigError, match=r"longest prompt has 1\d tokens.* data.max_length=6 "):
         train_distill(parsed(run, DistillRunConfig))

@@ -202,7 +202,7 @@ def test_rewards_of_an_agent_that_are_too_large_together_are_a_failure():
         agents_collected([task("earns_too_much")], **RUN)
 
 
-def test_accuracy_is_the_last_that_was_reported():
+def test_accuracy_is_the_last_that_was_reported_and_a_share():
     def turn(value, *, done=False):
         return Turn([] if done else ON, {"reward": 1.0, "accuracy": value, "late": 1.0}, done)
 
@@ -213,9 +213,6 @@ def test_accuracy_is_the_last_that_was_reported():
     metrics = score(EnvironmentReward(), batch)
     assert metrics["accuracy"] == 0.625
     assert metrics["reward_parts/late"] == 2.0  # a missing part is 0
-
-
-def test_accuracy_is_a_share():
     for value in (1.5, -0.1, 2):
         with pytest.raises(DataError, match=f"accuracy is {value}. It must be from"):
             check_turn(Turn(reward={"reward": 1.0, "accuracy": value}, done=True))

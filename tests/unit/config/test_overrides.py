@@ -42,7 +42,7 @@ CONF = Path(__file__).parents[3] / "conf"
         ("reward.function=a(b", "into inner quotes: 'reward.function=\"a\\(b\"'"),
         ("seed=1,2", "Write a list as"),
         ("recipes/ppo_tiny_cpu", "--config-name recipes/NAME"),
-        ("=3", "names no key"),
+        ("=3", "the key is missing"),
         ("trainer.ppo.max_steps.first=1", "trainer.ppo.max_steps has no keys below it"),
         ("trainer.max_steps=1", "Did you mean trainer.ppo.max_steps"),
     ],

@@ -54,7 +54,6 @@ trainer.ppo.gae_lambda=1.5 | trainer.ppo.gae_lambda | between 0 and 1 | 1.5
 model.optim.lr=0 | model.optim.lr | greater than 0
 model.micro_batch_size=2.5 | model.micro_batch_size | an integer
 seed=null | seed | an integer, got null
-model.optim.betas=[0.9] | model.optim.betas | list of 2
 model.optim.betas=[1.0,1.0] | betas[0]: must be between 0 and 1 (exclusive)
 model.ppo.ratio_eps=[0.1,0.2,0.3] | model.ppo.ratio_eps | list of 2
 model.ppo=3 | model.ppo | expected a group of keys
@@ -177,7 +176,6 @@ trainer.ppo.advantage.credit=turn | trainer.ppo.advantage.credit=turn needs conv
     DPORunConfig: rf"""
 trainer.dpo.distance=square | distance=square is an option of rpo
 trainer.dpo.loss=kto trainer.dpo.sft_weight=1 | is an option of dpo, ipo, rpo, simpo
-trainer.dpo.loss=kto trainer.dpo.label_smoothing=0.1 | is an option of dpo, but
 trainer.dpo.loss=ipo trainer.dpo.target_margin=2 | is an option of simpo
 trainer.dpo.loss=simpo trainer.dpo.average_logprobs=true | of dpo, ipo, rpo, but
 trainer.dpo.desirable_weight=2 | desirable_weight=2.0 is an option of kto

@@ -4,15 +4,11 @@ import math
 
 import pytest
 import torch
-from loss_checks import NAN, check_loss, column, denominators, evaluate
+from loss_checks import NAN, check_loss, column, denominators, evaluate, sigmoid
 
 from aligner.errors import ConfigError, DataError
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss, kto_kl_baseline
 from aligner.types import TokenOutputs
-
-
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x))
 
 
 def hand_pair():
@@ -45,17 +41,6 @@ def check_by_hand(loss_function, expected_loss, expected_gradient):
     return metrics
 
 
-def test_dpo_by_hand():
-    """β = ½, m = 1.5: loss -log σ(1.5); slope -β·σ(-1.5) on chosen tokens, + on the rejected."""
-    slope = 0.5 * sigmoid(-1.5)
-    metrics = check_by_hand(DPOLoss(beta=0.5), math.log1p(math.exp(-1.5)), slopes(-slope, slope))
-    assert metrics["rewards_chosen"] == pytest.approx(1.0)
-    assert metrics["rewards_rejected"] == pytest.approx(-0.5)
-    assert metrics["rewards_margin"] == pytest.approx(1.5)
-    assert metrics["accuracy"] == 1.0
-    assert "sft_loss" not in metrics
-
-
 DPO = math.log1p(math.exp(-1.5))
 CDPO = 0.9 * DPO + 0.1 * math.log1p(math.exp(1.5))
 SLOPE = 0.5 * sigmoid(-1.5)  # of DPO
@@ -67,6 +52,8 @@ BACKWARD = Q * math.log(Q / P) + (1 - Q) * math.log((1 - Q) / (1 - P))
 @pytest.mark.parametrize(
     ("loss_function", "loss", "chosen", "rejected"),
     [
+        # β = ½, m = 1.5: loss -log σ(1.5); slope -β·σ(-1.5) on chosen tokens, + on the rejected.
+        (DPOLoss(0.5), DPO, -SLOPE, SLOPE),
         # ε = 0.1: 0.9·softplus(-1.5) + 0.1·softplus(1.5); slope in m: σ(m) - 0.9.
         (DPOLoss(0.5, label_smoothing=0.1), CDPO, *slope_pair(0.5 * (sigmoid(1.5) - 0.9))),
         # h = 3, 1/(2β) = 1: (3 - 1)², slope 2·2. Averaged: h = 2, loss 1, slope 2 / length.
@@ -84,10 +71,13 @@ BACKWARD = Q * math.log(Q / P) + (1 - Q) * math.log((1 - Q) / (1 - P))
     ],
     ids=str,
 )
-def test_other_losses_by_hand(loss_function, loss, chosen, rejected):
+def test_losses_by_hand(loss_function, loss, chosen, rejected):
     metrics = check_by_hand(loss_function, loss, slopes(chosen, rejected))
-    if "sft_loss" in metrics:
-        assert (metrics["sft_loss"], metrics["preference_loss"]) == pytest.approx((1.5, DPO))
+    assert ("sft_loss" in metrics) == (loss_function.sft_weight > 0)
+    if loss_function.sft_weight > 0:
+        expected = {"sft_loss": 1.5, "preference_loss": DPO, "accuracy": 1.0}
+        expected |= {"rewards_chosen": 1.0, "rewards_rejected": -0.5, "rewards_margin": 1.5}
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
 def test_simpo_by_hand():

@@ -34,14 +34,11 @@ from aligner.packages import (
 
 
 def arithmetic(**changes) -> list[str]:
-    sizes = {
-        "num_rollout_samples": 64,
-        "num_rollouts_per_prompt": 4,
-        "rollout_micro_batch_size": 20,
-    }
+    sizes = {"num_rollout_samples": 64, "num_rollouts_per_prompt": 4}
+    rollout = RolloutConfig(**sizes, rollout_micro_batch_size=20)
     roles = [TrainedRole("policy", 32, 8), TrainedRole("critic", 64, 4)]
     given = {"steps": 10, "train_prompts": 100, "data_parallel_size": 2, "passes": 2}
-    return batch_arithmetic(RolloutConfig(**sizes), roles, **{**given, **changes})
+    return batch_arithmetic(rollout, roles, **{**given, **changes})
 
 
 def some_summary(**changes) -> StartupSummary:
@@ -141,24 +138,15 @@ def test_versions_are_refused_or_reported():
 
 
 def test_report_and_what_may_not_fit():
-    summary = some_summary(
-        restored=(12, "results/tiny/checkpoints/step_000012"),
-        restores=("policy", "optimizer"),
-        notes=("3 prompts were too long and dropped",),
-    )
-    text = text_of(summary)
+    restored = {"restored": (12, "results/step_000012"), "restores": ("policy", "optimizer")}
+    text = text_of(some_summary(**restored, notes=("3 prompts were too long and dropped",)))
     for part in (
-        "GRPO on 2 processes: CPU, 2 threads",
-        "resumed after step 12 from results/tiny/checkpoints/step_000012: policy, optimizer",
-        "3 prompts were too long",
-        "1,000,001",
-        "reference (frozen)",
+        *("GRPO on 2 processes: CPU, 2 threads", "3 prompts were too long", "reference (frozen)"),
+        *("resumed after step 12 from results/step_000012: policy, optimizer", "1,000,001"),
         "= about",
     ):
         assert part in text
     assert "may not fit" not in text
-    sizes = [(role.weights, role.gradients, role.optimizer) for role in summary.roles]
-    assert sizes == [(2_000_004, 2_000_004, 2_000_008), (2_000_004, 0, 0)]
     text = text_of(some_summary(device=DeviceInfo("CPU", False, 9_000_019)))
     assert "may not fit" in text
     assert "micro_batch_size" in text
