@@ -67,8 +67,8 @@ class RefitWorker(ABC):
         """Offer the weights ``keys`` to other processes until the next call.
 
         On CPU the first worker of a machine offers weights, on GPUs every worker whose sharing key
-        (`accelerator.sharing_key`) is in ``readers``, the keys of all engines. None means all workers.
-        CUDA never frees exported memory that no process opens. Returns sharing key → handle, if any.
+        (`accelerator.sharing_key`) is in ``readers``, the keys of all engines (None: any key). CUDA
+        never frees exported memory that no process opens. Returns sharing key → handle, if any.
         """
         self._withdraw()
         tensors = self.hf_weights(keys)
