@@ -36,7 +36,7 @@ class TokenizerError(AlignerError, ValueError):
 
 
 class CheckpointError(AlignerError, ValueError):
-    """A checkpoint or run state is damaged, malicious, in another format, or of another model."""
+    """A checkpoint or run state is damaged, malicious, or does not fit the model."""
 
 
 class DamagedStateError(CheckpointError):

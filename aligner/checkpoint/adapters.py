@@ -143,25 +143,25 @@ def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
 
     body = body_path(model)
     weights: list[AdaptedWeight] = []
-    seen: set[nn.Parameter] = set()
+    seen_parameters: set[nn.Parameter] = set()
     for path, module in model.get_submodule(body).named_modules(prefix=body):
-        transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+        is_transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
         for leaf, parameter in module.named_parameters(recurse=False):
             is_linear = leaf == "weight" and isinstance(module, nn.Linear | Conv1D)
             is_of_experts = parameter.dim() == 3 and "Expert" in type(module).__name__
-            if (is_linear or is_of_experts) and parameter not in seen:
-                seen.add(parameter)
+            if (is_linear or is_of_experts) and parameter not in seen_parameters:
+                seen_parameters.add(parameter)
                 name = path if is_linear else f"{path}.{leaf}"
-                shape = tuple(parameter.mT.shape if transposed else parameter.shape)
-                weights.append(AdaptedWeight(name, shape, transposed))
+                shape = tuple(parameter.mT.shape if is_transposed else parameter.shape)
+                weights.append(AdaptedWeight(name, shape, is_transposed))
     # A target selects all weights whose names contain it.
-    adapted: set[str] = set()
+    selected_names: set[str] = set()
     for target in lora.target_modules:
         matches = {weight.name for weight in weights if is_target(target, weight.name)}
         if not matches:
             raise _no_target(target, lora, ["all", *suffixes((w.name for w in weights), 1)])
-        adapted |= matches
-    return [weight for weight in weights if weight.name in adapted]
+        selected_names |= matches
+    return [weight for weight in weights if weight.name in selected_names]
 
 
 def is_target(target: str, name: str) -> bool:

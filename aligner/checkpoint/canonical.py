@@ -65,7 +65,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def canonical_name(key: str) -> str | None:
-    """Return the canonical form of a key, with its layer number, or None to ignore the key."""
+    """Return the canonical form of a key, or None for a key that is ignored."""
     if _IGNORED.search(key):
         return None
     name = _PREFIX.sub("", key, count=1)

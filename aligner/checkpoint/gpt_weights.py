@@ -112,9 +112,7 @@ class GatheredTensors(LazyTensors):
             of any dtype.
         names: canonical names of the global tensors, in order. Names that no rank has are skipped.
         architecture: architecture of the model.
-        tp_group: tensor-parallel group, or None.
-        pp_group: pipeline-parallel group, or None.
-        ep_group: expert-parallel group, or None.
+        tp_group, pp_group, ep_group: groups of tensor, pipeline and expert parallelism, or None.
         transform: function that is applied to each part before the parts are joined.
     """
 
@@ -213,7 +211,7 @@ class GatheredTensors(LazyTensors):
         return merge(name, parts, self._architecture)
 
     def _expert(self, name: str) -> tuple[int, int] | None:
-        """Return the rank that has an expert's weight and the expert's number there, else None."""
+        """Return an expert's rank and its number on this rank, or None for other weights."""
         match = EXPERT.search(name)
         return None if match is None or self._ep is None else divmod(int(match[1]), self._experts)
 

@@ -222,20 +222,20 @@ def encode_chat(
     for index in answers if learn == "all" else answers[-1:]:
         _refuse_end_tokens(tokenizer, messages[index], index, ends)
         opening = render(tokenizer, messages[:index], tools)
-        closed = render(tokenizer, messages[: index + 1], tools, open_answer=False)
-        is_prefix = closed.startswith(opening)
+        with_answer = render(tokenizer, messages[: index + 1], tools, open_answer=False)
+        is_prefix = with_answer.startswith(opening)
         if not opening.startswith(text) or not (is_prefix or index == answers[-1]):
             raise DataError(
                 f"the chat template changes earlier messages when message {index} is added. Set "
                 "data.learn=last"
             )
         ids += encode_after(tokenizer, ids, text, opening[len(text) :])
-        answer = closed[len(opening) :] if is_prefix else _after_tag(opening, messages[index])
+        answer = with_answer[len(opening) :] if is_prefix else _after_tag(opening, messages[index])
         answer_ids = encode_after(tokenizer, ids, opening, answer)
         end = next((n for n, token in enumerate(answer_ids, 1) if token in tokenizer.end_ids), None)
         learned.append((len(ids), len(ids) + (end or len(answer_ids))))
         ids += answer_ids
-        text = closed
+        text = with_answer
     # End the last answer with an end token, and cut what follows.
     start, end = learned[-1]
     if ids[end - 1] not in tokenizer.end_ids or end == start:

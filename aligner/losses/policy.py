@@ -150,7 +150,7 @@ class PPOPolicyLoss:
         logprobs, advantages = outputs.values_or_logprobs, batch["advantages"]
         prev_logprobs = batch.get("prev_logprobs", logprobs.detach())
         mask = counted_tokens(batch, logprobs, advantages, prev_logprobs)
-        token_mean = BatchAverage(mask, denominators)  # of metrics, with every aggregation
+        token_mean = BatchAverage(mask, denominators)  # for metrics, whatever the aggregation
         average = BatchAverage(mask, denominators, self.aggregation, self.max_response_length)
 
         # Masked before exp, not after: a masked position may contain a difference that overflows,
@@ -177,7 +177,7 @@ class PPOPolicyLoss:
         loss = average(surrogate)
 
         if self.kl_coefficient != 0:
-            # Equal inputs at masked positions keep the estimate finite there, gradient included.
+            # Inputs are 0 at masked positions, so the estimate and its gradient are finite there.
             kl = kl_estimate(
                 torch.where(mask, logprobs, 0),
                 torch.where(mask, batch["ref_logprobs"], 0),

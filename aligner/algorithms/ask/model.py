@@ -133,7 +133,7 @@ def open_model(config: AskConfig, closing: ExitStack) -> InferenceModel:
     """Read the model's description, without weights, and start processes until ``closing`` ends."""
     source = find_source(config.model.restore_from_path)
     if source.backend is not None and source.backend != config.policy.backend:
-        # Only the backend that saved a run state can load it, and only one builds some models.
+        # A run state needs the backend that saved it, and some models need the dtensor backend.
         backend = build(BackendConfig, {"backend": source.backend}, "policy")
         config = replace(config, policy=backend)
     run = as_run(config, source.path, source.peft, source.tokenizer)

@@ -82,7 +82,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
         say(f"{served.name} at http://{address[0]}:{address[1]}/v1 (Ctrl-C ends)")
 
     on_rank_zero(listen)
-    # Only the policy's own engine in this process reports tokens, and rank 0 those of its rows.
+    # The policy reports tokens only in its own processes, and on rank 0 only those of its rows.
     local = isinstance(generation, Policy) and config.cluster.engine == "local"
     world = model.engine.worlds[0]
     return ServingEngine(

@@ -72,7 +72,7 @@ class Episode:
 
     @property
     def attempt(self) -> int:
-        """Index of the attempt, which random numbers depend on. Engine errors do not change it."""
+        """Index of the attempt, from which random numbers derive. Engine errors do not count."""
         return sum(reason != "engine_error" for reason in self.failures)
 
 
@@ -104,7 +104,7 @@ class Driver:
         return self._maybe_pool
 
     def is_complete(self, rows: int) -> bool:
-        """Return whether ``rows`` queued rows are all that running conversations can request."""
+        """Return whether each running conversation waits for one of the ``rows`` queued rows."""
         unfinished = len(self._active) + len(self._waiting)
         return rows >= min(self._config.concurrency, unfinished)
 

@@ -108,8 +108,8 @@ class SingleResponses(RolloutSource):
 class ConversationsAhead:
     """Conversations that a thread collects while the policy is trained (`PendingGeneration`).
 
-    Until `result` or `abandon` returns, only the thread may use engine and environments. This is
-    only used with Ray, where one process drives all workers and no collective is called.
+    Until `result` or `abandon` returns, only the thread may use engine and environments. One
+    process drives engines that sample in the background, so the thread calls no collective.
     """
 
     def __init__(self, collect: Callable[[Callable[[], bool]], BatchedDataDict]) -> None:

@@ -177,7 +177,7 @@ class SamplingTrainer(Learner):
         if not held_out:
             return StepResult({})
         with timers("validate"):
-            self.rollouts.drain()  # the engines get the current weights
+            self.rollouts.drain()  # a rollout that has begun has older weights
             return validate_on_prompts(
                 self.config, source, self.generation, self.reward, held_out, step, self.pad_id
             )

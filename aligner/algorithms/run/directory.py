@@ -98,7 +98,7 @@ class RunDirectory:
         return self._record().get("began")
 
     def mark_saved(self) -> None:
-        """Record in ``run.json`` that a run state was saved, so that its loss is noticed later."""
+        """Record in ``run.json`` that a run state was saved, so that missing states are noticed."""
         record = self._record()
         if not record.get("saved"):
             self._write({**record, "saved": True})

@@ -81,7 +81,7 @@ def dry_config(config: Config, folder: Path) -> Config:
     # Steps and their length.
     loop_name = config.section.partition(".")[2]
     loop = replace(getattr(config.trainer, loop_name), max_epochs=STEPS, max_steps=STEPS)
-    if isinstance(config, RunConfig):  # "keep": else responses that do not end would not be learned
+    if isinstance(config, RunConfig):  # with "keep", responses that do not end are trained on
         improper_end = replace(loop.improper_end, mode="keep")
         loop = replace(loop, critic_warmup_steps=0, improper_end=improper_end)
     # Responses of maximum length.
@@ -122,7 +122,7 @@ def explain_out_of_memory(config: BaseRunConfig, phase: Callable[[], str]) -> It
 def longest_set(
     config: BaseRunConfig, data: Kind, tokenizer: Tokenizer, *readers: GPTArchitecture
 ) -> Kind:
-    """Return ``data`` with items for one step, as long as the models ``readers`` permit."""
+    """Return a data set for one step. Its items have the maximum length for the run's models."""
     positions = min(reader.max_position_embeddings for reader in readers)
     vocab_size = min(tokenizer.vocab_size, *(reader.vocab_size for reader in readers))
     prompt, length = longest_lengths(config, positions, read=data.max_length)

@@ -76,7 +76,7 @@ class RayEngine:
     """Engine in which Ray actors are the workers, and this process drives them."""
 
     def __init__(self, config: BaseRunConfig, log_dir: Path, closing: ExitStack) -> None:
-        """Raise `ConfigError` in a process of a launcher. Ray itself is started by `clusters`."""
+        """Raise `ConfigError` if a launcher such as torchrun started this process."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 "cluster.engine=ray starts the workers itself, but a launcher started "
@@ -126,7 +126,7 @@ class RayEngine:
         policy = cluster("policy", [trainer.devices] * trainer.num_nodes, _ROLES_PER_BUNDLE)
         value = generation = reward = policy
         if not config.cluster.colocated and config.value_world_size:
-            # As many nodes as the policy's, with workers spread evenly.
+            # On as many nodes as the policy, with workers spread evenly.
             nodes, workers = trainer.num_nodes, config.value_world_size
             counts = [workers // nodes + (node < workers % nodes) for node in range(nodes)]
             value = cluster("critic", [*filter(None, counts)], 1, config.value_parallel)

@@ -161,7 +161,7 @@ class RunIdentity:
 
 
 def identity_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that may not change between starts of a run, by dotted key."""
+    """Return the settings that must not change when a run is continued, by dotted key."""
     return {
         key: value
         for key, value in flat(config).items()

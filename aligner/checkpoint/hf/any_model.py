@@ -214,8 +214,8 @@ def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> Non
     is_causal = ("AutoModelForCausalLM" if has_code else kind) in causal
     # Find the first reason against training the model.
     if kind not in CONFIG_MAPPING_NAMES and not has_code:
-        near = difflib.get_close_matches(str(kind), sorted(CONFIG_MAPPING_NAMES), n=3)
-        similar = f" Similar types: {', '.join(near)}." if near else ""
+        similar_types = difflib.get_close_matches(str(kind), sorted(CONFIG_MAPPING_NAMES), n=3)
+        similar = f" Similar types: {', '.join(similar_types)}." if similar_types else ""
         problem = (
             f"is not supported by {version}.{similar} Install a version of transformers that has "
             "the model"
@@ -372,16 +372,16 @@ def names_in_files(architecture: GPTArchitecture) -> tuple["PreTrainedModel", di
     separate in the module, or its Python code is in its directory.
     """
     model = empty_model(architecture)
-    saved = model.state_dict().keys()
-    named = (*model.named_parameters(), *model.named_buffers())
-    tensors = {name: tensor for name, tensor in named if name in saved}
+    saved_names = model.state_dict().keys()
+    named_tensors = (*model.named_parameters(), *model.named_buffers())
+    tensors = {name: tensor for name, tensor in named_tensors if name in saved_names}
     shapes, names = {}, {}
     for name, tensor in tensors.items():
-        for written, part in _as_in_files(model, {name: tensor}).items():
-            shapes[written], names[written] = part.shape, name
-    whole = _as_in_files(model, tensors)
+        for file_name, part in _as_in_files(model, {name: tensor}).items():
+            shapes[file_name], names[file_name] = part.shape, name
+    converted = _as_in_files(model, tensors)
     problem = "its Python code is in its directory" if getattr(architecture, "code", "") else ""
-    if whole.keys() != names.keys() or any(whole[n].shape != shapes[n] for n in whole):
+    if converted.keys() != names.keys() or any(converted[n].shape != shapes[n] for n in converted):
         problem = "its files join tensors that are separate in the model"
     if problem:
         raise ConfigError(

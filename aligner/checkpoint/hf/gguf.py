@@ -108,7 +108,7 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
         if not key.startswith(_ELSEWHERE)
     }
     # Check the properties that every supported file has.
-    lacking = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
+    missing_keys = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
     problem = ""
     if architecture not in _MODEL_TYPES or kind != "model":
         problem = (
@@ -120,8 +120,8 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
             f"the file is one of split.count={settings['split.count']} parts. Join them with "
             "`llama-gguf-split --merge` and give the joined file"
         )
-    elif lacking:
-        problem = f"{', '.join(lacking)} must be present, each with one integer"
+    elif missing_keys:
+        problem = f"{', '.join(missing_keys)} must be present, each with one integer"
     elif "token_embd.weight" not in tensors:
         problem = "the tensor token_embd.weight is missing"
     if problem:
@@ -195,15 +195,15 @@ def _rope(
         settings["rope.scaling.factor"] = factor
     if _ROPE_FACTORS not in tensors:
         return {}
-    divided = np.asarray(tensors[_ROPE_FACTORS].data, dtype=np.float64)
+    factors = np.asarray(tensors[_ROPE_FACTORS].data, dtype=np.float64)
     head, base = config["head_dim"], config.get("rope_theta", 10_000.0)
-    waves = 2 * np.pi * float(base) ** (np.arange(0, head, 2) / head)
-    factor = float(np.float32(divided.max()))
+    wavelengths = 2 * np.pi * float(base) ** (np.arange(0, head, 2) / head)
+    factor = float(np.float32(factors.max()))
     # Find the original context length that explains the factors. Meta's is 8192.
     for original in (8192, *(2**power for power in range(3, 24))):
-        smooth = np.clip((original / waves - 1.0) / 3.0, 0.0, 1.0)
+        smooth = np.clip((original / wavelengths - 1.0) / 3.0, 0.0, 1.0)
         expected = 1.0 / ((1.0 - smooth) / factor + smooth)
-        if divided.shape == expected.shape and np.allclose(divided, expected, rtol=1e-4):
+        if factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-4):
             llama3 = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
             llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": original}
             return {"rope_scaling": llama3} if factor != 1.0 else {}

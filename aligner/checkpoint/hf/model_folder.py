@@ -97,22 +97,22 @@ class SafetensorsFolder(LazyTensors):
 
     def __init__(self, folder: Path) -> None:
         index, names = folder / _INDEX, ["model.safetensors"]
-        listed: dict[str, str] | None = None
+        weight_map: dict[str, str] | None = None
         if not (folder / names[0]).exists():  # transformers prefers this file to an index
             if not index.exists():
                 raise CheckpointError(
                     f"{str(folder)!r} contains no {names[0]}, and pickled weights are not read. "
                     "Save the model with save_pretrained(..., safe_serialization=True)"
                 )
-            listed = _weight_map(index)
-            names = sorted(set(listed.values()))
+            weight_map = _weight_map(index)
+            names = sorted(set(weight_map.values()))
         self._files: dict[str, Any] = {}  # open file of each tensor
         for name in names:
             text = f"{str(folder / name)!r} is missing or damaged"
             with raised_as(CheckpointError, text, SafetensorError, OSError):
                 file = safe_open(folder / name, framework="pt")
             tensors = list(file.keys())
-            unlisted = [] if listed is None else sorted(set(tensors) - listed.keys())
+            unlisted = [] if weight_map is None else sorted(set(tensors) - weight_map.keys())
             if unlisted:
                 raise CheckpointError(
                     f"{str(folder / name)!r} contains {unlisted[0]}, but {_INDEX} does not list "

@@ -325,11 +325,11 @@ class HuggingFaceWeights(LazyTensors):
         # Additional layers that predict further tokens have such a projection. No model uses them.
         predictors = {n.removesuffix("eh_proj.weight") for n in surplus if "eh_proj.weight" in n}
         surplus = {n for n in surplus if not n.startswith(tuple(predictors))}
-        absent = [name for name in actual if actual[name] not in self._state]
-        if absent or surplus:
+        missing = [name for name in actual if actual[name] not in self._state]
+        if missing or surplus:
             raise CheckpointError(
                 "the tensors do not fit config.json: "
-                f"missing {absent[:4] or 'none'}, unexpected {sorted(surplus)[:4] or 'none'}"
+                f"missing {missing[:4] or 'none'}, unexpected {sorted(surplus)[:4] or 'none'}"
             )
         # A stored copy of a tied output layer must equal the embedding.
         is_tied = not any(name in self._rows for name in (OUTPUT_LAYER, *REWARD_HEAD))

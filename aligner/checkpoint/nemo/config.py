@@ -125,7 +125,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
     text = "model_config.yaml contains a value of a wrong type"
     with raised_as(CheckpointError, text, TypeError, ValueError, ArithmeticError):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        scaled = hidden**0.5 if config.get("apply_embedding_scaling") else 1.0  # NeMo's Gemma
+        scale = hidden**0.5 if config.get("apply_embedding_scaling") else 1.0  # NeMo's Gemma
         own = {name: config[name] for name in _OWN_KEYS if config.get(name) is not None}
         own = {name: tuple(v) if isinstance(v, list) else v for name, v in own.items()}
         return GPTArchitecture(
@@ -166,7 +166,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             moe_shared_expert_gate=bool(get("moe_shared_expert_gate", False)),
             layers_without_window=_skipped(config, "window_attn_skip_freq", invert=True),
             family=config.get("hf_model_type"),
-            **{"embedding_multiplier": scaled, **own},
+            **{"embedding_multiplier": scale, **own},
         )
 
 

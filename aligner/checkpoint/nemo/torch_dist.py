@@ -182,8 +182,8 @@ def write_torch_dist(
             index = dcp.MetadataIndex(key, torch.Size(offset))
             storage[index] = _StorageInfo(DATA_FILE, start, length)
             properties = dcp.TensorProperties(dtype=tensor.dtype)
-            whole = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
-            entry = tensors.setdefault(key, whole)
+            empty_entry = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
+            entry = tensors.setdefault(key, empty_entry)
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offset), tensor.shape))
     # Write the files that describe the chunks.
     metadata = dcp.Metadata(state_dict_metadata=dict(tensors), storage_data=storage)

@@ -264,20 +264,20 @@ class HuggingFaceTokenizer:
 def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
     """Return ``tokenizer_config.json`` with special tokens as text, and with the chat template."""
     # Merge both files, and replace special tokens that are mappings by their text.
-    merged: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        merged |= config_of(files, name, origin)
+        settings |= config_of(files, name, origin)
     for name in _SPECIAL_NAMES:
-        token = merged.get(name)
+        token = settings.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str | None) or (text is None and token is not None):
             raise TokenizerError(f"{origin}: {name}={token!r} is not a text. Correct the file")
         if token is not None:
-            merged[name] = text
+            settings[name] = text
     # Read the chat template. Of several named ones, transformers selects one for each chat.
     if "chat_template.jinja" in files:
-        merged["chat_template"] = files["chat_template.jinja"].decode("utf-8-sig")
-    template = merged.get("chat_template")
+        settings["chat_template"] = files["chat_template.jinja"].decode("utf-8-sig")
+    template = settings.get("chat_template")
     if isinstance(template, list) and all(
         isinstance(entry, Mapping)
         and all(isinstance(entry.get(key), str) for key in ("name", "template"))
@@ -285,13 +285,13 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
     ):
         names = {entry["name"] for entry in template}
         if len(names) == 1 and "default" not in names:
-            merged["chat_template"] = template[-1]["template"]
+            settings["chat_template"] = template[-1]["template"]
     elif not isinstance(template, str | None):
         raise TokenizerError(
             f"{origin}: chat_template is neither a text nor a list of named templates. Correct "
             "tokenizer_config.json"
         )
-    return merged
+    return settings
 
 
 def _add_missing_tokens(backend: RustTokenizer, config: Mapping[str, Any]) -> None:

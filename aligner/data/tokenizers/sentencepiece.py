@@ -99,7 +99,7 @@ class SentencePieceTokenizer:
         )
 
     def files(self) -> dict[str, bytes]:
-        """Return name → content of ``tokenizer.model`` and a file with additional end tokens."""
+        """Return name → content of ``tokenizer.model`` and, with more end tokens, their file."""
         ends = generation_file(self.end_ids) if self._extra_ends else {}
         return {"tokenizer.model": self._model, **ends}
 

@@ -206,8 +206,8 @@ class Generator:
         self._model, self._responses = None, {}
 
     def _model_for(self, num_slots: int, capacity: int, captured: bool) -> DecodingModel:
-        """Return a model whose cache is large enough, with graphs the last one if it fits."""
-        # Graphs contain the addresses of weights.
+        """Return a model whose cache is large enough. With CUDA graphs, reuse the last model."""
+        # Graphs contain addresses: neither the weights nor the cache may have moved.
         weights = tuple(parameter.data_ptr() for parameter in self._sampled.model.parameters())
         last = self._model if captured and weights == self._weights else None
         if last is not None and last.cache.fits(num_slots, capacity):
@@ -219,7 +219,7 @@ class Generator:
         return self._model
 
     def _responses_for(self, prompts: PromptRows, rules: RolloutRules, captured: bool) -> Responses:
-        """Return memory for responses. With graphs, reuse that of an equal rollout if it fits."""
+        """Allocate responses. With CUDA graphs, reuse the memory of an earlier rollout."""
         if not captured:
             return Responses(prompts, rules)
         key = dataclasses.replace(rules, seed=0)

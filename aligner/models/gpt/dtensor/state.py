@@ -125,7 +125,7 @@ def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def _box(shape: Shape, split: tuple[int | None, int, int], rows: range) -> list[range]:
-    """Return the index ranges, in the full parameter, of ``rows`` of a part (``split``)."""
+    """Return the index range in each dimension of the full parameter, for ``rows`` of a part."""
     dim, part_index, parts = split
     box = [rows, *map(range, shape[1:])]
     if dim is not None:
