@@ -170,7 +170,7 @@ def _logit_gradient(
     *,
     restricted: bool,
 ) -> _LogitGradient:
-    """Compute the factors from the gradients of log-probs and entropies, float [N] each."""
+    """Compute `_LogitGradient` from the gradients of log-probs and entropies, float [N] each."""
     logprobs, _, entropy = statistics
     local, owned = shard.localize(target)
     grad_logprobs = torch.zeros_like(logprobs) if grad_logprobs is None else grad_logprobs

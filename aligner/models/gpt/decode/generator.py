@@ -162,7 +162,7 @@ class Generator:
         may_wait = not ahead or self._may_wait
         captured = self._cuda_graphs and not may_wait
 
-        def begin(responses: Responses, may_wait: bool) -> Rollout:
+        def new_rollout(responses: Responses, may_wait: bool) -> Rollout:
             return Rollout(
                 responses,
                 rows,
@@ -177,12 +177,12 @@ class Generator:
         num_slots, keep_graphs = min(self._max_batch_size, len(rows)), False
         with synchronized_experts(self._sampled.model):
             if num_slots == 0:
-                return begin(Responses(prompts, rules), may_wait)
+                return new_rollout(Responses(prompts, rules), may_wait)
             # Memory: with graphs, the memory of an earlier rollout if possible.
             capacity = max(map(len, rows)) + rules.length.max_length
             model = self._model_for(num_slots, capacity, captured)
             responses = self._responses_for(prompts, rules, captured)
-            rollout = begin(responses, may_wait)
+            rollout = new_rollout(responses, may_wait)
             # If a nucleus has too many tokens for a step without synchronisation, start again.
             try:
                 with model.session():
@@ -190,7 +190,7 @@ class Generator:
                         rollout.run(model, num_slots)
                     except WideNucleusError:
                         self._may_wait = True
-                        second = begin(Responses(prompts, rules), may_wait=True)
+                        second = new_rollout(Responses(prompts, rules), may_wait=True)
                         second.num_reported, rollout = rollout.num_reported, second
                         rollout.run(model, num_slots)
                     keep_graphs = captured and not self._may_wait and model.can_be_kept

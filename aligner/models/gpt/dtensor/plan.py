@@ -65,7 +65,7 @@ def check_backend(
 
 
 def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[str]:
-    """Return the unsplit parameters of modules whose columns are split. Their widths differ."""
+    """Return the parameters that ``plan`` leaves whole although it splits their module."""
     if architecture.has_table:
         return []
     model = empty_model(architecture)

@@ -38,8 +38,8 @@ class NarrowValueAttention(CoreAttention):
 class LatentAttention(Attention):
     """Self-attention of megatron-core whose queries, keys and values are computed from latents.
 
-    The first columns of queries and keys are rotated, and are equal in all heads' keys. Every
-    tensor-parallel rank computes all latents and its own heads.
+    Queries and keys begin with rotated columns. All heads have the same rotated columns of keys.
+    Every tensor-parallel rank computes all latents and its own heads.
     """
 
     def __init__(
