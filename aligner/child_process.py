@@ -81,9 +81,8 @@ class ChildProcess:
     """Child process that runs a `Program`. It ends by itself if this process dies.
 
     All descendants of the child are killed with it, and its temporary directory is removed. If user
-    code forks and both processes answer, the second answer is ignored. ``multiprocessing.Process``
-    is not used: it would import the training script again (spawn), or is unsafe with the threads of
-    torch (fork).
+    code forks and both processes answer, the second answer is ignored. ``multiprocessing`` would
+    import the training script again (spawn), or is unsafe with the threads of torch (fork).
     """
 
     def __init__(self, program: Program) -> None:

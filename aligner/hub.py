@@ -60,10 +60,7 @@ def _local_model(path: str, info: ValidationInfo) -> str:
 
 
 def _local_data(path: str, info: ValidationInfo) -> str:
-    """Return the cached files for ``owner/name/PATTERN``. Return other paths unchanged.
-
-    For ``owner/name``, return the only set of files with ``train`` in their paths.
-    """
+    """Return the cached files for ``owner/name`` or ``owner/name/PATTERN``, else ``path``."""
     name = _NAME.fullmatch(path)
     if name is None or os.path.exists(path) or glob(path, recursive=True):
         return path

@@ -91,12 +91,9 @@ def check_call(
 ) -> None:
     """Raise `ConfigError` if ``call`` does not accept these arguments.
 
-    Args:
-        call: function or class. It is accepted if its signature is unknown.
-        keywords: names of keyword arguments.
-        subject: beginning of the message, the configuration key and its value.
-        remedy: end of the message.
-        positional: number of positional arguments.
+    ``keywords``: names of keyword arguments. ``positional``: number of positional arguments. The
+    message begins with ``subject``, the configuration key and its value, and ends with ``remedy``.
+    A function of unknown signature is accepted.
     """
     try:
         signature = inspect.signature(call)

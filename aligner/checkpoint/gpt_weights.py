@@ -112,9 +112,7 @@ class GatheredTensors(LazyTensors):
             of any dtype.
         names: canonical names of the global tensors, in order. Names that no rank has are skipped.
         architecture: architecture of the model.
-        tp_group: tensor-parallel group, or None.
-        pp_group: pipeline-parallel group, or None.
-        ep_group: expert-parallel group, or None.
+        tp_group, pp_group, ep_group: groups of tensor, pipeline and expert parallelism, or None.
         transform: function that is applied to each part before the parts are joined.
     """
 

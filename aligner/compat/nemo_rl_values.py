@@ -129,11 +129,11 @@ def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
 
 
 def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
-    """Convert a learning-rate schedule of NeMo-RL's dtensor backend.
+    """Convert a learning-rate schedule of NeMo-RL's dtensor backend, with the maximum rate ``lr``.
 
-    ``entries``: one of torch's schedules, or several that follow each other at ``milestones``. Only
-    a ``LinearLR`` up to factor 1 (the warm-up, which starts from 0 here), a ``LinearLR`` from 1, a
-    ``CosineAnnealingLR`` and a ``ConstantLR`` of 1 are supported. ``lr``: maximum learning rate.
+    ``entries``: one of torch's schedules, or several that follow each other at ``milestones``:
+    ``LinearLR`` up to factor 1 (the warm-up, which starts from 0 here), then a ``LinearLR`` from 1,
+    a ``CosineAnnealingLR`` or a ``ConstantLR`` of 1. Others are refused.
     """
     parts = [entries] if isinstance(entries, Mapping) else list(entries)
     schedule, begin = SchedConfig(), 0

@@ -33,10 +33,9 @@ class Mixture:
     def __init__(
         self, names: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
     ) -> None:
-        """Compute how many items of each source an epoch contains.
+        """Compute how many items of each source, which has ``sizes`` items, an epoch contains.
 
-        ``names``: for errors. ``sizes``: number of items in each source. Raises `DataError` if an
-        epoch contains no item of a source.
+        Raises `DataError` if an epoch contains no item of a source. ``names`` are for this error.
         """
         ends = np.rint(np.cumsum(weights) / np.sum(weights) * sum(sizes)).astype(np.int64)
         self.sizes, self.counts = list(sizes), np.diff(ends, prepend=0).tolist()

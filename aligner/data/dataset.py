@@ -190,8 +190,7 @@ class Split(Generic[D]):
 def check_section(data: Any, tokenizer: Tokenizer) -> None:
     """Raise an error if the settings of the section ``data`` make every row invalid.
 
-    Raises `ConfigError` for ``max_length`` below 2, and `TokenizerError` for ``add_bos`` without a
-    BOS token.
+    `ConfigError` for ``max_length`` below 2, `TokenizerError` for ``add_bos`` without a BOS token.
     """
     longest = getattr(data, "max_length", None)
     if longest is not None and longest < 2:

@@ -85,8 +85,7 @@ class EpisodeDataset(PromptDataset):
     ) -> Self:
         """Read all rows of ``source``. The environment receives every column.
 
-        ``longest_prompt``: maximum number of tokens of a prompt. ``ground_truth_column``: column
-        that is shown next to logged samples, or None.
+        ``longest_prompt``: maximum number of tokens of a prompt. ``ground_truth_column``: for logs.
         """
 
         def episode(row: DataRow, index: int, data: Any) -> Prompt:

@@ -215,10 +215,9 @@ def _check_text(row: DataRow) -> DataRow:
 
 
 def take(row: DataRow, name: str, kind: type | tuple[type, ...], key: str) -> Any:
-    """Return the value of the required column ``name``.
+    """Return the value of the required column ``name``. ``key``: configuration key that sets it.
 
-    ``key``: configuration key that sets ``name``, for errors. Raises `DataError` if the value is
-    missing or not of type ``kind``.
+    Raises `DataError` if the value is missing or not of type ``kind``.
     """
     value = row.get(name)
     if isinstance(value, kind):

@@ -21,17 +21,11 @@ def treat_special_tokens(
 ) -> Any:
     """Keep, refuse or escape the text of special and added tokens in ``value``, by ``policy``.
 
-    Answers (with ``is_answer``, and messages of the assistant) may contain added tokens that are
-    not special, such as ``<think>``, and may end with an end token.
-
-    Args:
-        tokenizer: tokenizer that recognises the tokens.
-        value: a text, or nested lists and mappings of texts.
-        policy: value of ``data.special_tokens_in_text``.
-        location: column or field of the text, for errors.
-        is_answer: whether ``value`` is an answer of the assistant.
-
-    Raises `DataError` for a refused token, or a token that is recognised in spite of escaping.
+    ``value``: a text, or nested lists and mappings of texts. ``policy``: value of
+    ``data.special_tokens_in_text``. ``location``: column or field, for errors. Answers (with
+    ``is_answer``, and messages of the assistant) may contain added tokens that are not special,
+    such as ``<think>``, and may end with an end token. Raises `DataError` for a refused token, or a
+    token that is recognised in spite of escaping.
     """
     if policy == "keep":
         return value

@@ -57,8 +57,8 @@ def row_statistics(
     """Compute log-probs of ``target``, int64 [N], and entropies.
 
     ``tiles``: partition of the logits of ``hidden`` [N, H] and ``weight`` [V_local, H].
-    ``restriction``: tokens in the softmax, None for all. An excluded target is also in the softmax
-    with ``keep_target``, otherwise its log-prob is -inf.
+    ``restriction``: tokens in the softmax, None for all. ``keep_target``: add an excluded target to
+    the softmax. Otherwise its log-prob is -inf.
     """
     assert hidden.shape[:1] == target.shape, (hidden.shape, target.shape)
     # Logits of the targets, which also initialise the running maximum.
@@ -170,7 +170,7 @@ def _logit_gradient(
     *,
     restricted: bool,
 ) -> _LogitGradient:
-    """Compute the factors from the gradients of log-probs and entropies, float [N] each."""
+    """Compute `_LogitGradient` from the gradients of log-probs and entropies, float [N] each."""
     logprobs, _, entropy = statistics
     local, owned = shard.localize(target)
     grad_logprobs = torch.zeros_like(logprobs) if grad_logprobs is None else grad_logprobs
@@ -269,7 +269,7 @@ def _gradient_tile(
     rows: slice,
     columns: slice,
 ) -> Tensor:
-    """Compute the gradient of one tile of logits [n, v], without its row factor."""
+    """Compute the gradient of a tile of logits [n, v], divided by ``gradient.row_factor``."""
     logits = tiles.logits(hidden, weight)
     slope = None if tiles.cap is None else 1 - (logits / tiles.cap).square()  # of the soft cap
     target_column, is_inside = _target_column(

@@ -156,7 +156,7 @@ class Tiles:
             yield slice(start, min(start + self.rows, self.rows_total))
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Compute a tile [n, v] from results of `factor`. The next call overwrites the tile."""
+        """Compute the logits [n, v] of a tile. Convert both inputs by `factor` first."""
         tile = self.buffer("logits", hidden.shape[0], weight.shape[0])
         wide_mm(hidden, weight.t(), out=tile)
         return soft_cap_(tile if self.divisor == 1.0 else tile.div_(self.divisor), self.cap)

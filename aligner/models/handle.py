@@ -129,7 +129,7 @@ class RoleHandle:
         return replace(devices[0], free_bytes=min(device.free_bytes for device in devices))
 
     def way_in_words(self) -> str:
-        """Describe how the model runs, for the start-up report."""
+        """See `RoleModel.way_in_words`."""
         return run_on_all(self.worker_group, RoleWorker.way_in_words)[0]
 
     def memory_use(self) -> list[MemoryUse]:

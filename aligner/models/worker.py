@@ -387,7 +387,7 @@ class RoleWorker(Generic[RoleT]):
         return accelerator.device_info()
 
     def way_in_words(self) -> str:
-        """Describe how the model runs, for the start-up report."""
+        """See `RoleModel.way_in_words`."""
         return self.model.way_in_words()
 
     def memory_use(self) -> accelerator.MemoryUse:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Combine scalars of micro-batches: keys in ``_max`` or ``_min`` by extremum, others by sum."""
+    """Combine scalars: keys that end in ``_max`` or ``_min`` by extremum, others by sum."""
     total: dict[str, Tensor] = {}
     for part in parts:
         for key, value in part.items():

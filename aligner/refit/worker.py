@@ -67,9 +67,8 @@ class RefitWorker(ABC):
         """Offer the weights ``keys`` to other processes until the next call.
 
         On CPU the first worker of a machine offers weights, on GPUs every worker whose sharing key
-        (`accelerator.sharing_key`) is in ``readers``, the keys of all engines. None means all
-        workers. A GPU without a reader offers nothing, because CUDA never frees exported memory
-        that no process has opened. Returns sharing key → handle, empty if this worker offers none.
+        (`accelerator.sharing_key`) is in ``readers``, the keys of all engines (None: any key). CUDA
+        never frees exported memory that no process opens. Returns sharing key → handle, if any.
         """
         self._withdraw()
         tensors = self.hf_weights(keys)

@@ -33,13 +33,9 @@ def save_peft(
 ) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``, both files or none.
 
-    Args:
-        folder: path of a new or an empty directory.
-        adapters: result of `read_adapters`.
-        architecture: architecture of the base model.
-        base_model: name or path of the base model, which ``adapter_config.json`` records.
-
-    Raises `CheckpointError` if the adapters include a reward head that PEFT cannot represent.
+    ``folder``: path of a new or an empty directory. ``architecture``: architecture of the base
+    model. ``base_model``: its name or path, for ``adapter_config.json``. Raises `CheckpointError`
+    if the adapters include a reward head that PEFT cannot represent.
     """
     has_table, has_head = architecture.has_table, REWARD_HEAD[0] in adapters.tensors
     if has_head and not (has_table and config_to_hf(architecture)[0].table is LLAMA_TABLE):

@@ -3,11 +3,6 @@
 torch's restricted unpickler rebuilds the tensors as views of the mapped file. A tensor is a record
 of the zip file. Its CRC-32 is computed in a thread while the tensor is copied. Files in the format
 before torch 1.6 are read completely when they are opened, and have no CRC-32.
-
-::
-
-    main thread    `Record.begin` ── copy tensors ── `Record.check`, before values are used
-    other thread         └ compute the CRC-32 ──────────┘
 """
 
 import functools
@@ -88,12 +83,11 @@ class StoredTensor:
 
 
 def load_tensors(content: memoryview, name: str) -> Any:
-    """Open a file of `torch.save` without running code in it.
+    """Open a file of `torch.save`, whose bytes are ``content`` in writable memory. No code runs.
 
-    ``content``: bytes of the file in writable memory. ``name``: name of the file, for errors.
-    Returns the saved value on the CPU. If it is a tensor, or a mapping with tensors as values, the
-    tensors are `StoredTensor`. Raises `CheckpointError` if the file is damaged, or contains more
-    than tensors.
+    Returns the saved value on the CPU, in which a tensor, or each tensor of a mapping, is a
+    `StoredTensor`. ``name``: name of the file, for errors. Raises `CheckpointError` if the file is
+    damaged, or contains more than tensors.
     """
     # A damaged file can raise almost any class of error.
     with (

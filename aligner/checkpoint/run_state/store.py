@@ -99,11 +99,9 @@ class RunStateStore:
         save_top_k: number of best states to keep, by ``metric``, or by step without ``monitor``.
         monitor: name of the metric that is passed to `save`, or None.
         mode: whether a higher (``max``) or lower (``min``) metric is better.
-        save_last_k: number of newest states to keep. If the newest is damaged, a run continues
-            from the previous one.
+        save_last_k: number of newest states to keep, in case the newest is damaged.
         rank: rank of this process.
-        exchange: function that gathers an object of every rank (`Exchange`). The default is for
-            one process.
+        exchange: function that gathers an object of every rank. The default is for one process.
     """
 
     def __init__(

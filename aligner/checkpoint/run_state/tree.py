@@ -32,8 +32,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "sta
     """Return a copy of ``tree`` with ``change`` applied to each tensor.
 
     Mappings become dicts. NumPy's numbers and enums become int, float or str. Raises
-    `CheckpointError` for a value that is not a tree. Its message gives the value's path in the
-    tree, which begins with ``where``.
+    `CheckpointError` for a value that is not a tree, with its path, which begins with ``where``.
     """
     if isinstance(tree, Tensor):
         kind, is_strided = type(tree), tree.layout is torch.strided
@@ -94,11 +93,7 @@ def is_json(tree: Any) -> bool:
 
 
 def normalise(tree: Any, where: str = "state") -> Any:
-    """Return the tree as `write_tree` needs it, with plain containers and compact tensors.
-
-    A file contains the complete storage of each tensor. A tensor is therefore cloned if its storage
-    has elements that no tensor in the tree contains.
-    """
+    """Return a plain tree, with clones of tensors whose storages have other elements."""
     tree = map_tensors(tree, lambda tensor: tensor, where)
     is_covered = _covering(tree)
     return map_tensors(tree, lambda tensor: tensor if is_covered(tensor) else tensor.clone(), where)

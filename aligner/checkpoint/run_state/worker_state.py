@@ -200,8 +200,8 @@ def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> 
 def load_worker_state(worker: StatefulWorker, folder: str) -> None:
     """Check the files of `save_worker_state`, and restore the state in any parallel layout.
 
-    All workers of the role must call this function. The states of random generators are restored
-    only in the layout of the saved run.
+    All workers of the role must call this function. In another layout than the saved one, random
+    generators are not restored.
     """
     parallel = worker.parallel
     check_worker_states(parallel, Path(folder))
@@ -258,10 +258,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
 
 
 class SavedShares(Sequence[Mapping[str, Any]]):
-    """Saved `StatefulWorker.state_dict` of every worker, in rank order.
+    """Saved `StatefulWorker.state_dict` of every worker, in rank order, read when indexed.
 
-    A file is memory-mapped when it is indexed. ``rank``: worker whose file, if there is one, is
-    read for the number of workers and the parallel layout.
+    ``rank``: worker whose file, if there is one, is read for the size and layout of the saved run.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

@@ -71,15 +71,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def named_tokenizer(name: str, *, key: str) -> Tokenizer:
     """Load the tokenizer that a configuration key names: a path, or a user's function.
 
-    Args:
-        name: value of the key. A path for `load_tokenizer`, or ``package.module:function`` or
-            ``path/to/file.py:function``. The function has no arguments and returns a tokenizer of
-            transformers or a `Tokenizer`.
-        key: the key, for errors.
-
-    Raises:
-        ConfigError: the function cannot be imported, raises an error, or returns an object that is
-            not a tokenizer or from whose `Tokenizer.files` another tokenizer is built.
+    ``name``, the value of ``key``: a path for `load_tokenizer`, ``package.module:function`` or
+    ``path/to/file.py:function``. The function has no arguments and returns a tokenizer of
+    transformers or a `Tokenizer`. Raises `ConfigError` if the function cannot be imported, raises
+    an error, or returns no tokenizer, or one from whose `files` another tokenizer is built.
     """
     if ":" not in name or Path(name).expanduser().exists():
         return load_tokenizer(name)

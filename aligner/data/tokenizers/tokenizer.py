@@ -104,10 +104,7 @@ def encode_after(tokenizer: Tokenizer, ids: Sequence[int], text: str, added: str
 
 
 def encode_fragment(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids that ``text`` has in the middle of a longer text.
-
-    The text is encoded after a prefix, because some tokenizers add a space at the start of a text.
-    """
+    """Return the ids of ``text`` in a longer text, where no tokenizer adds a space at its start."""
     for prefix in ("\n", ".", "x", "0"):
         prefix_ids = tokenizer.encode(prefix)
         all_ids = tokenizer.encode(prefix + text)
@@ -128,10 +125,7 @@ def config_of(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, A
 
 
 def named_templates(named: Mapping[str, str], default: Any) -> list[dict[str, str]]:
-    """Return several templates as the value of ``chat_template`` in ``tokenizer_config.json``.
-
-    ``default``: template with the name "default", if it is a text that is not empty.
-    """
+    """Return ``chat_template`` for several templates. ``default``: the template called default."""
     templates = {"default": default, **named} if isinstance(default, str) and default else named
     return [{"name": name, "template": text} for name, text in templates.items()]
 

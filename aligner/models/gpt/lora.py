@@ -161,7 +161,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
         set_tensor_model_parallel_attributes(self.lora.b, True, 0, 1)
 
     def _adapter_output(self, hidden: Tensor) -> Tensor:
-        """Compute ``[s, b, out / tp]``. With sequence parallelism, it reads a part of ``s``."""
+        """Compute [s, b, out / tp] of [s, b, in], with sequence parallelism of [s / tp, b, in]."""
         group = self.tp_group
         if self.sequence_parallel:
             low = self.lora.down(hidden, part=group.rank(), parts=group.size())
@@ -186,7 +186,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowLinear):
         set_tensor_model_parallel_attributes(self.lora.a, True, 1, 1)
 
     def _adapter_output(self, hidden: Tensor) -> Tensor:
-        """Compute ``[s, b, out]``. With sequence parallelism, the result is a part of ``s``."""
+        """Compute [s, b, out], with sequence parallelism [s / tp, b, out], of [s, b, in / tp]."""
         group = self.tp_group
         low = self.lora.down(hidden, first=group.rank() * hidden.shape[-1])
         if self.sequence_parallel:

@@ -81,7 +81,7 @@ class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
         return self.model
 
     def standardize(self, mean: float, std: float) -> None:
-        """Make rewards ``(reward - mean) / std``. Both numbers are saved with the model."""
+        """Set the standardisation ``(reward - mean) / std``, which is saved with the model."""
         self.model.standardize(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:

@@ -190,8 +190,7 @@ def test_any_key_can_be_set_with_and_without_a_plus(launched, plus):
     assert config.seed == 7
 
 
-def test_escapes_in_double_quotes_are_characters(launched):
-    """As in YAML, which the options' descriptions are written in."""
+def test_escapes_in_double_quotes_are_characters_and_mappings_are_merged(launched):
     config = launched(
         "data.train.source=t.jsonl",
         r'model.ppo.sampling_params.end_strings=["\n", "a\tb", "\d"]',
@@ -199,9 +198,6 @@ def test_escapes_in_double_quotes_are_characters(launched):
     )
     assert config.model.ppo.sampling_params.end_strings == ("\n", "a\tb", r"\d")
     assert config.exp_manager.explicit_log_dir == r"\n"
-
-
-def test_a_key_that_a_recipe_has_can_be_given_with_a_plus(launched):
     config = launched("data=arithmetic", "+data.validation.source=v.jsonl")
     assert config.data.validation.source == "v.jsonl"
     assert config.data.validation.arguments["split"] == "validation"  # merged, as hydra merges

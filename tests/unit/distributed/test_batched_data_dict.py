@@ -132,9 +132,7 @@ def test_microbatches_of_a_token_budget():
     parts = list(shard.make_microbatch_iterator_for_packable_sequences())
     assert [part["n"].tolist() for part in parts] == [[5], [3], [1, 2]]
     assert shard.get_microbatch_iterator_for_packable_sequences_len() == (3, 6)
-
-
-def test_a_global_batch_brings_its_own_microbatches():
+    # A global batch brings its own.
     ((shard,), _) = tokens([1, 5, 3, 2], batch_size=2)
     assert shard.elem_counts_per_gb == [2, 2]
     second = shard.get_batch(1, 1)  # the size of a batch is the shard's to say

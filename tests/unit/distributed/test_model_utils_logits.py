@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import zeros
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.distributed import model_utils as mu
@@ -245,9 +246,6 @@ def test_distillation_without_parallelism(outside):
     student = logprob.gather(-1, ids) if outside else logits.gather(-1, ids).log_softmax(-1)
     expected = (student, teacher.log_softmax(-1), (logprob.exp() * logprob).sum(-1))
     torch.testing.assert_close(output, tuple(each[:, :-1] for each in expected))
-
-
-zeros = torch.zeros
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def average_of(mask):
     return BatchAverage(mask, counts)
 
 
-def test_weights_and_bounds_by_hand():
+def test_weights_bounds_and_rejection_by_hand():
     tokens = importance_weights(LOG_RATIO, MASK, "token")
     torch.testing.assert_close(tokens, torch.where(MASK, RATIOS, 1.0))
     responses = importance_weights(LOG_RATIO, MASK, "sequence")
@@ -50,10 +50,7 @@ def test_weights_and_bounds_by_hand():
         weights = importance_weights(far, torch.ones(2, 2, dtype=torch.bool), level)
         torch.testing.assert_close(weights[0], torch.full((2,), math.exp(20)))
         torch.testing.assert_close(weights[1], torch.full((2,), math.exp(-20)))
-
-
-def test_geometric_rejection_by_hand():
-    """Geometric means 2^(1/3) = 1.26 and 1/4^(1/2) = 0.5; a response without tokens stays."""
+    # Geometric means 2^(1/3) = 1.26 and 1/4^(1/2) = 0.5. A response without tokens stays.
     for bounds, rejected in [((0.6, 1.3), [False, True]), ((0.4, 1.2), [True, False])]:
         assert geometric_rejection(LOG_RATIO, MASK, bounds).tolist() == rejected
     nothing = torch.zeros_like(MASK)

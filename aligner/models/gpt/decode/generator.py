@@ -162,7 +162,7 @@ class Generator:
         may_wait = not ahead or self._may_wait
         captured = self._cuda_graphs and not may_wait
 
-        def begin(responses: Responses, may_wait: bool) -> Rollout:
+        def new_rollout(responses: Responses, may_wait: bool) -> Rollout:
             return Rollout(
                 responses,
                 rows,
@@ -177,12 +177,12 @@ class Generator:
         num_slots, keep_graphs = min(self._max_batch_size, len(rows)), False
         with synchronized_experts(self._sampled.model):
             if num_slots == 0:
-                return begin(Responses(prompts, rules), may_wait)
+                return new_rollout(Responses(prompts, rules), may_wait)
             # Memory: with graphs, the memory of an earlier rollout if possible.
             capacity = max(map(len, rows)) + rules.length.max_length
             model = self._model_for(num_slots, capacity, captured)
             responses = self._responses_for(prompts, rules, captured)
-            rollout = begin(responses, may_wait)
+            rollout = new_rollout(responses, may_wait)
             # If a nucleus has too many tokens for a step without synchronisation, start again.
             try:
                 with model.session():
@@ -190,7 +190,7 @@ class Generator:
                         rollout.run(model, num_slots)
                     except WideNucleusError:
                         self._may_wait = True
-                        second = begin(Responses(prompts, rules), may_wait=True)
+                        second = new_rollout(Responses(prompts, rules), may_wait=True)
                         second.num_reported, rollout = rollout.num_reported, second
                         rollout.run(model, num_slots)
                     keep_graphs = captured and not self._may_wait and model.can_be_kept
@@ -206,8 +206,8 @@ class Generator:
         self._model, self._responses = None, {}
 
     def _model_for(self, num_slots: int, capacity: int, captured: bool) -> DecodingModel:
-        """Return a model whose cache is large enough, with graphs the last one if it fits."""
-        # Graphs contain the addresses of weights.
+        """Return a model whose cache is large enough. With CUDA graphs, reuse the last model."""
+        # Graphs contain addresses: neither the weights nor the cache may have moved.
         weights = tuple(parameter.data_ptr() for parameter in self._sampled.model.parameters())
         last = self._model if captured and weights == self._weights else None
         if last is not None and last.cache.fits(num_slots, capacity):
@@ -219,7 +219,7 @@ class Generator:
         return self._model
 
     def _responses_for(self, prompts: PromptRows, rules: RolloutRules, captured: bool) -> Responses:
-        """Return memory for responses. With graphs, reuse that of an equal rollout if it fits."""
+        """Allocate responses. With CUDA graphs, reuse the memory of an earlier rollout."""
         if not captured:
             return Responses(prompts, rules)
         key = dataclasses.replace(rules, seed=0)

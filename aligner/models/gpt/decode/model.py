@@ -208,7 +208,7 @@ class IncrementalModel:
 
         ``tokens``: int64 [n, P] on the host, right-padded, P a multiple of `kv_cache.ALIGNMENT`.
         ``lengths``: [n], length of each prompt. ``slots``: [m], slots to fill. ``sources``: [m],
-        index of each slot's prompt. The last stage returns final hidden states, others theirs.
+        index of each slot's prompt. Each pipeline stage returns its own hidden states.
         """
         self.cache.begin_prefill(lengths, slots, sources)
         ends, positions = torch.tensor(lengths), torch.arange(tokens.shape[1])

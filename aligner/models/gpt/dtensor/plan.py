@@ -65,7 +65,7 @@ def check_backend(
 
 
 def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[str]:
-    """Return the unsplit parameters of modules whose columns are split. Their widths differ."""
+    """Return the parameters that ``plan`` leaves whole although it splits their module."""
     if architecture.has_table:
         return []
     model = empty_model(architecture)
@@ -81,7 +81,8 @@ def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[st
 def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, trained: bool) -> None:
     """Raise `ConfigError` if transformers' layers would ignore dropout of hidden states.
 
-    ``dropout``: value of ``model.dropout``. None is the checkpoint's value, checked if ``trained``.
+    ``dropout``: value of ``model.dropout``. With None, the checkpoint's dropout is checked, but
+    only if the role is ``trained``.
     """
     hidden = architecture.with_dropout(dropout).hidden_dropout
     family, has_table = model_config(architecture).model_type, architecture.has_table

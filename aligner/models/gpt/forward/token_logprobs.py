@@ -80,30 +80,30 @@ def token_logprobs(
     `hidden_states_to_logprobs`.
     """
     # Only rows that predict a selected token reach the output layer.
-    rows, tokens = layout.predicted_tokens(selected)
+    row_indices, frame_indices = layout.predicted_tokens(selected)
     logprobs, entropy = hidden_states_to_logprobs(
-        layout.take(projection.rows, rows),
+        layout.take(projection.rows, row_indices),
         projection.weight,
-        input_ids.flatten()[tokens],
+        input_ids.flatten()[frame_indices],
         projection.shard,
         sampling,
         cap=projection.cap,
         with_entropy=with_entropy,
-        kept_ids=None if kept_ids is None else kept_ids.flatten(0, 1)[tokens],
+        kept_ids=None if kept_ids is None else kept_ids.flatten(0, 1)[frame_indices],
     )
     return TokenOutputs(
-        layout.to_frame(logprobs, tokens),
-        None if entropy is None else layout.to_frame(entropy, tokens),
+        layout.to_frame(logprobs, frame_indices),
+        None if entropy is None else layout.to_frame(entropy, frame_indices),
     )
 
 
 def token_logits(projection: Projection, layout: TokenLayout) -> Tensor:
     """Compute all next-token logits on every rank, float32 ``[B, S, V]``, 0 in padding."""
-    rows, tokens = layout.all_tokens()
-    logits = projection.logits(layout.take(projection.rows, rows))
+    row_indices, frame_indices = layout.all_tokens()
+    logits = projection.logits(layout.take(projection.rows, row_indices))
     if projection.tp_group is not None:
         logits = gather_from_tensor_model_parallel_region(logits, group=projection.tp_group)
-    return layout.to_frame(logits[:, : projection.vocab_size], tokens)
+    return layout.to_frame(logits[:, : projection.vocab_size], frame_indices)
 
 
 _LOGIT_BYTES = 256 * 2**20  # maximum size of the logits that are in memory at a time
@@ -125,16 +125,16 @@ def candidate_logprobs(
     """
     # The closure must not capture the projection: the backward pass would keep its rows in memory.
     shard, temperature, cap = projection.shard, projection.temperature, projection.cap
-    rows, tokens = layout.predicted_tokens(selected)
-    ids = candidates.flatten(0, 1)[tokens]
+    row_indices, frame_indices = layout.predicted_tokens(selected)
+    ids = candidates.flatten(0, 1)[frame_indices]
 
     def outputs(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         logits = _logits(hidden, weight, temperature, cap)[None]
         logprobs = logprobs_of(logits, ids[None], shard)[0]
         return (logprobs, -mean_logprob(logits, shard)[0]) if with_entropy else (logprobs,)
 
-    chosen, weight = layout.take(projection.rows, rows), projection.weight
-    parts = list(_slices(len(rows), weight))
+    chosen, weight = layout.take(projection.rows, row_indices), projection.weight
+    parts = list(_slices(len(row_indices), weight))
     computed: Callable[..., tuple[Tensor, ...]] = outputs
     if len(parts) > 1 and torch.is_grad_enabled():
         # Recompute logits in the backward pass, so that at most one part's logits exist.
@@ -142,8 +142,8 @@ def candidate_logprobs(
     results = [computed(chosen[part], weight, ids[part]) for part in parts]
     logprobs, *entropy = (torch.cat(pieces) for pieces in zip(*results, strict=True))
     return TokenOutputs(
-        layout.to_frame(logprobs, tokens),
-        layout.to_frame(entropy[0], tokens) if with_entropy else None,
+        layout.to_frame(logprobs, frame_indices),
+        layout.to_frame(entropy[0], frame_indices) if with_entropy else None,
     )
 
 
@@ -157,8 +157,8 @@ def best_candidates(
     """
     # Part by part, so that the logits of all rows never exist at once.
     shard = projection.shard
-    rows, tokens = layout.predicted_tokens(selected)
-    chosen = layout.take(projection.rows, rows)
+    row_indices, frame_indices = layout.predicted_tokens(selected)
+    chosen = layout.take(projection.rows, row_indices)
     results = [
         distributed_vocab_topk(
             projection.logits(chosen[part])[None],
@@ -167,12 +167,12 @@ def best_candidates(
             vocab_start_index=shard.start,
             vocab_end_index=shard.start + shard.columns,
         )
-        for part in _slices(len(rows), projection.weight)
+        for part in _slices(len(row_indices), projection.weight)
     ]
     logits, ids = (
         torch.cat([piece[0] for piece in pieces]) for pieces in zip(*results, strict=True)
     )
-    return layout.to_frame(logits, tokens), layout.to_frame(ids, tokens)
+    return layout.to_frame(logits, frame_indices), layout.to_frame(ids, frame_indices)
 
 
 def _slices(rows: int, weight: Tensor) -> Iterator[slice]:

@@ -1,6 +1,6 @@
-"""Attention with queries, keys and values from latents of few columns (DeepSeek-V3).
+"""Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.1).
 
-DeepSeek-AI 2024 (DeepSeek-V3), section 2.1.1.
+Queries, keys and values are computed from latents: projections of hidden states to few columns.
 """
 
 from typing import Any
@@ -36,10 +36,10 @@ class NarrowValueAttention(CoreAttention):
 
 
 class LatentAttention(Attention):
-    """megatron-core's attention on queries, keys and values of latents.
+    """Self-attention of megatron-core whose queries, keys and values are computed from latents.
 
-    A head's query and key begin with the rotated columns, which are the same in all keys. Every
-    tensor-parallel rank computes all latents and its own heads.
+    Queries and keys begin with rotated columns. All heads have the same rotated columns of keys.
+    Every tensor-parallel rank computes all latents and its own heads.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LatentAttention(Attention):
         )
 
     def _down(self, outputs: int) -> nn.Linear:
-        """Return a linear that every tensor-parallel rank has whole."""
+        """Build a linear layer that is not split over tensor-parallel ranks."""
         config = self.config
         linear = nn.Linear(config.hidden_size, outputs, bias=False, dtype=config.params_dtype)
         if config.perform_initialization:
@@ -99,9 +99,9 @@ class LatentAttention(Attention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Map float ``[S, B, H]`` to query and key [S, B, heads, D] and value [S, B, heads, V].
+        """Compute query and key, [S, B, heads, D], and value, [S, B, heads, V].
 
-        Sequence parallelism splits the ``S`` of the input.
+        ``hidden_states``: float ``[S, B, H]``, with sequence parallelism this rank's part of ``S``.
         """
         del args, kwargs  # options that only other attention has
         config = self.config

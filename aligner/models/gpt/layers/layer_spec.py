@@ -60,7 +60,7 @@ class FinalNorm(Norm):
         self.divisor = config.logits_divisor
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension of ``hidden`` [..., H], and divide it."""
+        """Normalise the last dimension of ``hidden`` [..., H], and divide by ``logits_divisor``."""
         return super().forward(hidden) / self.divisor
 
 

@@ -35,8 +35,8 @@ def attend_scores(
             query without keys (padding) is the mean of the values.
         scale: factor of the scores.
         dropout: share of the probabilities that are set to 0.
-        cap: bound ``c`` of scores ``s``, which become ``c * tanh(s / c)``. None or 0: no bound.
-        sinks: float ``[heads]``, score of a sink, to which every query also attends.
+        cap: soft cap ``c``. A score ``s`` becomes ``c * tanh(s / c)``. None or 0: no cap.
+        sinks: float ``[heads]``, score of a key without a value to which every query attends.
         key_rows: int64 ``[n * K]``, row of each key.
     """
     if key_rows is not None:

@@ -211,7 +211,7 @@ class KeyRows:
         return np.where(positions < prefix_length, self.prefix_rows[index], rows)
 
     def _rows(self, sequences: IntArray, offsets: IntArray) -> IntArray:
-        """Return the rows of tokens at ``offsets`` after the prefixes of ``sequences``."""
+        """Return the row of each token. ``offsets``: positions counted from the prefix's end."""
         if self.ranks == 1:
             return self.starts[sequences] + offsets
         rank, offset = holder(offsets, self.lengths[sequences] // (2 * self.ranks), self.ranks)

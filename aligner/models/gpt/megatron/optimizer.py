@@ -128,7 +128,7 @@ class RoleOptimizer(StepOptimizer):
             self._collected = True
 
     def defer_weight_gather(self) -> None:
-        """From now on, gather each weight in the forward pass that reads it, if it is sharded."""
+        """From now on, gather weights in the forward pass (distributed optimizer only)."""
         model = self.model
         if model.ddp_config.use_distributed_optimizer and not model.use_forward_hook:
             model.ddp_config.overlap_param_gather = True

@@ -51,7 +51,7 @@ class RewardModelType(enum.Enum):
 
 @dataclass(frozen=True)
 class Standardization:
-    """Map of a reward to ``(reward - mean) / std``, measured on a fixed data set."""
+    """Maps rewards to ``(reward - mean) / std``. A fixed data set determines both numbers."""
 
     mean: float
     std: float
@@ -131,7 +131,7 @@ class RewardRole(ValueModel):
         return rewards
 
     def standardize(self, mean: float, std: float) -> None:
-        """Apply ``(reward - mean) / std`` from now on. Both numbers are saved with the model."""
+        """Set the standardisation ``(reward - mean) / std``, which is saved with the model."""
         self.standardization = Standardization(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:

@@ -238,7 +238,7 @@ class SwappedWeights:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchange the values of the parameters with the second values."""
+        """Exchange the parameters' values with those in host memory."""
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             current = parameter.clone()
             parameter.copy_(copy, non_blocking=True)
