@@ -37,27 +37,27 @@ def fill_with_varied_groups(
         pad_id: token id that pads shorter rows.
         credit: ``turn`` compares the rewards of turns instead of responses.
     """
-    with_signal: list[BatchedDataDict] = []
-    without_signal: list[BatchedDataDict] = []
+    with_difference: list[BatchedDataDict] = []
+    without_difference: list[BatchedDataDict] = []
     sampled, missing, count = 0, prompts, prompts
     allowed = max_rollouts * prompts
     while count:
         batch = sample(count)
         allowed -= count
         sampled += batch.size
-        has_signal = teaches(batch, rollouts_per_prompt, credit)
-        with_signal.append(batch.select_indices(has_signal.nonzero().flatten()))
-        without_signal.append(batch.select_indices((~has_signal).nonzero().flatten()))
-        missing -= int(has_signal.sum()) // rollouts_per_prompt
+        differs = rewards_differ(batch, rollouts_per_prompt, credit)
+        with_difference.append(batch.select_indices(differs.nonzero().flatten()))
+        without_difference.append(batch.select_indices((~differs).nonzero().flatten()))
+        missing -= int(differs.sum()) // rollouts_per_prompt
         count = min(missing, allowed, prompts_left())
     # Groups of equal rewards fill up the batch.
     batch = BatchedDataDict.from_batches(
-        [*with_signal, *without_signal], pad_value_dict={"input_ids": pad_id}
+        [*with_difference, *without_difference], pad_value_dict={"input_ids": pad_id}
     )
     return batch.slice(0, prompts * rollouts_per_prompt), sampled
 
 
-def teaches(
+def rewards_differ(
     batch: BatchedDataDict,
     rollouts_per_prompt: int,
     credit: Literal["trajectory", "turn"] = "trajectory",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.algorithms.ppo.dynamic_sampling import fill_with_varied_groups, teaches
+from aligner.algorithms.ppo.dynamic_sampling import fill_with_varied_groups, rewards_differ
 from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import (
     AdvantageConfig,
@@ -196,7 +196,7 @@ def test_signal_is_what_the_estimator_compares(by, expected):
     signal = batch["advantages"].view(2, -1).abs().amax(1) > 0
     assert signal.tolist() == expected
     assert metrics["train_rollouts/samples_with_signal"] == sum(expected) / 2
-    assert teaches(batch, 2, by).view(2, 2).tolist() == [[each] * 2 for each in expected]
+    assert rewards_differ(batch, 2, by).view(2, 2).tolist() == [[each] * 2 for each in expected]
 
 
 def test_the_order_of_rewards_makes_no_signal():
@@ -205,7 +205,7 @@ def test_the_order_of_rewards_makes_no_signal():
     metrics, _ = assign(credit("grpo"), batch)
     assert metrics["train_rollouts/samples_with_signal"] == 0
     assert batch["advantages"].abs().max() == 0
-    assert not teaches(batch, 2).any()
+    assert not rewards_differ(batch, 2).any()
 
 
 # Two conversations of two turns (tokens 1 and 3) and one that was cut after its first.
