@@ -42,7 +42,7 @@ paths.install()
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python API when it is first used: ``import aligner`` alone stays quick."""
+    """Import an object of the Python API when it is first used. ``import aligner`` stays quick."""
     if name in __all__:
         with quiet():
             module = importlib.import_module(f"aligner.api.{_MODULES.get(name, 'train')}")

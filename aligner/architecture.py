@@ -16,8 +16,17 @@ from aligner.errors import CheckpointError
 _MOST_BLOCKS = 100_000
 _SHARES = ("attention_dropout", "hidden_dropout", "rotary_percent")
 
+# "clamped_swiglu" (GPT-OSS) is (up + 1) * gate * sigmoid(1.702 * gate).
 Activation = Literal[
-    "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "squared_relu", "relu", "silu"
+    "gelu",
+    "gelu_tanh",
+    "swiglu",
+    "clamped_swiglu",
+    "geglu",
+    "geglu_tanh",
+    "squared_relu",
+    "relu",
+    "silu",
 ]
 Normalization = Literal["layernorm", "layernorm1p", "rmsnorm", "rmsnorm1p"]
 BranchNorms = Literal["before", "after", "both"]
@@ -41,6 +50,9 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None  # see `concentration`. None: computed by ``kind``
+    truncate: bool = True  # yarn: round the bounds of the interpolated frequencies
+    mscale: float | None = None  # of ``yarn``, in place of an attention factor (DeepSeek-V3)
+    mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()  # exported only
 
@@ -61,10 +73,16 @@ class RopeScaling:
         """Factor by which rotated queries and keys are multiplied."""
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.yarn_factor(self.mscale) / self.yarn_factor(self.mscale_all_dim)
         stretch = math.log(max(self.factor, 1.0))
         if self.kind == "longrope":
             return math.sqrt(1.0 + stretch / math.log(self.original_max_position_embeddings))
-        return 1.0 + 0.1 * stretch if self.kind == "yarn" else 1.0
+        return self.yarn_factor(1.0) if self.kind == "yarn" else 1.0
+
+    def yarn_factor(self, scale: float) -> float:
+        """Return yarn's attention factor ``1 + 0.1 * scale * ln(factor)``."""
+        return 1.0 + 0.1 * scale * math.log(max(self.factor, 1.0))
 
 
 @dataclass(frozen=True)
@@ -84,6 +102,7 @@ class GPTArchitecture:
     vocab_size: int
     max_position_embeddings: int
     activation: Activation = "swiglu"
+    activation_clamp: float | None = None  # upper bound of gate and of abs(up) (GPT-OSS)
     normalization: Normalization = "rmsnorm"
     layernorm_epsilon: float = 1e-5
     position_embedding: PositionEmbedding = "rope"
@@ -98,6 +117,7 @@ class GPTArchitecture:
     qk_norm_over_heads: bool = False  # q/k norms over all heads together (OLMo 2)
     branch_norms: BranchNorms = "before"  # of attention and MLP: GLM-4 0414 both, OLMo 2 after
     attention_scale: float | None = None  # factor of the scores (None: 1 / sqrt(kv_channels))
+    attention_sinks: bool = False  # a score of each head that takes a share of softmax (GPT-OSS)
     attention_cap: float | None = None  # c of scores s, which become c * tanh(s / c) (Gemma 2)
     embedding_multiplier: float = 1.0  # Gemma, Granite
     residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
@@ -126,6 +146,11 @@ class GPTArchitecture:
     moe_router_group_topk: int = 1
     moe_router_normalizes: bool = True
     moe_router_scale: float = 1.0
+    # Latent attention (DeepSeek-V3): ranks of the projections to query (None: one projection) and
+    # to key and value, and the width of a head's value. Query and key have kv_channels columns.
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    value_channels: int | None = None
     # Hugging Face `model_type` of the source and of exports. None if unknown.
     family: str | None = None
     # Suffix of the file to which a run writes such a model.
@@ -161,11 +186,14 @@ class GPTArchitecture:
         divides = self.num_attention_heads % self.num_query_groups == 0
         divisor = f"a divisor of num_attention_heads={self.num_attention_heads}"
         _check("num_query_groups", self.num_query_groups, divides, divisor)
-        if self.moe_router_groups > 1:
-            fits = (self.num_moe_experts or 0) % self.moe_router_groups == 0
-            fits = fits and self.moe_router_groups * 2 <= (self.num_moe_experts or 0)
-            expected = "a divisor of num_moe_experts, with at least 2 experts in a group"
-            _check("moe_router_groups", self.moe_router_groups, fits, expected)
+        width, is_latent = self.value_channels, self.kv_lora_rank is not None
+        fits = (width is not None) is is_latent and (width or 0) <= self.kv_channels
+        expected = f"at most kv_channels={self.kv_channels} with kv_lora_rank, else null"
+        _check("value_channels", width, fits, expected)
+        groups, experts = self.moe_router_groups, self.num_moe_experts or 0
+        fits = self.moe_router_group_topk <= groups <= experts // 2 and experts % groups == 0
+        expected = "a divisor of num_moe_experts with 2 experts or more in each group"
+        _check("moe_router_groups", groups, fits or groups == 1, expected)
 
         # Layers and frequencies of the rotation.
         for name in ("layers_without_rope", "layers_without_window", "layers_without_experts"):
@@ -178,7 +206,7 @@ class GPTArchitecture:
         expected = "null if rotary_percent < 1 or the rope type is longrope"
         _check("window_rotary_base", self.window_rotary_base, valid, expected)
         if scaling is not None and is_long:
-            count = int(self.kv_channels * self.rotary_percent) // 2
+            count = self.rotated_channels // 2
             for name in ("short_factor", "long_factor"):
                 factors = getattr(scaling, name)
                 _check(f"rope_scaling.{name}", factors, len(factors) == count, f"{count} numbers")
@@ -189,14 +217,20 @@ class GPTArchitecture:
         return 1.0 if self.rope_scaling is None else self.rope_scaling.concentration
 
     @property
+    def rotated_channels(self) -> int:
+        """Number of columns of a head that are rotated."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    @property
     def gated(self) -> bool:
         """Whether the first MLP linear (fc1) has the rows ``[gate; up]`` of a gated activation."""
-        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+        return self.activation in ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh")
 
     @property
     def is_scored(self) -> bool:
-        """True if scores or logits have a soft cap, which fused kernels do not compute."""
-        return self.attention_cap is not None or self.logits_cap is not None
+        """Whether the model has sinks or soft caps, which fused kernels do not compute."""
+        has_cap = self.attention_cap is not None or self.logits_cap is not None
+        return self.attention_sinks or has_cap
 
     @property
     def expert_ffn_hidden_size(self) -> int:
@@ -231,10 +265,7 @@ class TransformersArchitecture(GPTArchitecture):
 def layer_flags(
     layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
 ) -> list[int] | None:
-    """Return for each layer 1 if it is in ``layers``, else 0. ``invert`` swaps 0 and 1.
-
-    Returns None if ``layers`` is empty.
-    """
+    """Return 1 for each layer in ``layers``, else 0 (``invert``: reversed). None for no layers."""
     flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
     return flags if layers else None
 

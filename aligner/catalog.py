@@ -1,7 +1,7 @@
 """Tables of algorithms, rollout engines, environment kinds, estimators and surrogates.
 
-A new algorithm needs a row, a script, a configuration and a recipe in conf/, and a page in docs/.
-Rows name objects by their paths, so that large modules are imported only when needed.
+A new algorithm needs a row, a script in examples/, a configuration and a recipe in conf/, and a
+page in docs/. Rows contain import paths, so that large modules are imported only when needed.
 """
 
 import importlib
@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 
 
 class AlgorithmEntry(NamedTuple):
-    """An algorithm that a script trains with."""
+    """A training algorithm."""
 
-    name: str  # of its script, command and configuration
+    name: str  # part of the names of its script, command and configuration
     summary: str  # for `aligner --help`
-    root: str  # dataclass of its configuration, package.module:Class
-    builder: str  # function of the configuration that runs it, package.module:function
+    root: str  # package.module:Class of its configuration
+    builder: str  # package.module:function that runs it with a configuration
 
     @property
     def recipe(self) -> str:
-        """Name of its small recipe for a CPU in conf/recipes/."""
+        """Name of its small recipe for a CPU, in conf/recipes/."""
         return "grpo_tiny_cpu" if self.name == "reinforce" else f"{self.name}_tiny_cpu"
 
     @property
     def page(self) -> str:
-        """Name of its page in docs/."""
+        """File name of its page in docs/."""
         return f"{self.name}.md"
 
     @property
@@ -38,7 +38,7 @@ class AlgorithmEntry(NamedTuple):
 
     @property
     def root_class(self) -> Any:
-        """The class of its configuration."""
+        """Class of its configuration."""
         return imported(self.root)
 
 
@@ -71,10 +71,10 @@ ALGORITHMS = {
 }
 BY_SCRIPT = {entry.script: entry for entry in ALGORITHMS.values()}
 
-# Rollout engines and their sections ``generation.NAME``, subclasses of `EngineConfig`.
+# Rollout engine → class of its section ``generation.NAME``, a subclass of `EngineConfig`.
 ENGINES = {"vllm": "aligner.generation.vllm.settings:VllmConfig"}
 
-# Kinds of environments, subclasses of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A program
+# ``environment.kind`` → subclass of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A program
 # may add rows before it parses a configuration.
 ENVIRONMENT_KINDS = {
     "messages": "aligner.algorithms.rollout.kinds:Messages",
@@ -83,20 +83,20 @@ ENVIRONMENT_KINDS = {
 
 
 class EstimatorEntry(NamedTuple):
-    """An estimator of advantages by its name in `trainer.ppo.advantage.estimator`."""
+    """Estimator of advantages, a value of `trainer.ppo.advantage.estimator`."""
 
     title: str  # name of the algorithm, for reports
-    compares_group: bool = False  # needs at least two responses to a prompt
-    # Path of an `aligner.algorithms.ppo.user_estimator.AdvantageEstimator`. None: one of the
-    # formulas of `aligner.losses.groups`.
+    compares_group: bool = False  # whether it needs at least two responses to each prompt
+    # Import path of an `aligner.algorithms.ppo.user_estimator.AdvantageEstimator`, or None for a
+    # formula in `aligner.losses.groups`.
     function: str | None = None
 
 
 class SurrogateEntry(NamedTuple):
-    """A surrogate objective of the policy loss by its name in `model.ppo.surrogate`."""
+    """Surrogate objective of the policy loss, a value of `model.ppo.surrogate`."""
 
-    function: str  # path of an `aligner.losses.policy.SurrogateFunction`
-    title: str | None = None  # name of the algorithm, for reports, if the surrogate decides it
+    function: str  # import path of an `aligner.losses.policy.SurrogateFunction`
+    title: str | None = None  # name of the algorithm for reports. None: the estimator's title
 
 
 # A program may add rows to both tables before it parses a configuration.

@@ -5,9 +5,9 @@
                                 ◄─ JSON answers               Channel   user code
 
 The first message is ``(memory limit, *arguments of load)``, the others are ``(message id, *message,
-time limit in seconds)``. An answer is ``[message id, kind, payload]``, made of `aligner.plain`
-values: ``[0, "ready", payload]`` after the code is loaded, ``"refused", [name of an AlignerError,
-text]``, or a kind that the code defines. The parent never unpickles data of a child. Every wait of
+time limit in seconds)``. An answer is ``[message id, kind, payload]`` in JSON. Its kind is "ready"
+once the code is loaded, "refused" (the payload is the class name of an `AlignerError` and a text),
+or a kind that the user code defines. The parent never unpickles data of a child, and every wait of
 the parent has a time limit. This module imports neither torch nor numpy.
 """
 
@@ -46,11 +46,11 @@ from aligner.scratch import ScratchFolder
 Parsed = TypeVar("Parsed")
 Answers = Iterable[tuple[str, Any]]  # kinds and payloads of the answers to one message
 
-_START_LIMIT_S = 300.0  # time limit of the import of the user's module
-# Additional time for the end of a message whose header arrived in time. `serve` adds more.
+_START_LIMIT_S = 300.0  # time limit for importing the user's module
+# Time limit for the rest of a message after its header. `serve` ends a child later than this.
 _BODY_LIMIT_S = 4.0
 _SHORTEST_WAIT_S = 0.001
-_MOST_VALUES = 2**22  # lists, mappings and commas of an answer
+_MOST_VALUES = 2**22  # maximum number of lists, mappings and commas in an answer
 
 _INVALID = (
     "sent an invalid answer ({}). Check whether the code writes to file descriptors that it did "
@@ -67,29 +67,29 @@ _BOOT = (
 class Program:
     """Code that child processes run, and the errors that the parent raises for it."""
 
-    module: str  # its ``load(*first)`` returns the payload of ``ready`` and a function (`serve`)
-    first: tuple[Any, ...]  # pickled
+    module: str  # module with the function ``load``, see `serve`
+    first: tuple[Any, ...]  # arguments of ``load``, which are pickled
     name: str  # for error messages, such as ``reward function 'f'``
-    remedy: str  # for an answer after the time limit
-    error: type[AlignerError]
-    timeout: type[AlignerError]
+    remedy: str  # end of the error after the time limit
+    error: type[AlignerError]  # raised if the child fails
+    timeout: type[AlignerError]  # raised after the time limit
     memory_mb: int | None = None  # MiB that a process may allocate (None: no limit)
-    most_bytes: int = 2**30  # of one answer
+    most_bytes: int = 2**30  # maximum size of an answer
 
 
 class ChildProcess:
-    """A child process that runs a `Program`, and ends by itself after the death of this process.
+    """Child process that runs a `Program`. It ends by itself if this process dies.
 
-    ``multiprocessing.Process`` would import the training script again (spawn) or is unsafe with the
-    threads of torch (fork). The descendants of the child are killed with it, and its temporary
-    directory is removed. If user code forks and answers twice, the second answer is ignored.
+    All descendants of the child are killed with it, and its temporary directory is removed. If user
+    code forks and both processes answer, the second answer is ignored. ``multiprocessing`` would
+    import the training script again (spawn), or is unsafe with the threads of torch (fork).
     """
 
     def __init__(self, program: Program) -> None:
-        """Start the child and send the arguments of ``load``. `wait_until_ready` must follow."""
+        """Start the child and send the arguments of ``load``. Call `wait_until_ready` next."""
         self._program = program
-        self._message_id = 0  # of the last message
-        self._message: bytearray | None = None  # received, and not yet returned by `receive`
+        self._message_id = 0  # id of the last message
+        self._message: bytearray | None = None  # answer that `receive` has not returned yet
         mark, folder = uuid.uuid4().hex, ScratchFolder()
         # Ray's clients search the temporary directory of this process for a running cluster.
         env = {"RAY_TMPDIR": tempfile.gettempdir(), **os.environ, MARK: mark}
@@ -108,11 +108,11 @@ class ChildProcess:
             self, _kill, self._child, parent_end, folder, os.getpid(), mark
         )
         first = self._pickled((program.memory_mb, *program.first))
-        with suppress(OSError):  # the child is dead or hangs, and `wait_until_ready` raises
+        with suppress(OSError):  # if the child is dead or hangs, `wait_until_ready` raises an error
             self._pipe.send(first, time.monotonic() + _START_LIMIT_S)
 
     def wait_until_ready(self) -> Any:
-        """Return the payload of the child's first answer, or raise the error of ``load``."""
+        """Return the payload of the answer "ready". Raises the error of ``load``."""
         try:
             return self.receive(time.monotonic() + _START_LIMIT_S, _START_LIMIT_S)[1]
         except AlignerError:
@@ -121,7 +121,7 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """True if the child can receive another message."""
+        """Whether the child runs and was not closed."""
         return self._stop.alive and self._child.poll() is None
 
     @property
@@ -130,13 +130,14 @@ class ChildProcess:
         return self._child.pid
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when the child answers or ends."""
+        """Return the file descriptor that becomes readable when the child answers or ends."""
         return self._pipe.socket.fileno()
 
     def ask(self, *message: Any, time_limit_s: float) -> None:
-        """Send a message with its time limit, which also applies to sending. Then call `receive`.
+        """Send a message, and give the child ``time_limit_s`` to answer. Call `receive` next.
 
-        Raises `DataError` if the message cannot be pickled.
+        Raises `DataError` if the message cannot be pickled, and the program's errors if the child
+        has died or does not receive it in time.
         """
         self._message_id += 1
         body = self._pickled((self._message_id, *message, time_limit_s))
@@ -146,7 +147,7 @@ class ChildProcess:
             raise self._error(error, time_limit_s) from error
 
     def has_answer(self) -> bool:
-        """Return whether `receive` would return or raise without waiting."""
+        """Return whether `receive` would return or raise an error without waiting."""
         try:
             self._read(0.0)
         except Exception as error:  # `receive` raises it again
@@ -154,9 +155,10 @@ class ChildProcess:
         return True
 
     def receive(self, deadline: float, time_limit_s: float) -> tuple[str, Any]:
-        """Wait for the next answer to the last message, and return its kind and payload.
+        """Wait for the next answer to the last message. Returns its kind and payload.
 
-        The child is killed at ``deadline``, by ``time.monotonic()``. The error names the limit.
+        ``deadline``: time, by ``time.monotonic()``, at which the child is killed.
+        ``time_limit_s``: for the error. Raises the errors of the program and of a refusal.
         """
         try:
             kind, payload = self._read(deadline)
@@ -168,18 +170,18 @@ class ChildProcess:
         return kind, payload
 
     def parse(self, parse: Callable[[Any], Parsed], value: Any) -> Parsed:
-        """Return ``parse(value)`` of a value from the child. If it raises, kill the child."""
+        """Return ``parse(value)`` for a payload of the child. If it fails, kill the child."""
         try:
             return parse(value)
         except Exception as error:  # an invalid answer may cause any exception
             raise self._failed(_INVALID.format(type(error).__name__)) from error
 
     def close(self) -> None:
-        """Kill the child and all its descendants. May be called twice."""
+        """Kill the child and all its descendants. Later calls have no effect."""
         self._stop()
 
     def _read(self, deadline: float) -> tuple[str, Any]:
-        """Return kind and payload of the last message's answer. Answers to others are dropped."""
+        """Return kind and payload of an answer to the last message. Drop answers to others."""
         while True:
             if self._message is None:
                 self._message = self._pipe.receive(self._program.most_bytes, deadline)
@@ -191,7 +193,7 @@ class ChildProcess:
                 raise TimeoutError
 
     def _error(self, error: Exception, time_limit_s: float) -> AlignerError:
-        """Kill a child that is too late, dead or broken, and return the error to raise."""
+        """Kill the child after ``error``, and return the program's error to raise instead."""
         if isinstance(error, TimeoutError):
             self.close()
             return self._program.timeout(
@@ -204,7 +206,7 @@ class ChildProcess:
                 self._child.wait(timeout=5)
             problem = f"died (exit code {self._child.returncode}). Its output is above"
         elif isinstance(error, OverflowError):
-            problem = f"sent an answer of {error} bytes (at most {self._program.most_bytes})"
+            problem = f"sent an answer of {error} bytes, more than {self._program.most_bytes}"
         return self._failed(problem)
 
     def _failed(self, problem: str) -> AlignerError:
@@ -212,7 +214,6 @@ class ChildProcess:
         return self._program.error(f"the process of {self._program.name} {problem}")
 
     def _refusal(self, payload: tuple[str, str]) -> AlignerError:
-        """Return the error of a refusal. An unknown class is replaced by the program's error."""
         name, text = payload
         return (error_class(name) or self._program.error)(text)
 
@@ -228,16 +229,16 @@ class ChildProcess:
 
 
 class ProcessPool:
-    """Child processes of one program by slot, which are started when needed and reused."""
+    """Child processes of one program, numbered by slots. They are reused for many messages."""
 
     def __init__(self, program: Program) -> None:
-        """Start the first process, so that an error of ``load`` is raised here."""
+        """Start the process of slot 0. Raises the error of ``load``."""
         self._program = program
         self._processes = {0: ChildProcess(program)}
         self.loaded = self._processes[0].wait_until_ready()  # payload of ``ready``
 
     def start(self, slots: Sequence[int]) -> dict[int, AlignerError]:
-        """Start the processes of ``slots`` that are not alive. Return the error of each failure."""
+        """Start the processes of ``slots`` that do not run. Returns slot → error of a failure."""
         processes = self._processes
         missing = [slot for slot in slots if slot not in processes or not processes[slot].alive]
         for slot in missing:
@@ -251,7 +252,7 @@ class ProcessPool:
         return failures
 
     def kill(self, slot: int) -> None:
-        """Kill a slot's process and its descendants. The next `start` starts it again."""
+        """Kill the process of ``slot`` with its descendants. `start` can start it again."""
         self._processes[slot].close()
 
     def __enter__(self) -> Self:
@@ -261,18 +262,18 @@ class ProcessPool:
         self.close()
 
     def close(self) -> None:
-        """Kill all processes. `start` starts them again."""
+        """Kill all processes with their descendants."""
         for process in self._processes.values():
             process.close()
         self._processes.clear()
 
     def pid(self, slot: int) -> int:
-        """Return the process id of a slot's process."""
+        """Return the process id of the process in ``slot``."""
         return self._processes[slot].pid
 
 
 def _parse_answer(message: bytearray) -> tuple[int, str, Any]:
-    """Parse an answer into message id, kind and payload, with limits on depth and size."""
+    """Return message id, kind and payload of an answer. Raises an error if it is invalid."""
 
     def refuse_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
@@ -286,7 +287,7 @@ def _parse_answer(message: bytearray) -> tuple[int, str, Any]:
 
 
 class Channel:
-    """The child's end of the connection."""
+    """The child's end of the connection to the parent."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
@@ -294,25 +295,26 @@ class Channel:
         self._pid = os.getpid()
 
     def receive(self) -> Any:
-        """Return the parent's next message. Raises EOFError after the parent closed the socket."""
+        """Wait for the parent's next message. Raises EOFError if the parent closed the socket."""
         return pickle.loads(self._pipe.receive())
 
     def send(self, message_id: int, kind: str, payload: Any) -> None:
-        """Answer a message. ``payload`` is converted by `plain`."""
-        if os.getpid() != self._pid:  # a fork of the user's code, which returned here too
+        """Send an answer to a message. ``payload`` is converted by `plain`."""
+        if os.getpid() != self._pid:  # user code has forked, and both processes came here
             os._exit(0)
         self._pipe.send(json.dumps(plain([message_id, kind, payload])).encode())
 
     def refuse(self, message_id: int, error: AlignerError) -> None:
-        """Answer with the name and the text of an error."""
+        """Send the answer "refused" with the class name and the text of an error."""
         self.send(message_id, "refused", (type(error).__name__, text_of(error)))
 
 
 def serve(descriptor: int, load: Callable[..., tuple[Any, Callable[..., Answers]]]) -> None:
-    """Answer the parent's messages on an inherited socket until the parent closes it or dies.
+    """Run in the child: answer the parent's messages until the parent closes the socket or dies.
 
-    ``load`` returns the payload of ``ready`` and a function, which is called with each message and
-    yields kinds and payloads of answers. The parent raises an `AlignerError` that either raises.
+    ``descriptor``: file descriptor of the inherited socket. ``load``: function that returns the
+    payload of "ready" and another function. This is called with each message, and yields kind and
+    payload of each answer. If one of them raises an `AlignerError`, the parent raises it too.
     """
     # Load the user's code.
     adopt_orphans()
@@ -331,7 +333,7 @@ def serve(descriptor: int, load: Callable[..., tuple[Any, Callable[..., Answers]
     channel.send(0, "ready", loaded)
 
     # Answer messages. The parent kills this process at the time limit. If the parent is dead and
-    # the user's code blocks all Python threads, the timer of faulthandler (a C thread) ends it.
+    # the user code blocks all Python threads, a C thread of faulthandler ends this process.
     while True:
         try:
             message_id, *message, limit_s = channel.receive()
@@ -348,10 +350,10 @@ def serve(descriptor: int, load: Callable[..., tuple[Any, Callable[..., Answers]
 
 
 class _Pipe:
-    """Messages over a socket, each after a header with its length.
+    """Messages over a socket. A header before each message gives its length.
 
-    After a deadline, by ``time.monotonic()``, TimeoutError is raised, and received bytes are kept
-    for the next `receive`. 0 means not to wait, None to wait without limit.
+    A deadline is a time by ``time.monotonic()``, 0 for not waiting, or None for no limit. After the
+    deadline, TimeoutError is raised, and received bytes are kept for the next `receive`.
     """
 
     _HEADER = struct.Struct("!4sQ")
@@ -359,7 +361,7 @@ class _Pipe:
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
-        self._received = bytearray()  # begin of the next message, header included
+        self._received = bytearray()  # beginning of the next message, with its header
 
     def send(self, body: bytes, deadline: float | None = None) -> None:
         """Send a message. Raises OSError if the other end is closed."""
@@ -368,7 +370,7 @@ class _Pipe:
             self.socket.sendall(part)
 
     def receive(self, most_bytes: int | None = None, deadline: float | None = None) -> bytearray:
-        """Return the next message, or received bytes as they are if they begin with no header.
+        """Return the next message. Bytes without a header, as printed output, are returned as is.
 
         Raises EOFError if the other end is closed, OverflowError for more than ``most_bytes``.
         """
@@ -386,7 +388,6 @@ class _Pipe:
         return message
 
     def _read_to(self, count: int, deadline: float | None) -> None:
-        """Read until ``count`` bytes of the message are received."""
         while (missing := count - len(self._received)) > 0:
             self.socket.settimeout(_seconds_to(deadline))
             piece = self.socket.recv(min(missing, 2**20))
@@ -398,7 +399,7 @@ class _Pipe:
 
 
 def _seconds_to(deadline: float | None) -> float | None:
-    """Return the seconds until a deadline, at least 1 ms, as 0 makes a socket non-blocking."""
+    """Return the seconds until a deadline, at least 1 ms, because a socket never waits for 0."""
     return None if deadline is None else max(_SHORTEST_WAIT_S, deadline - time.monotonic())
 
 
@@ -409,13 +410,13 @@ def _kill(
     owner: int,
     mark: str,
 ) -> None:
-    """Kill a child with its descendants and remove its folder, unless this process is a fork."""
+    """Kill a child with its descendants and remove its folder, if this process started it."""
     if os.getpid() != owner:
         return
     end.close()
     if child.poll() is None:
         kill_tree(child.pid)
-    else:  # its descendants have other parents
+    else:  # the child is dead, and its descendants have other parents
         kill_marked(mark)
     with suppress(subprocess.TimeoutExpired):
         child.wait(LONGEST_KILL_S)

@@ -1,7 +1,7 @@
-"""The command `aligner`, which runs the scripts of `examples/` from any folder by short names.
+"""The command `aligner`, which runs scripts of `examples/` by short names from any folder.
 
-`aligner train-ppo …` runs the file `examples/train_gpt_ppo.py`, as do the processes of a run. Only
-the script imports large modules.
+`aligner train-ppo …` runs the file `examples/train_gpt_ppo.py`. Only the script imports large
+modules.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from aligner.catalog import ALGORITHMS
 
 
 class Command(NamedTuple):
-    """A script of `examples/` and its purpose."""
+    """A subcommand of `aligner`: a script of `examples/` and its purpose."""
 
     script: str  # file name without the suffix
     summary: str
@@ -47,7 +47,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: ``aligner COMMAND …``."""
+    """Run the script for ``aligner COMMAND …``. ``arguments``: by default those of the process."""
     name, *options = (sys.argv[1:] if arguments is None else arguments) or ["help"]
     if name in ("-h", "--help", "help"):
         print(usage())
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def shipped(folder: str) -> Path:
-    """Return the path of ``conf`` or ``examples``, inside the package or next to it (checkout)."""
+    """Return the path of ``conf`` or ``examples``, in the package or next to it in a checkout."""
     package = Path(aligner.__file__).parent
     inside = package / folder
     return inside if inside.is_dir() else package.parent / folder

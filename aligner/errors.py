@@ -36,7 +36,7 @@ class TokenizerError(AlignerError, ValueError):
 
 
 class CheckpointError(AlignerError, ValueError):
-    """An archive or a run state is damaged, foreign, unsafe, or does not fit the model."""
+    """A checkpoint or run state is damaged, malicious, or does not fit the model."""
 
 
 class DamagedStateError(CheckpointError):
@@ -52,7 +52,7 @@ class StorageError(AlignerError, OSError):
 
 
 class RewardError(AlignerError, RuntimeError):
-    """A reward function raised, or returned the wrong number or kind of values."""
+    """A reward function raised an error, or returned the wrong number or kind of values."""
 
 
 class RewardTimeoutError(RewardError, TimeoutError):
@@ -72,11 +72,11 @@ class EnvironmentTimeoutError(EnvironmentCallError, TimeoutError):
 
 
 class CallbackError(AlignerError, RuntimeError):
-    """A callback of ``trainer.callbacks`` raised. The message names the callback and the cause."""
+    """A callback of ``trainer.callbacks`` raised an error. The message names both."""
 
 
 class NonFiniteError(AlignerError, FloatingPointError):
-    """A loss or a gradient is NaN or infinite, and ``non_finite`` is set to stop the run."""
+    """A loss or a gradient is NaN or infinite, and ``non_finite`` tells the run to stop."""
 
 
 class DeviceMemoryError(AlignerError, MemoryError):
@@ -88,7 +88,7 @@ class WorkerError(AlignerError, RuntimeError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process ended during the run: killed, out of memory, or with its node."""
+    """A worker process died during the run, for example out of memory or with its node."""
 
 
 class DryDeviceError(AlignerError, RuntimeError):
@@ -108,7 +108,7 @@ class MissingPackageError(AlignerError, ImportError):
 
 
 def error_class(name: str) -> type[AlignerError] | None:
-    """Return the error class with this name, None if there is none."""
+    """Return the error class called ``name``, or None if there is none."""
     kind = getattr(sys.modules[__name__], name, None)
     return kind if isinstance(kind, type) and issubclass(kind, AlignerError) else None
 
@@ -119,8 +119,8 @@ def raised_as(
 ) -> Iterator[None]:
     """Convert exceptions of the block to ``kind``, with ``text``, the cause and ``remedy``.
 
-    ``caught``: classes of exceptions to convert, by default all. Errors of this library are not
-    converted, unless their class is named.
+    ``caught``: classes of exceptions to convert, by default all. Errors of this library are
+    converted only if their class is in ``caught``.
     """
     try:
         yield
@@ -136,7 +136,7 @@ def raised_as(
 def json_object(
     content: bytes, kind: type[AlignerError], text: str, remedy: str = ""
 ) -> dict[str, Any]:
-    """Parse a JSON object, or raise ``kind`` with ``text``, the reason and ``remedy``."""
+    """Return the JSON object in ``content``. Raises ``kind`` like `raised_as` if there is none."""
     with raised_as(kind, text, ValueError, RecursionError, remedy=remedy):
         value = json.loads(content)
         if not isinstance(value, dict):
@@ -146,9 +146,9 @@ def json_object(
 
 @contextlib.contextmanager
 def training_step(step: int) -> Iterator[ContextVar[int]]:
-    """Attribute errors inside the block to a step of the run. Models count only their updates.
+    """Set `current_step` in the block, for errors of models, which count only their own updates.
 
-    Yields the variable of the step, which a loop over steps sets.
+    Yields the variable of the step, which a loop over steps can set.
     """
     token = _step.set(step)
     try:

@@ -1,4 +1,4 @@
-"""Text of configuration keys and values, in tables and in overrides."""
+"""Formatting of configuration keys and values for tables and command lines."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ IGNORED: dict[str, None] = {}  # keys without effect in this run, for the start-
 
 
 def table(rows: list[tuple[str, Any, str]]) -> str:
-    """Format rows of key, value and remedy as an aligned table with titles."""
+    """Return rows of key, value and remedy as a text table with titles."""
     cells = [("their key", "value", "what to use")]
     cells += [(key, shown(value)[:40], remedy) for key, value, remedy in rows]
     widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
@@ -18,7 +18,7 @@ def table(rows: list[tuple[str, Any, str]]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as on the command line: ``null``, ``true``, ``[0.5,2]``, unquoted text."""
+    """Return the text of a value for messages: ``null``, ``true``, ``[0.5,2]``, unquoted text."""
     if isinstance(value, tuple | list):
         return f"[{','.join(map(shown, value))}]"
     if isinstance(value, float) and float(f"{value:g}") == value:
@@ -29,7 +29,7 @@ def shown(value: Any) -> str:
 
 
 def as_override(value: Any) -> str:
-    """Return a value in hydra's grammar of overrides."""
+    """Return a value in the grammar of Hydra's overrides, for ``key=value`` on a command line."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{as_override(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Names of models and data sets of the Hugging Face hub, in place of paths."""
+"""Models and data sets on Hugging Face's hub, whose names can be given in place of paths."""
 
 import os
 import re
@@ -15,7 +15,7 @@ _DATA_FILES = (".parquet", ".jsonl", ".json", ".csv")
 
 
 def hub_remedy(path: str, kind: str = "model") -> str:
-    """Return the end of an error about a missing ``path``, empty if it names no file of the hub."""
+    """Return advice for the error about a missing ``path`` that may be a name on the hub, or ""."""
     name = _NAME.fullmatch(path)
     if name is None or (path.endswith((".nemo", ".gguf", *_DATA_FILES)) and "*" not in path):
         return ""
@@ -23,13 +23,13 @@ def hub_remedy(path: str, kind: str = "model") -> str:
     if kind == "dataset":
         option, instead = " --repo-type dataset", "files on the disk"
     return (
-        ". If it is a name of Hugging Face's hub, it is not in the local cache: set download=true, "
+        ". If it is a name on Hugging Face's hub, it is not in the local cache: set download=true, "
         f"run hf download {name[1]}{option}, or give {instead}"
     )
 
 
 def _snapshot(name: str, kind: str, patterns: list[str], info: ValidationInfo) -> str | None:
-    """Return a repository's folder in the local cache. Download it if the run asks for that."""
+    """Return a repository's folder in the local cache, or None. Download it with download=true."""
     from huggingface_hub import snapshot_download
 
     downloads = bool(info.context and info.context["download"])
@@ -44,14 +44,14 @@ def _snapshot(name: str, kind: str, patterns: list[str], info: ValidationInfo) -
         raise PydanticCustomError(
             "hub",
             "{key}={name}: the {kind} cannot be downloaded ({reason}). Correct the name or path, "
-            "set HF_TOKEN for a {kind} with restricted access, or leave download=true out",
+            "set HF_TOKEN for a {kind} with restricted access, or remove download=true",
             {"name": name, "kind": kind, "reason": reason},
         ) from error
     return folder
 
 
 def _local_model(path: str, info: ValidationInfo) -> str:
-    """Replace ``owner/name`` by the directory of the model in the local cache, if there is one."""
+    """Return the cached directory of a model for ``owner/name``. Return other paths unchanged."""
     name = _NAME.fullmatch(path)
     if name is None or name[2] or path.endswith(".nemo") or os.path.exists(path):
         return path
@@ -60,10 +60,7 @@ def _local_model(path: str, info: ValidationInfo) -> str:
 
 
 def _local_data(path: str, info: ValidationInfo) -> str:
-    """Replace ``owner/name`` or ``owner/name/PATTERN`` by files in the local cache, if any.
-
-    Without a pattern, the files with ``train`` in their paths are meant, which must be of one set.
-    """
+    """Return the cached files for ``owner/name`` or ``owner/name/PATTERN``, else ``path``."""
     name = _NAME.fullmatch(path)
     if name is None or os.path.exists(path) or glob(path, recursive=True):
         return path
@@ -77,8 +74,8 @@ def _local_data(path: str, info: ValidationInfo) -> str:
     if not name[2] and len(sets) != 1:
         raise PydanticCustomError(
             "hub",
-            "{key}={name}: the data set has several training sets or none: {sets}. Name the files, "
-            "such as {name}/data/train-*.parquet",
+            "{key}={name}: the data set has several training sets or none: {sets}. Give a pattern "
+            "of files, such as {name}/data/train-*.parquet",
             {"name": name[1], "sets": ", ".join(sets) or "none"},
         )
     return f"{folder}/{name[2] or sets[0]}" if files else path

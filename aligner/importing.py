@@ -1,6 +1,6 @@
-"""Import of a user's function or class from a path, and of modules without optional packages.
+"""Import of users' functions and classes, and of modules without optional packages.
 
-For user code the current directory is searched, too, independent of the folder of the script.
+User code is also searched in the current directory.
 """
 
 import contextlib
@@ -23,10 +23,11 @@ Kind = Literal["function", "class"]
 
 
 def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[..., Any]:
-    """Import the function or class that the configuration key ``key`` names.
+    """Import the function or class ``name``.
 
     ``name``: ``package.module:function``, ``package.module.function`` or
-    ``path/to/file.py:function``. Raises `ConfigError` if the object cannot be imported.
+    ``path/to/file.py:function``. ``key``: configuration key of the name, for errors. Raises
+    `ConfigError` if the object cannot be imported.
     """
     module_path, attribute = _split(name, key)
     module = _import_module(module_path, name, key)
@@ -43,9 +44,9 @@ def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[.
 
 
 def import_without(module: str, *packages: str) -> None:
-    """Import ``module`` as if large optional ``packages`` were not installed.
+    """Import ``module`` as if the optional ``packages`` were not installed, which saves time.
 
-    Packages that are already imported remain available, and later imports find all packages.
+    Packages that are already imported stay available. Later imports find all packages.
     """
     if module in sys.modules:
         return
@@ -58,7 +59,7 @@ def import_without(module: str, *packages: str) -> None:
 
 
 class _HidingFinder(DistributionFinder):
-    """Finder that hides packages from the finders after it."""
+    """Import finder that hides packages, so that imports of them fail."""
 
     def __init__(self, packages: set[str]) -> None:
         self._packages = packages
@@ -66,7 +67,7 @@ class _HidingFinder(DistributionFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Refuse the hidden packages and their modules, and leave others to the next finder."""
+        """Raise `ModuleNotFoundError` for a hidden package. Return None for others."""
         del path, target
         if name.partition(".")[0] in self._packages:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -75,7 +76,7 @@ class _HidingFinder(DistributionFinder):
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterable[Distribution]:
-        """Refuse the metadata of the hidden packages, and leave others to the next finder."""
+        """Raise `PackageNotFoundError` for a hidden package. Return () for others."""
         if context is not None and context.name in self._packages:
             raise PackageNotFoundError(context.name)
         return ()
@@ -88,10 +89,11 @@ def check_call(
     remedy: str,
     positional: int = 0,
 ) -> None:
-    """Raise `ConfigError` if ``call`` does not accept ``positional`` arguments and ``keywords``.
+    """Raise `ConfigError` if ``call`` does not accept these arguments.
 
-    ``subject``, the configuration key and its value, begins the message, ``remedy`` ends it. An
-    unknown signature is accepted.
+    ``keywords``: names of keyword arguments. ``positional``: number of positional arguments. The
+    message begins with ``subject``, the configuration key and its value, and ends with ``remedy``.
+    A function of unknown signature is accepted.
     """
     try:
         signature = inspect.signature(call)
@@ -106,10 +108,10 @@ def check_call(
 def construct(
     factory: Callable[..., Any], kwargs: Mapping[str, Any], name: str, remedy: str
 ) -> Any:
-    """Call a user's class with keyword arguments. Raise `ConfigError` if this fails.
+    """Return ``factory(**kwargs)`` for a user's class. Raises `ConfigError` if this fails.
 
-    ``name``, the configuration key and its value, begins the message. ``remedy`` ends the message
-    if the signature does not match.
+    ``name``: beginning of the message, the configuration key and its value. ``remedy``: end of the
+    message if the signature does not match.
     """
     check_call(factory, kwargs, f"{name}: its constructor", remedy)
     with user_errors(name, f"its constructor with the arguments {dict(kwargs)}"):
@@ -132,16 +134,16 @@ def user_errors(name: str, call: str) -> Iterator[None]:
         raise ConfigError(message) from error
 
 
-def named_by(function: Callable[..., Any], offered: Iterable[str]) -> set[str]:
-    """Return the names of ``offered`` that a function accepts as keywords."""
+def accepted_keywords(function: Callable[..., Any], names: Iterable[str]) -> set[str]:
+    """Return those of ``names`` that ``function`` accepts as keyword arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a function of C
         return set()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return set(offered)
+        return set(names)
     positional_only = inspect.Parameter.POSITIONAL_ONLY
-    return {item.name for item in parameters if item.kind is not positional_only} & {*offered}
+    return {item.name for item in parameters if item.kind is not positional_only} & {*names}
 
 
 def _split(name: str, key: str) -> tuple[str, str]:
@@ -150,7 +152,7 @@ def _split(name: str, key: str) -> tuple[str, str]:
         module_path, _, attribute = name.rpartition(".")
     if not module_path or not attribute or (module_path.endswith(".py") and not separator):
         raise ConfigError(
-            f"{key}={name!r} is not a path. Write package.module:function or "
+            f"{key}={name!r} is not an import path. Write package.module:function or "
             "path/to/file.py:function"
         )
     return module_path, attribute
@@ -161,7 +163,7 @@ def _import_module(module_path: str, name: str, key: str) -> ModuleType:
     if path is not None and not path.is_file():
         raise ConfigError(f"{key}={name!r}: the file {path} does not exist. Correct the path")
 
-    # The module, also from the current directory.
+    # Import the module, also from the current directory.
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)  # `python examples/SCRIPT.py` searches only the script's folder
@@ -186,7 +188,7 @@ def _functions_of(module: ModuleType, kind: Kind) -> list[str]:
     )
 
 
-_MOST_CHARACTERS = 2000  # of a user's error text, which is sent to every rank and the console
+_MOST_CHARACTERS = 2000  # maximum length of an error's text, which is sent to every rank
 
 
 def describe_exception(error: BaseException) -> str:
@@ -197,7 +199,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the beginning of an error's text, also if its ``__str__`` raises."""
+    """Return the beginning of an error's text, even if its ``__str__`` raises an error."""
     try:
         text = str(error)
     except Exception as failure:

@@ -1,7 +1,4 @@
-"""Installed packages: extras, supported versions, and the description of a run's machine.
-
-Environment variables are not recorded, because they may contain secrets.
-"""
+"""Installed packages: extras, supported versions, and the description of a run's machine."""
 
 import importlib.metadata
 import importlib.util
@@ -21,21 +18,20 @@ from aligner.errors import MissingPackageError, VersionError
 class OptionalPackage:
     """A package that the library uses if it is installed."""
 
-    name: str  # of its top-level module
-    without: str  # effect of its absence
-    install: str
+    name: str  # name of its top-level module
+    without: str  # what happens without the package
+    install: str  # command or advice for its installation
     gpu_only: bool = False
     # A submodule that distinguishes the package from an unrelated package of the same name.
     submodule: str | None = None
     alternative: str | None = None  # another top-level module of the package
-    extra: str | None = None  # of pyproject.toml
+    extra: str | None = None  # extra in pyproject.toml
     only_missing: bool = False  # start-up reports list it only if it is missing
 
 
 def _extra_packages(
     extra: str, without: str, *names: str, reported: bool = False
 ) -> list[OptionalPackage]:
-    """Return the packages of an extra of pyproject.toml."""
     install = f'pip install "aligner[{extra}]"'
     return [
         OptionalPackage(name, without, install, extra=extra, only_missing=not reported)
@@ -93,9 +89,9 @@ OPTIONAL_PACKAGES = (
 
 
 def require_extra(extra: str, purpose: str) -> None:
-    """Raise `MissingPackageError` if packages of an extra in pyproject.toml are not installed.
+    """Raise `MissingPackageError` if a package of an extra in pyproject.toml is not installed.
 
-    ``purpose``: subject of the message, such as a setting that needs the packages.
+    ``purpose``: subject of the message, such as the setting that needs the packages.
     """
     packages = [package for package in OPTIONAL_PACKAGES if package.extra == extra]
     missing = [package.name for package in packages if not _is_installed(package)]
@@ -106,9 +102,9 @@ def require_extra(extra: str, purpose: str) -> None:
         )
 
 
-# Supported versions (first, end), as in pyproject.toml. Others are refused.
+# Supported versions, from the first up to but not including the second, as in pyproject.toml.
 SUPPORTED = {"torch": ((2, 10), (2, 14)), "megatron-core": ((0, 16), (0, 17))}
-# Tested versions (first, end). The start-up report names others.
+# Tested versions. The start-up report lists packages with other versions.
 TRIED = {
     "nemo-toolkit": ((3, 0), (3, 1)),
     "transformers": ((5, 16), (6,)),
@@ -118,9 +114,10 @@ TRIED = {
 
 
 def check_versions(installed: Callable[[str], str | None] | None = None) -> None:
-    """Raise `VersionError` for an unsupported version of a library, before a run begins.
+    """Raise `VersionError` if a package in `SUPPORTED` is installed in another version.
 
-    A pre-release counts as its release, because NVIDIA's images contain such builds of torch.
+    ``installed``: function that returns the version of a package, by default of this environment. A
+    pre-release counts as its release, because NVIDIA's images contain such builds of torch.
     """
     for name, version, low, high in _outside(SUPPORTED, installed or _version):
         raise VersionError(
@@ -130,7 +127,7 @@ def check_versions(installed: Callable[[str], str | None] | None = None) -> None
 
 
 def untried_versions(installed: Callable[[str], str | None] | None = None) -> list[str]:
-    """Describe the packages whose versions the library was not tested with."""
+    """Return a text about each package in `TRIED` that is installed in another version."""
     return [
         f"{name} {version} is installed (tested: {low} or newer, below {high})"
         for name, version, low, high in _outside(TRIED, installed or _version)
@@ -141,7 +138,7 @@ def _outside(
     ranges: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
     installed: Callable[[str], str | None],
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, version, first and end version of each package outside of its range."""
+    """Yield name, version, first and end of the range for each package outside its range."""
     for name, (first, end) in ranges.items():
         version = installed(name)
         if version is None:  # a package without metadata is accepted
@@ -153,7 +150,7 @@ def _outside(
 
 @dataclass(frozen=True)
 class PackageStatus:
-    """Status of a package. ``version`` is None without metadata."""
+    """Whether a package is installed, and its version, None if unknown."""
 
     package: OptionalPackage
     is_installed: bool
@@ -161,7 +158,7 @@ class PackageStatus:
 
 
 def find_packages(packages: tuple[OptionalPackage, ...] = OPTIONAL_PACKAGES) -> list[PackageStatus]:
-    """Return the status of the packages for a report, without importing them."""
+    """Return the status of the packages for the start-up report. No package is imported."""
     found = [(package, _is_installed(package)) for package in packages]
     return [
         PackageStatus(package, is_installed, _version(package.name) if is_installed else None)
@@ -176,7 +173,7 @@ def _is_installed(package: OptionalPackage) -> bool:
     spec = importlib.util.find_spec(package.name)
     if spec is None or package.submodule is None:
         return spec is not None
-    # find_spec("apex.optimizers") would import apex, so search its files instead.
+    # find_spec("apex.optimizers") would import apex. Search the package's files instead.
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     name = package.submodule
     return any((f / name).is_dir() or (f / f"{name}.py").is_file() for f in folders)
@@ -196,7 +193,7 @@ _PACKAGES = (
 
 
 def describe_environment(device: str) -> dict[str, str]:
-    """Return command, packages and machine of this process. ``device`` describes the device."""
+    """Return name → text about command, packages and machine, but no environment variables."""
     return {
         "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
         "device": device,

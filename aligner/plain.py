@@ -1,6 +1,6 @@
-"""Conversion of arbitrary values of user code to JSON values.
+"""Conversion of values of user code to JSON values, and of numbers to floats.
 
-Both the process of the user code and the reader of its messages and files call `plain`.
+The process of the user code calls `plain`, and so does the reader of its messages and files.
 """
 
 import math
@@ -19,13 +19,12 @@ _MOST_SHOWN = 200  # characters of a value that is neither number nor text
 def plain(value: Any, depth: int = 0) -> Any:
     """Convert ``value`` to None, bool, int, float, str, list and dict, without subclasses.
 
-    Members of enumerations become their values. Instances of subclasses of numbers or text become
-    the number or text. Arrays and their scalars become lists and numbers, tuples and sets become
-    lists, keys become text. Floats that are not finite become ``"NaN"``, ``"Infinity"`` or
-    ``"-Infinity"``. Integers of more than 64 bits, other objects, and values below 64 levels become
-    the beginning of their ``repr``. Lone surrogates in text become ``?``.
+    Members of enumerations become their values, arrays and their scalars lists and numbers, tuples
+    and sets lists, and keys of mappings text. Floats that are not finite become ``"NaN"``,
+    ``"Infinity"`` or ``"-Infinity"``. Integers of more than 64 bits, other objects, and values
+    deeper than 64 levels become the beginning of their ``repr``. Lone surrogates become ``?``.
     """
-    # Scalars, converted by the base class so that no code of a subclass runs.
+    # Convert scalars with methods of the base class, so that no code of a subclass runs.
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -38,7 +37,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         special = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
         return number if math.isfinite(number) else special
 
-    # Containers.
+    # Convert containers.
     if depth < _DEEPEST:
         if isinstance(value, Enum):
             return plain(value.value, depth + 1)
@@ -53,7 +52,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of the ``repr`` of a user's value, for a message."""
+    """Return the beginning of a value's ``repr``, even if its ``__repr__`` raises an error."""
     try:
         text = repr(value).encode(errors="replace").decode()
     except Exception:  # a class whose ``__repr__`` raises, or an integer of thousands of digits
@@ -64,10 +63,10 @@ def shown(value: Any) -> str:
 def as_float32(
     value: Any, subject: str, error: type[AlignerError], *, may_be_infinite: bool = False
 ) -> float:
-    """Return a number, also of an enumeration or a one-element array.
+    """Return a number as float. It may be a member of an enumeration or a one-element array.
 
-    Any other value raises ``error``, whose message begins with ``subject``, as does a number that
-    is not finite in float32. With ``may_be_infinite`` numbers beyond float32 become infinity.
+    Raises ``error``, whose message begins with ``subject``, for other values and for numbers that
+    are not finite in float32. With ``may_be_infinite``, too large numbers become infinity instead.
     """
     number = value.value if isinstance(value, Enum) else value
     try:
@@ -80,5 +79,5 @@ def as_float32(
     except (TypeError, ValueError, RuntimeError):
         raise error(f"{subject} is {shown(value)}, which is not a number") from None
     if not (may_be_infinite or math.isfinite(number)):
-        raise error(f"{subject} is {shown(value)}; it must be finite in float32")
+        raise error(f"{subject} is {shown(value)}, but it must be finite in float32")
     return number

@@ -1,6 +1,6 @@
-"""Termination of a process with all its descendants, also after the death of its parent.
+"""Kill a process with all its descendants, also if its parent has died.
 
-This module imports neither torch nor numpy, because every process of user code loads it.
+This module imports neither torch nor numpy, because every process of user code imports it.
 """
 
 import ctypes
@@ -16,29 +16,29 @@ import psutil
 
 from aligner.scratch import remove_leftovers
 
-# Environment variable that identifies the descendants of a child process after its death.
+# Environment variable that identifies the descendants of a child process if the child is dead.
 MARK = "ALIGNER_CHILD_PROCESS"
-LONGEST_KILL_S = 2.0  # longest wait for the death of descendants
+LONGEST_KILL_S = 2.0  # maximum seconds to wait for the death of descendants
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent ends, to find them. Only on Linux."""
+    """On Linux, become the parent of descendants whose parent dies, so that they can be found."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_tree(pid: int) -> None:
-    """Kill process ``pid``, its process group and all its descendants, and remove scratch folders.
+    """Kill process ``pid``, its process group and descendants. Remove their scratch folders.
 
-    If ``pid`` is already dead, only its group is killed, and `kill_marked` finds its descendants.
+    If ``pid`` is already dead, only its group is killed. Use `kill_marked` for its descendants.
     """
     folder = None
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         folder = root.environ().get("TMPDIR")
-        # A stopped root starts no new processes, and adopts orphans. If this process dies now, the
-        # root continues and ends by itself (`die_with_parent`).
+        # A suspended root starts no new processes, but adopts orphans. If this process dies now,
+        # the root continues and ends by itself (`die_with_parent`).
         if pid != os.getpid():
             root.suspend()
         _kill_all(lambda: root.children(recursive=True))
@@ -56,7 +56,7 @@ def kill_children() -> None:
 
 
 def _kill_all(list_processes: Callable[[], Iterable[psutil.Process]]) -> None:
-    """Kill the listed processes repeatedly until none is alive, for `LONGEST_KILL_S` at most."""
+    """List and kill processes until all are dead, for at most `LONGEST_KILL_S`."""
     deadline, alive = time.monotonic() + LONGEST_KILL_S, True
     while alive and time.monotonic() < deadline:
         alive = False
@@ -70,7 +70,7 @@ def _kill_all(list_processes: Callable[[], Iterable[psutil.Process]]) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all processes whose environment contains `MARK` with this value."""
+    """Kill all processes in whose environment `MARK` has this value."""
 
     def marked() -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
@@ -82,9 +82,9 @@ def kill_marked(mark: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Kill this process and its descendants after the death of the parent, from a thread."""
+    """Start a thread that kills this process and its descendants once the parent is dead."""
     parent = os.getppid()
-    # A parent may die after it stopped this process to kill it (`kill_tree`). The kernel then sends
+    # If the parent dies after it suspended this process to kill it (`kill_tree`), the kernel sends
     # SIGCONT, so that the thread continues.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

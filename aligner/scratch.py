@@ -1,7 +1,7 @@
-"""Temporary folders that are removed after the end of their process, even if it is killed.
+"""Temporary folders that are removed even if their process is killed.
 
 A process locks its folders, and the kernel releases the locks when the process ends. A folder of
-this user that is not locked is therefore a leftover, which `remove_leftovers` removes.
+this user without a lock therefore belongs to a dead process, and `remove_leftovers` removes it.
 """
 
 import fcntl
@@ -15,19 +15,19 @@ _PREFIX, _NEW = "aligner-scratch-", "new-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 # `rm` handles any depth of folders. `chmod` opens folders that their owner cannot enter.
 _REMOVE = 'exec <&- >&- 2>&-; rm -rf -- "$0" || { chmod -R u+rwx -- "$0"; rm -rf -- "$0"; }'
-_PATIENCE_S = 1.0  # longest wait for the removal, which continues in the background
+_PATIENCE_S = 1.0  # seconds to wait for the removal, which then continues in the background
 _removals: list["subprocess.Popen[bytes]"] = []
 
 
 class ScratchFolder:
-    """A folder in the temporary directory, which is removed when it is closed."""
+    """Folder in the temporary directory. `close` removes it."""
 
     def __init__(self) -> None:
-        """Create the folder. The first call removes leftovers of dead processes."""
+        """Create the folder. The first call in a process removes folders of dead processes."""
         _remove_leftovers_once(tempfile.gettempdir())
         new_path = tempfile.mkdtemp(prefix=_NEW + _PREFIX)
         self._lock = os.open(new_path, _FOLDER)
-        with suppress(OSError):  # a file system without locks, where leftovers are not removed
+        with suppress(OSError):  # the file system may have no locks
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = new_path.replace(_NEW + _PREFIX, _PREFIX)
         os.rename(new_path, self.path)  # visible to `remove_leftovers` only after it is locked

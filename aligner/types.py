@@ -1,9 +1,9 @@
-"""Names, shapes and meanings of the data that the parts of the library exchange.
+"""Names, shapes and meanings of tensors in batches, and interfaces of losses.
 
 Shape legend: ``B`` sequences, ``S`` padded length (prompt + response), ``P`` padded prompt
 length, ``V`` vocabulary, ``H`` hidden, ``N`` selected tokens.
 
-Every per-token tensor has length ``S``. Position ``t`` describes token ``t``:
+Column ``t`` of a per-token tensor, [B, S], describes token ``t``:
 ``logprobs[:, t] = log p(token_t | tokens_<t)`` with ``logprobs[:, 0] = 0``, and
 ``values[:, t] = V(state before token t)`` with ``values[:, 0] = 0``.
 
@@ -15,7 +15,7 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 ``position_ids``           int64 [B, S]    of conversations that may fork: position in the sequence,
                                            from 0 in each sequence of the row, 0 in padding
 ``prompt_lengths``         int64 [B]       prompt only
-``sample_ids``             int64 [B]       identifies the sample for counter-based sampling
+``sample_ids``             int64 [B]       number of the sample, for counter-based sampling
 ``is_end``                 bool [B]        the response ended by itself (EOS or stop string)
 ``token_mask``             float32 [B, S]  1 where the token was generated (EOS included)
 ``turn_ids``               int64 [B, S]    of conversations: index from 1 of the turn that generated
@@ -23,7 +23,7 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 ``turn_rewards``           float32 [B, S]  of conversations: reward of a turn at its last token, and
                                            rewards of its steps at their last tokens
 ``is_scored``              float32 [B]     of conversations: 1 if at least one turn was scored
-``sample_mask``            float32 [B]     1 if the sample counts
+``sample_mask``            float32 [B]     1 if the sample is used in the loss
 ``generation_logprobs``    float32 [B, S]  of the sampling engine
 ``kept_ids``               int32 [B, S, K] ids that top-k and top-p kept, padded with -1
 ``prev_logprobs``          float32 [B, S]  of the policy that produced the rollout
@@ -50,7 +50,7 @@ PAD_VALUES: Mapping[str, int] = {"kept_ids": -1}
 
 
 class Denominators(NamedTuple):
-    """Counts over the global batch and all data-parallel ranks, computed before micro-batch 1.
+    """Counts over the global batch on all data-parallel ranks, the denominators of mean losses.
 
     ``valid_tokens`` = sum(token_mask * sample_mask), ``valid_seqs`` = sum(sample_mask). Both are
     float32 scalars of at least 1, so that the loss of a batch without valid tokens is 0, not NaN.
@@ -64,10 +64,10 @@ class TokenOutputs(NamedTuple):
     """Outputs of a model for each token of a micro-batch.
 
     ``values_or_logprobs``: float32 [B, S], log-probs of a policy, values of a critic or rewards of
-    a reward model. [B, S, k] log-probs of ``teacher_topk_indices`` if the batch contains them, and
-    [B, S, K] rewards of K attributes.
-    ``entropy``: float32 [B, S] of the distribution that token t was sampled from, or None.
-    Positions outside ``token_mask`` contain arbitrary finite values.
+    a reward model. A reward model with K attributes has [B, S, K]. If the batch contains
+    ``teacher_topk_indices``, [B, S, k] log-probs of these tokens.
+    ``entropy``: float32 [B, S], entropy of the distribution that token t was sampled from, or None.
+    Values outside ``token_mask`` are arbitrary, but finite.
     """
 
     values_or_logprobs: Tensor
@@ -76,22 +76,21 @@ class TokenOutputs(NamedTuple):
 
 @runtime_checkable
 class LossFunction(Protocol):
-    """A loss over one micro-batch.
+    """Function that computes the loss and metrics of one micro-batch.
 
-    Returns ``(loss, metrics)``. The loss is the micro-batch's *share* of the global loss,
-    ``sum(mask * x) / denominators.valid_tokens``. Losses and metrics, which are detached scalars,
-    are summed over micro-batches and data-parallel ranks. Metrics whose names end in ``_max`` or
-    ``_min`` are combined by maximum or minimum.
+    The loss is the micro-batch's summand of the global loss, for example ``sum(mask * x) /
+    denominators.valid_tokens``. Losses and metrics are summed over micro-batches and data-parallel
+    ranks. Metrics whose names end in ``_max`` or ``_min`` are combined by maximum or minimum.
     """
 
     @property
     def needs_entropy(self) -> bool:
-        """True if the loss reads ``outputs.entropy``."""
+        """Whether the loss reads ``outputs.entropy``."""
         ...
 
     @property
     def rows_per_group(self) -> int:
-        """Number of adjacent rows that the loss compares, which stay in one micro-batch."""
+        """Number of adjacent rows that the loss compares. They must stay in one micro-batch."""
         ...
 
     def __call__(
@@ -99,7 +98,7 @@ class LossFunction(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute loss and metrics of one micro-batch.
 
-        ``batch``: the columns of `aligner.types` that the loss reads, such as ``token_mask``
-        float32 [B, S] and ``sample_mask`` float32 [B]. Returns scalars.
+        ``batch``: the columns that the loss reads, such as ``token_mask`` float32 [B, S] and
+        ``sample_mask`` float32 [B]. Returns a scalar loss and name → metric, a detached scalar.
         """
         ...

@@ -71,11 +71,12 @@ def depths_of(role: PlannedRole) -> list[int]:
     layers = stage_layers(role)
     architecture = role.architecture
     special = architecture.layers_without_rope + architecture.layers_without_window
-    special += architecture.layers_without_experts
-    if special or not architecture.has_table:
+    dense = architecture.layers_without_experts
+    if special or dense != (*range(len(dense)),) or not architecture.has_table:
         return [layers]  # its layers can differ from each other
-    depths = _DEPTHS["dtensor" if role.is_dtensor else "megatron"]
-    return [layers] if layers <= depths[-1] else list(depths)
+    # All runs have the first layers, which may lack experts.
+    depths = [len(dense) + n for n in _DEPTHS["dtensor" if role.is_dtensor else "megatron"]]
+    return [layers] if layers <= depths[-1] else depths
 
 
 def joined(runs: Mapping[int, MeasuredRole], layers: int) -> MeasuredRole:

@@ -192,7 +192,9 @@ def report(outputs: dict[Column, dict[str, Any]], limit: float) -> tuple[str, in
         parts.append("\n".join(lines))
         bad += wrong
     holes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    parts.append("\n".join(["Holes:", "", *holes]) if holes else "No holes.")
+    parts.append(
+        "\n".join(["Cells without a value:", "", *holes]) if holes else "Every cell was measured."
+    )
     return "\n\n".join(parts), bad
 
 

@@ -136,6 +136,18 @@ def teacher(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def reward_nemo(tiny_nemo, tmp_path_factory) -> Path:
+    """A reward model whose head was not trained, and that gives different scores."""
+    from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
+
+    model = load_from_nemo(MegatronGPTRewardModel, restore_path=tiny_nemo)
+    model.gpt.rm_head.weight.data.normal_(generator=torch.Generator().manual_seed(4))
+    path = tmp_path_factory.mktemp("models") / "reward.nemo"
+    model.save_to(str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
 def dry_possible() -> None:
     """Skips where there can be no dry device, with the reason."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:

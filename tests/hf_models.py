@@ -29,6 +29,11 @@ QWEN3_MOE = {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 3, "moe_int
 SIGMOID_MOE = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 SIGMOID_MOE |= {"num_hidden_layers": 4, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 SIGMOID_MOE |= {"n_group": 3, "topk_group": 2, "n_shared_experts": 2}
+LATENT = {**SIGMOID_MOE, "q_lora_rank": 20, "kv_lora_rank": 12, "v_head_dim": 10}
+LATENT |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "num_key_value_heads": 4}
+DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "beta_fast": 4.0}
+DEEPSEEK_YARN |= {"beta_slow": 0.5, "original_max_position_embeddings": 32}
+DEEPSEEK_YARN |= {"mscale": 0.7, "mscale_all_dim": 1.2}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 CASES = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
@@ -105,6 +110,18 @@ CASES = {
         "glm4_moe",
         {**SIGMOID_MOE, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+        | {"swiglu_limit": 0.6, "rope_parameters": {**YARN_ROPE, "truncate": False}},
+    ),
+    "gpt_oss_plain_rope": (
+        "gpt_oss",
+        {"head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2}
+        | {"rope_parameters": PLAIN_ROPE},
+    ),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3_plain": ("deepseek_v3", {**LATENT, "q_lora_rank": None, "v_head_dim": 12}),
     "gpt2": ("gpt2", {}),
     "gpt2_erf": ("gpt2", {"activation_function": "gelu"}),
     "gpt2_n_inner": ("gpt2", {"n_inner": 40}),

@@ -1,4 +1,4 @@
-"""Callbacks: user classes that observe a run, named by ``trainer.callbacks``."""
+"""Callbacks: users' classes that a run calls after steps, validations and saves."""
 
 import difflib
 import inspect
@@ -19,8 +19,8 @@ KEY = "trainer.callbacks"
 class CallbackRun:
     """Properties of the run that a callback can read.
 
-    ``config``: the whole configuration in JSON types. ``folder``: the run's directory, with
-    ``metrics.jsonl`` and finally the trained ``.nemo``. ``total_steps``: index of the last step.
+    ``config``: the whole configuration in JSON types. ``folder``: directory of the run's files,
+    such as ``metrics.jsonl``. ``total_steps``: index of the last step.
     """
 
     config: Mapping[str, Any]
@@ -29,46 +29,48 @@ class CallbackRun:
     _stop: Callable[[str], None]
 
     def stop(self, reason: str) -> None:
-        """End the run early, validated and saved as after its last step. It can be continued.
+        """End the run early. The model is validated and saved as after the last step.
 
         The run ends after the current step if `Callback.on_step_end` or
-        `Callback.on_validation_end` calls this method, else after the next. ``reason`` is printed.
+        `Callback.on_validation_end` calls this method, else after the next step. The same command
+        continues the run. ``reason`` is printed.
         """
         self._stop(reason)
 
 
 class Callback:
-    """Base of the classes in ``trainer.callbacks``. A subclass overrides the methods it needs.
+    """Base class of users' callbacks, which ``trainer.callbacks`` lists.
 
-    Methods are called in the order of the list, in the process that prints and writes files: on Ray
-    the driver, else rank 0, while the other ranks wait. A dry run calls none. An exception ends the
-    run with an error that names the callback. ``metrics``: a copy, named as in ``metrics.jsonl``.
+    Subclasses override the methods that they need. All callbacks run in the order of the list, on
+    rank 0 (with Ray in the driver process), while the other ranks wait. A dry run calls no
+    callbacks. An exception ends the run with an error that names the callback. ``metrics`` has the
+    names of ``metrics.jsonl``. Changes to it have no effect.
     """
 
     def on_run_start(self, run: CallbackRun, step: int) -> None:
-        """Handle the start of a run that has finished ``step`` steps, or its restart on Ray."""
+        """Handle the start of a run, or a restart of its workers. ``step``: last finished step."""
 
     def on_step_end(self, run: CallbackRun, step: int, metrics: Mapping[str, float]) -> None:
-        """Handle the metrics (without times) of step ``step`` from 1, before its validation."""
+        """Handle the end of a step, before its validation. ``metrics`` lacks ``timers/*``."""
 
     def on_validation_end(self, run: CallbackRun, step: int, metrics: Mapping[str, float]) -> None:
         """Handle the metrics of the validation after ``step`` (0: before the first step)."""
 
     def on_save(self, run: CallbackRun, step: int, path: Path) -> None:
-        """Handle the complete run state of ``step`` in the directory ``path``.
+        """Handle the run state of ``step``, which is completely written to the directory ``path``.
 
-        With ``exp_manager.async_save`` later steps may have finished. Older states are deleted.
+        With ``exp_manager.async_save`` later steps may be finished. Older states may be deleted.
         """
 
     def on_run_end(self, run: CallbackRun, step: int, reason: str) -> None:
-        """Handle the end of the run, with all files written. ``reason``: also of an error."""
+        """Handle the end of the run. ``reason``: why the run ended, or its error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run's callback needs, in JSON types."""
+        """Return state to store in the run state, in JSON types."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`, before `on_run_start`."""
+        """Restore what `state_dict` returned. Called before `on_run_start` of a resumed run."""
 
 
 # Methods of `Callback` that a run calls, with the names of their arguments.
@@ -80,12 +82,12 @@ _HOOKS = {
 
 
 class Callbacks:
-    """The callbacks of a run. Every rank calls the methods, only rank 0 contains the callbacks."""
+    """Callbacks of a run. All ranks must call the methods together, except `failed`."""
 
     def __init__(self, names: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> None:
-        """Store ``key=value`` of each callback, and the callbacks, empty off rank 0."""
+        """Store ``callbacks`` (empty except on rank 0). ``names``: ``key=path`` of each."""
         self._names, self._callbacks = list(names), list(callbacks)
-        # Key of each callback's state: path and occurrence.
+        # Key of each callback's state: its path, and how often the path occurs before.
         paths = [name.partition("=")[2] for name in names]
         self._keys = [f"{path}#{paths[:index].count(path)}" for index, path in enumerate(paths)]
         self.stop_reason: str | None = None  # the same on every rank
@@ -94,7 +96,7 @@ class Callbacks:
 
     @classmethod
     def load(cls, configured: Sequence[str | CallbackConfig]) -> "Callbacks":
-        """Import and construct the callbacks on rank 0. Raise `ConfigError` for other classes."""
+        """Construct the callbacks on rank 0. Raises `ConfigError` for a wrong class or method."""
         entries = [
             CallbackConfig(entry) if isinstance(entry, str) else entry for entry in configured
         ]
@@ -102,12 +104,11 @@ class Callbacks:
         names = [f"{key}={entry.callback}" for key, entry in zip(keys, entries, strict=True)]
         callbacks: list[Callback] = []  # other ranks need the names only
         if names:
-            made = map(_construct, keys, names, entries)
-            on_rank_zero(lambda: callbacks.extend(made))
+            on_rank_zero(lambda: callbacks.extend(map(_construct, keys, names, entries)))
         return cls(names, callbacks)
 
     def begin(self, config: Mapping[str, Any], folder: Path, total_steps: int) -> None:
-        """Set the run and clear a stop request of an earlier attempt."""
+        """Store the properties of the run, and forget an earlier request to stop it."""
         self.stop_reason = self._requested = None
 
         def stop(reason: str) -> None:
@@ -116,7 +117,7 @@ class Callbacks:
         self._run = CallbackRun(config, folder, total_steps, stop)
 
     def notify(self, hook: str, *arguments: Any) -> None:
-        """Call ``hook`` of every callback. A `CallbackError` is raised on every rank."""
+        """Call ``hook`` of every callback. Raises `CallbackError` on all ranks if one fails."""
         if not self._names:
             return
 
@@ -128,16 +129,16 @@ class Callbacks:
         self.stop_reason = on_rank_zero(call)
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Notify callbacks that ``error`` ends the run, without waiting for other ranks."""
+        """Call ``on_run_end`` of every callback, because ``error`` ends the run on this rank."""
         reason = f"{type(error).__name__}: {error}"
         for name, callback in zip(self._names, self._callbacks, strict=False):
             try:
                 _call(name, callback, "on_run_end", self._run, step, reason)
             except CallbackError as second:
-                error.add_note(str(second))  # raise the first error
+                error.add_note(str(second))  # the caller raises the first error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the non-empty states of callbacks by path, the same on every rank."""
+        """Return the non-empty states of the callbacks. The result is the same on every rank."""
 
         def states() -> dict[str, Any]:
             named = zip(self._keys, self._names, self._callbacks, strict=True)
@@ -147,7 +148,7 @@ class Callbacks:
         return on_rank_zero(states) if self._names else {}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. A callback without a saved state starts anew."""
+        """Restore what `state_dict` returned. Callbacks without a saved state keep their own."""
 
         def load() -> None:
             for key, name, callback in zip(self._keys, self._names, self._callbacks, strict=True):
@@ -164,20 +165,20 @@ def _call(name: str, callback: Callback, hook: str, *arguments: Any) -> Any:
         return getattr(callback, hook)(*copies)
     except Exception as error:
         raise CallbackError(
-            f"{name}: {hook} raised {describe_exception(error)}. Correct it, or leave it out of "
-            f"{KEY}. The same command continues from the last run state"
+            f"{name}: {hook} raised {describe_exception(error)}. Correct the callback, or remove "
+            f"it from {KEY}. The same command continues from the last run state"
         ) from error
 
 
 def _construct(key: str, name: str, entry: CallbackConfig) -> Callback:
     # Import the class and construct the callback.
     factory = load_function(entry.callback, key=key, kind="class")
-    remedy = f"Give arguments as {key}={{callback: {entry.callback}, kwargs: {{NAME: VALUE}}}}"
+    remedy = f"Set arguments with {key}={{callback: {entry.callback}, kwargs: {{NAME: VALUE}}}}"
     callback = construct(factory, entry.kwargs, name, remedy)
     if not isinstance(callback, Callback):
         raise ConfigError(
-            f"{name}: its type {type(callback).__name__} is not a {__name__}.Callback. Derive the "
-            "class from that"
+            f"{name}: {type(callback).__name__} is not derived from {__name__}.Callback. Make this "
+            "class its base class"
         )
     # Reject methods with misspelt names, and methods that do not accept the hook's arguments.
     for hook in (attribute for attribute in dir(callback) if attribute.startswith("on_")):
@@ -185,7 +186,7 @@ def _construct(key: str, name: str, entry: CallbackConfig) -> Callback:
             continue
         near = difflib.get_close_matches(hook, _HOOKS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Hooks are {', '.join(_HOOKS)}."
-        raise ConfigError(f"{name}: {hook} is never called. {hint} Only hooks may start with on_")
+        raise ConfigError(f"{name}: {hook} is not a hook. {hint} Only hooks may begin with on_")
     for hook, names in _HOOKS.items():
         check_call(
             getattr(callback, hook),

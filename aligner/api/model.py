@@ -151,9 +151,8 @@ class Model(_Loaded):
         positions = self._loaded.architecture.max_position_embeddings
         if dataset.max_length + max_new_tokens > positions:
             raise ConfigError(
-                f"max_new_tokens={max_new_tokens} is too large: the longest prompt has "
-                f"{dataset.max_length} tokens, and the model has {positions} positions. Lower "
-                "max_new_tokens"
+                f"max_new_tokens={max_new_tokens}: the longest prompt has {dataset.max_length} "
+                f"tokens, and the model has {positions} positions. Lower max_new_tokens"
             )
         sampling = self._loaded.sampling(self._policy, 1)
         sampling = replace(sampling, seed=seed, sampling_options=options)

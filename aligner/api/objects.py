@@ -27,9 +27,10 @@ _PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
 
 
 def as_setting(key: str, value: Any, folder: Path) -> Any:
-    """Return the ``value`` of configuration key ``key`` with functions and classes as paths.
+    """Return ``value`` with import paths in place of functions and classes.
 
-    Writes objects that are not importable to ``folder``. Raises `ConfigError` if pickling fails.
+    ``key``: configuration key of the value. Objects that no path imports are pickled to
+    ``folder``. Raises `ConfigError` if pickling fails.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -96,7 +97,7 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
 
 
 def _sources(name: str, value: Any) -> Iterator[str]:
-    """Yield the source of ``value`` and of each object it uses. Importable ones yield a path."""
+    """Yield the source of ``value`` and of each object it uses, or an importable object's path."""
     # Breadth first, so that the order does not depend on memory addresses.
     pending, visited = [(name, value)], set[int]()
     while pending:
@@ -207,7 +208,6 @@ def has_ground_truth(columns: set[str]) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Return an array, a tensor or a NumPy scalar as lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__}")

@@ -371,9 +371,6 @@ def _reward_group(keywords: Mapping[str, Any]) -> dict[str, Any]:
     sources = [name for name in names if keywords.get(name) is not None]
     is_scored = sources == ["tools", "reward"]
     if {"environment", "tools"} & {*sources} and len(sources) > 1 and not is_scored:
-        raise ConfigError(
-            f"{' and '.join(sources)} exclude each other: an environment gives the rewards. Remove "
-            "one of them"
-        )
+        raise ConfigError(f"{' and '.join(sources)}: an environment gives the rewards. Remove one")
     choices = {"environment": "environment", "tools": "environment", "reward_model": "model"}
     return {"reward": choices[sources[0]]} if sources and sources[0] in choices else {}

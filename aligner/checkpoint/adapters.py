@@ -86,11 +86,15 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
 def _canonical_weights(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str, Shape]:
     if unknown := set(lora.target_modules) - LINEARS.keys():
         raise _no_target(unknown.pop(), lora, LINEARS)
-    if architecture.num_moe_experts is not None and any("mlp" in name for name in lora.linears):
+    is_latent = architecture.kv_lora_rank is not None
+    refused = ("mlp", "linear_qkv") if is_latent else ("mlp",)
+    has_refused = any(part in name for name in lora.linears for part in refused)
+    if architecture.num_moe_experts is not None and has_refused:
         raise ConfigError(
             f"model.peft.lora_tuning.target_modules={list(lora.target_modules)}: this model is a "
-            "mixture of experts, and those support adapters in attention only. Set "
-            "target_modules=[attention]"
+            "mixture of experts, and those support adapters in "
+            + ("the output projection of latent attention" if is_latent else "attention")
+            + f" only. Set target_modules=[attention{'_dense' if is_latent else ''}]"
         )
     return {
         f"{linear}{LORA}": shape
@@ -100,7 +104,7 @@ def _canonical_weights(architecture: GPTArchitecture, lora: LoraConfig) -> dict[
 
 
 class AdaptedWeight(NamedTuple):
-    """Weight of a linear layer, or of all experts in a layer, of a transformers model."""
+    """Weight in a transformers model: of a linear layer, or of all experts in a layer."""
 
     name: str  # of the linear module, or of the experts' parameter
     shape: Shape  # [out, in], or [experts, out, in]
@@ -139,29 +143,29 @@ def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
 
     body = body_path(model)
     weights: list[AdaptedWeight] = []
-    seen: set[nn.Parameter] = set()
+    seen_parameters: set[nn.Parameter] = set()
     for path, module in model.get_submodule(body).named_modules(prefix=body):
-        transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+        is_transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
         for leaf, parameter in module.named_parameters(recurse=False):
             is_linear = leaf == "weight" and isinstance(module, nn.Linear | Conv1D)
             is_of_experts = parameter.dim() == 3 and "Expert" in type(module).__name__
-            if (is_linear or is_of_experts) and parameter not in seen:
-                seen.add(parameter)
+            if (is_linear or is_of_experts) and parameter not in seen_parameters:
+                seen_parameters.add(parameter)
                 name = path if is_linear else f"{path}.{leaf}"
-                shape = tuple(parameter.mT.shape if transposed else parameter.shape)
-                weights.append(AdaptedWeight(name, shape, transposed))
+                shape = tuple(parameter.mT.shape if is_transposed else parameter.shape)
+                weights.append(AdaptedWeight(name, shape, is_transposed))
     # A target selects all weights whose names contain it.
-    adapted: set[str] = set()
+    selected_names: set[str] = set()
     for target in lora.target_modules:
         matches = {weight.name for weight in weights if is_target(target, weight.name)}
         if not matches:
             raise _no_target(target, lora, ["all", *suffixes((w.name for w in weights), 1)])
-        adapted |= matches
-    return [weight for weight in weights if weight.name in adapted]
+        selected_names |= matches
+    return [weight for weight in weights if weight.name in selected_names]
 
 
 def is_target(target: str, name: str) -> bool:
-    """Return whether ``target`` is "all" or one or several adjacent parts of a dotted ``name``."""
+    """Return whether ``target`` is "all", or a part of the dotted ``name`` of a weight."""
     return target == "all" or f".{target}." in f".{name}."
 
 
@@ -178,10 +182,7 @@ def suffixes(names: Iterable[str], length: int) -> list[str]:
 
 
 def distinct_suffixes(selected: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return the last parts of the ``selected`` names that distinguish them from ``others``.
-
-    The last part of each name is used if it is enough, else the last two.
-    """
+    """Return the last part, or two parts, of ``selected`` names, by which ``others`` differ."""
     chosen, rest = suffixes(selected, 2), suffixes(others, 2)
     unselected = set(rest) - set(chosen)
     short = suffixes(chosen, 1)

@@ -1,10 +1,4 @@
-"""Threads that write while training continues, and the host memory that they write from.
-
-::
-
-    main thread   copy tensors to `CopyMemory` ── training continues ── is_finished, error
-    other thread            └ `BackgroundTask`: write files, no collectives ──┘
-"""
+"""Threads that write files while training continues, and host memory for copies of tensors."""
 
 import ctypes
 import threading
@@ -57,7 +51,7 @@ class BackgroundTask:
         return self.is_finished
 
     def stop(self, seconds: float | None = None) -> bool:
-        """Cancel the call, and wait like `wait`. Return whether it is finished."""
+        """Cancel the call, and wait at most ``seconds``. Return whether it is finished."""
         self._stop.set()
         return self.wait(seconds)
 

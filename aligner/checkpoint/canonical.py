@@ -3,7 +3,7 @@
 Canonical weights map megatron-core's names, without ``model.`` and with global layer numbers, to
 tensors that are neither split nor padded. The rows of the fused QKV projection are grouped by query
 group: its query heads, its key, its value (``kv_channels`` rows each). The first linear of a gated
-MLP has the rows ``[gate; up]``.
+MLP has the rows ``[gate; up]``. In latent attention, the rotated rows of a head come first.
 """
 
 import itertools
@@ -44,7 +44,7 @@ _TRANSFORMER_ENGINE = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
 # Buffers and engine state that no model needs.
-_IGNORED = re.compile(r"_extra_state|rotary_pos_emb|(^|\.)inv_freq$|core_attention")
+_IGNORED = re.compile(r"_extra_state|rotary_pos_emb|(^|\.)inv_freq$|core_attention(?!\.softmax)")
 _PREFIX = re.compile(r"^(model\.)?(module\.)*(?=\D)")
 
 
@@ -65,10 +65,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def canonical_name(key: str) -> str | None:
-    """Return the canonical form of a checkpoint key or parameter name. Layer numbers are unchanged.
-
-    Returns None for buffers and engine state, which are ignored.
-    """
+    """Return the canonical form of a key, or None for a key that is ignored."""
     if _IGNORED.search(key):
         return None
     name = _PREFIX.sub("", key, count=1)
@@ -110,9 +107,12 @@ def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tup
     if norms != "after":
         yield from _norm("input_layernorm", hidden, architecture)
     qkv_bias = architecture.bias_linear or architecture.bias_qkv
-    yield from _linear(
-        "self_attention.linear_qkv", (heads + 2 * groups) * head, hidden, bias=qkv_bias
-    )
+    if architecture.kv_lora_rank is None:
+        yield from _linear(
+            "self_attention.linear_qkv", (heads + 2 * groups) * head, hidden, bias=qkv_bias
+        )
+    else:
+        yield from _latent_shapes(architecture, architecture.kv_lora_rank)
     if architecture.qk_norm_over_heads:
         yield "self_attention.q_layernorm.all_heads.weight", (heads * head,)
         yield "self_attention.k_layernorm.all_heads.weight", (groups * head,)
@@ -121,7 +121,10 @@ def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tup
         yield from _norm("self_attention.k_layernorm", head, architecture)
     # Attention output and the norms after it.
     bias = architecture.bias_linear
-    yield from _linear("self_attention.linear_proj", hidden, heads * head, bias=bias)
+    columns = heads * (architecture.value_channels or head)
+    yield from _linear("self_attention.linear_proj", hidden, columns, bias=bias)
+    if architecture.attention_sinks:
+        yield "self_attention.core_attention.softmax_offset", (heads,)
     if norms != "before":
         yield from _norm("self_attn_bda.norm", hidden, architecture)
         yield from _norm("mlp_bda.norm", hidden, architecture)
@@ -142,6 +145,22 @@ def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tup
     for expert in range(architecture.num_moe_experts):
         prefix = f"mlp.experts.local_experts.{expert}"
         yield from _mlp(prefix, architecture.expert_ffn_hidden_size, architecture)
+
+
+def _latent_shapes(architecture: GPTArchitecture, rank: int) -> Iterator[tuple[str, Shape]]:
+    hidden, head = architecture.hidden_size, architecture.kv_channels
+    heads, rotated = architecture.num_attention_heads, architecture.rotated_channels
+    prefix, query_rank = "self_attention.linear_", architecture.q_lora_rank
+    if query_rank is None:
+        yield f"{prefix}q_proj.weight", (heads * head, hidden)
+    else:
+        yield f"{prefix}q_down_proj.weight", (query_rank, hidden)
+        yield "self_attention.q_layernorm.weight", (query_rank,)
+        yield f"{prefix}q_up_proj.weight", (heads * head, query_rank)
+    yield f"{prefix}kv_down_proj.weight", (rank + rotated, hidden)
+    yield "self_attention.kv_layernorm.weight", (rank,)
+    width = head - rotated + (architecture.value_channels or head)
+    yield f"{prefix}kv_up_proj.weight", (heads * width, rank)
 
 
 def _mlp(prefix: str, ffn_size: int, architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
@@ -181,10 +200,7 @@ def check_names(names: Iterable[str], architecture: GPTArchitecture, source: str
 
 
 def misfits(actual: Set[str], expected: Set[str], optional: Set[str]) -> str:
-    """Return a text about missing names, and unexpected names that are not ``optional``.
-
-    The text is empty if all names fit.
-    """
+    """Return a text about missing and unexpected names. It is empty if all names fit."""
     problems, limit = [], 6
     unexpected = actual - expected - optional
     for kind, names in (("missing", expected - actual), ("unexpected", unexpected)):
@@ -206,9 +222,12 @@ def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
 def split_axis(name: str) -> int | None:
     """Return the axis along which tensor parallelism splits a tensor, or None if it is unsplit.
 
-    If the outputs of a weight are split, so is matrix B of its adapter, and if its inputs, A.
+    If the outputs of a weight are split, matrix B of its adapter is split, else matrix A.
     """
-    by_outputs = (".linear_qkv.", ".linear_fc1.", ".all_heads.")
+    by_outputs = (
+        *(".linear_qkv.", ".linear_fc1.", ".all_heads.", "_up_proj.", ".linear_q_proj."),
+        ".softmax_offset",
+    )
     if name in _VOCABULARY or any(part in name for part in by_outputs):
         return None if name.endswith(LORA_A) else 0
     is_row_parallel = ".linear_proj." in name or ".linear_fc2." in name
@@ -236,7 +255,7 @@ def split(
     if units % tp_size:
         raise LayoutError(
             f"{name}: {units} {'query groups' if units != tensor.shape[axis] else 'rows'} cannot "
-            f"be divided by model.tensor_model_parallel_size={tp_size}. Choose a divisor"
+            f"be divided by model.tensor_model_parallel_size={tp_size}. Choose a divisor of {units}"
         )
     if ".linear_fc1." in name and architecture.gated:
         return torch.cat([half.chunk(tp_size)[tp_rank] for half in tensor.chunk(2)])

@@ -22,8 +22,6 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class _Source:
-    """Arguments of `convert` to validate."""
-
     input: ModelPath
     download: bool
 

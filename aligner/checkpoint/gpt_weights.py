@@ -112,9 +112,7 @@ class GatheredTensors(LazyTensors):
             of any dtype.
         names: canonical names of the global tensors, in order. Names that no rank has are skipped.
         architecture: architecture of the model.
-        tp_group: tensor-parallel group, or None.
-        pp_group: pipeline-parallel group, or None.
-        ep_group: expert-parallel group, or None.
+        tp_group, pp_group, ep_group: groups of tensor, pipeline and expert parallelism, or None.
         transform: function that is applied to each part before the parts are joined.
     """
 
@@ -201,7 +199,6 @@ class GatheredTensors(LazyTensors):
         return torch.empty(shape, dtype=dtype, device=accelerator.device())
 
     def _joined(self, name: str) -> Tensor:
-        """Join a tensor of this stage from the parts of the stage's ranks."""
         part = self._transform(self._parts[self._local_name(name)])
         if self._ep is not None and (expert := self._expert(name)):
             tensor = part.contiguous() if expert[0] == self._ep.rank() else torch.empty_like(part)
@@ -214,15 +211,12 @@ class GatheredTensors(LazyTensors):
         return merge(name, parts, self._architecture)
 
     def _expert(self, name: str) -> tuple[int, int] | None:
-        """Return the expert-parallel rank of an expert's weight and the expert's index there.
-
-        Returns None for other weights, and without expert parallelism.
-        """
+        """Return an expert's rank and its number on this rank, or None for other weights."""
         match = EXPERT.search(name)
         return None if match is None or self._ep is None else divmod(int(match[1]), self._experts)
 
     def _local_name(self, name: str) -> str:
-        """Return the name of this rank's tensor in the place of another rank's ``name``."""
+        """Return the name of this rank's expert with the same local number as ``name``."""
         expert = self._expert(name)
         if self._ep is None or expert is None:
             return name

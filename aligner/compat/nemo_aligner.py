@@ -1,8 +1,8 @@
 """NeMo-Aligner's configuration keys that this library renames or does not use.
 
-The keys are those of the configurations gpt_ppo_actor, gpt_ppo_critic and gpt_rs_actor. Keys that
-are not in these tables have the same name here. An entry applies to the key and all keys below it,
-and an entry of ``trainer.ppo`` or ``model.ppo`` also to ``rs``.
+The tables contain keys of NeMo-Aligner's files in conf/, such as gpt_ppo_actor.yaml. Other keys
+have the same name here. A row applies to its key and all keys below it. A row for ``trainer.ppo``
+or ``model.ppo`` also applies to ``trainer.rs`` or ``model.rs``.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from aligner.foreign_keys import IGNORED
 
-# NeMo-Aligner's keys and the corresponding keys here.
+# NeMo-Aligner's key → this library's key.
 RENAMED = {
     "pretrained_checkpoint": "model.restore_from_path (critic.restore_from_path for the critic's)",
     "remote_rm.reward_model": "reward=server reward.server.url=http://HOST:PORT",
@@ -64,7 +64,7 @@ RENAMED = {
     "model.data": "data.train.source and data.validation.source",
     "model.peft.restore_from_ckpt": "model.peft.restore_from_path",
 }
-# Keys that this library does not need, and the reasons.
+# Key that this library does not need → reason.
 NEEDLESS = {
     "trainer.accelerator": "GPUs are used if present, unless ALIGNER_FORCE_CPU=1",
     "trainer.ppo.rollout_batch_seq_length": "batches are as long as their longest sequence",
@@ -113,7 +113,7 @@ NEEDLESS = {
 }
 # Groups whose keys are all in the tables.
 _GROUPS = ("remote_rm", "remote_critic_rm", "exp_manager.checkpoint_callback_params")
-# Values that describe the fixed behaviour of this library, so that the key has no effect.
+# Key → values that are accepted, because this library always behaves so.
 _INERT: dict[str, tuple[Any, ...]] = {
     "model.mcore_gpt": (True,),
     "model.megatron_amp_O2": (True, False),
@@ -143,7 +143,7 @@ _TUNING = (
 
 
 def remedy(key: str) -> str | None:
-    """Return the remedy for a key of NeMo-Aligner, or None for a key that is not in the tables."""
+    """Return what to use instead of a key of NeMo-Aligner, or None if the tables lack the key."""
     if key.startswith("critic."):  # NeMo-Aligner's configuration of the critic calls it model
         key = "model." + key.removeprefix("critic.")
     ppo_key = _ppo_key(key)
@@ -158,7 +158,7 @@ def remedy(key: str) -> str | None:
 
 
 def is_inert(key: str, value: Any) -> bool:
-    """Return whether ``key: value`` has no effect, and record ignored keys for the report."""
+    """Return whether a key with this value has no effect. Some such keys are added to `IGNORED`."""
     if key in _TUNING:
         IGNORED[key] = None
         return True
@@ -167,7 +167,6 @@ def is_inert(key: str, value: Any) -> bool:
 
 
 def _ppo_key(key: str) -> str:
-    """Return a key of rejection sampling as the key of PPO in the tables."""
     return re.sub(r"^(trainer|model)\.rs\.", r"\1.ppo.", key)
 
 

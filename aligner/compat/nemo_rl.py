@@ -1,7 +1,7 @@
-"""Conversion of NeMo-RL's `PolicyConfig` and `ValueConfig` to the sections of this library.
+"""Conversion of NeMo-RL's `PolicyConfig` and `ValueConfig` to sections of this library.
 
-`aligner.compat.nemo_rl_values` judges keys without a counterpart. The section of the disabled
-backend is ignored.
+`aligner.compat.nemo_rl_values` decides whether keys that this library lacks are ignored or refused.
+The section of the disabled backend is ignored.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ Backend = Literal["megatron", "dtensor"]
 
 
 class ValueConfig(TypedDict, total=False):
-    """A value model in NeMo-RL's form. `KEYS` lists the keys of the sections."""
+    """NeMo-RL's settings of a value model. `KEYS` lists the keys in its sections."""
 
     model_name: ModelPath
     tokenizer: Section
@@ -46,14 +46,14 @@ class ValueConfig(TypedDict, total=False):
 
 
 class PolicyConfig(ValueConfig, total=False):
-    """A policy in NeMo-RL's form."""
+    """NeMo-RL's settings of a policy."""
 
     generation: Section | None
     generation_batch_size: Count
 
 
-# NeMo-RL's dotted keys and the corresponding keys in `PublishedRole`, of which the first takes
-# precedence. A type instead of a key: `read_role` validates the value, and may read the value.
+# NeMo-RL's dotted key → one or several keys of `PublishedRole`. The first sets the value's type. If
+# a row has a type instead of a key, `read_role` validates the value and may use it.
 KEYS: dict[str, Any] = {
     "model_name": "model.restore_from_path",
     "tokenizer.name": StrictStr,  # the tokenizer is passed as an argument
@@ -122,7 +122,7 @@ _OF_BACKENDS: dict[Backend, dict[str, Any]] = {
         "optimizer.kwargs.eps": "model.optim.eps",
     },
 }
-# NeMo-RL's values (the last part of a dotted name, in lower case) and their spelling here.
+# Key → NeMo-RL's value (the last part of a dotted name, in lower case) → value here.
 _VALUES: dict[str, dict[str, str]] = {
     "precision": {
         **dict.fromkeys(("32", "float32", "fp32"), "32"),
@@ -132,13 +132,13 @@ _VALUES: dict[str, dict[str, str]] = {
     "sequence_packing.algorithm": {"modified_ffd": "modified_first_fit_decreasing"},
     "megatron_cfg.peft.enabled": {"true": "lora"},
 }
-_CLOSED = ("precision", "optimizer.name")  # values that are not in `_VALUES` are refused
+_CLOSED = ("precision", "optimizer.name")  # keys for which only values in `_VALUES` are accepted
 _BETAS = {"0": 0.9, "1": 0.999}  # defaults if only one of the two is set
 
 
 @dataclass(frozen=True)
 class PublishedRole:
-    """Settings of a published mapping, in the sections of this library."""
+    """A policy or value model of NeMo-RL, as configuration sections of this library."""
 
     model: ModelConfig
     backend: Backend = "megatron"
@@ -146,46 +146,51 @@ class PublishedRole:
     precision: Literal["32", "bf16"] = "32"
     gradient_clip_val: NonNegative = 1.0
     env_vars: Mapping[str, str] = field(default_factory=dict)
-    generates: bool = False  # whether the mapping has a section ``generation``
-    pad_token_id: Natural | None = None  # of generated rows (None: the tokenizer's)
+    generates: bool = False  # whether NeMo-RL's settings have a section ``generation``
+    pad_token_id: Natural | None = None  # padding of generated rows (None: the tokenizer's)
     stop_token_ids: tuple[Natural, ...] = ()
-    ignored: tuple[str, ...] = field(default=(), compare=False)  # keys that tune engines
-    dense_only: tuple[tuple[str, Any, str], ...] = ()  # keys without effect in dense models only
+    ignored: tuple[str, ...] = field(default=(), compare=False)  # keys without effect here
+    # Key, value and remedy of settings that are refused for mixtures of experts only.
+    dense_only: tuple[tuple[str, Any, str], ...] = ()
 
     def check_experts(self, num_experts: int | None) -> None:
-        """Refuse keys that have no effect in a dense model, if the model has experts."""
+        """Raise `ConfigError` if the model has experts and ``dense_only`` is not empty."""
         if num_experts is not None and self.dense_only:
-            raise ConfigError(f"the model has {num_experts} experts\n{table([*self.dense_only])}")
+            raise ConfigError(
+                f"the model has {num_experts} experts, for which these settings are not supported\n"
+                f"{table([*self.dense_only])}"
+            )
 
 
 def published_role(values: Section, name: Literal["policy", "value"] = "policy") -> PublishedRole:
-    """Convert a mapping in the form of `PolicyConfig` (``name="policy"``) or `ValueConfig`.
+    """Convert settings in the form of `PolicyConfig` (``name="policy"``) or `ValueConfig`.
 
-    Keys that tune engines are ignored, with a warning and a line in the start-up report.
+    Keys that only tune an implementation are ignored, with a warning and a line in the start-up
+    report.
 
     Raises:
-        ConfigError: a table of all unknown keys and unsupported values, or neither or both backends
-            are enabled.
+        ConfigError: keys or values are not supported (the message lists all in a table), or not
+            exactly one backend is enabled.
     """
     role, notes = read_role(values, name)
     if role is None:
         raise ConfigError(f"{name}: these settings are not supported\n{table(notes.refused)}")
     if role.ignored:
         IGNORED.update(dict.fromkeys(role.ignored))
-        warnings.warn(f"without a counterpart here: {', '.join(role.ignored)}", stacklevel=3)
+        warnings.warn(f"keys without effect here: {', '.join(role.ignored)}", stacklevel=3)
     return role
 
 
 def read_role(
     values: Section, name: Literal["policy", "value"] = "policy"
 ) -> tuple[PublishedRole | None, Notes]:
-    """Convert a mapping as `published_role`, or return None if the notes contain refused keys."""
+    """Convert settings like `published_role`. Return no role if ``Notes.refused`` has keys."""
     if isinstance(values, DictConfig):
         values = OmegaConf.to_container(values, resolve=True)  # type: ignore[assignment]
     notes, backend = Notes(name), _backend(values, name)
     if values.get("model_name") is None:
         notes.refuse("model_name", None, "a .nemo file or a Hugging Face directory or name")
-    # Values of the keys in the tables, validated by the types of the corresponding fields.
+    # Validate the values of all keys in the tables by the types of the fields that they set.
     ignored = {"dtensor_cfg", "optimizer"} if backend == "megatron" else {"megatron_cfg"}
     sections = {key: value for key, value in values.items() if key not in {*ignored, "scheduler"}}
     role_keys = _OF_POLICIES if name == "policy" else _OF_VALUES
@@ -202,7 +207,7 @@ def read_role(
         except ConfigError as error:
             notes.refuse(path, value, str(error).removeprefix(f"{name}.{path}: "))
 
-    # Settings that depend on several keys.
+    # Compute settings that depend on several keys.
     tree = _nested(settings, keys)
     optim = tree["model"].setdefault("optim", {})
     if isinstance(optim.get("betas"), dict):
@@ -212,7 +217,7 @@ def read_role(
     if settings.get(f"{backend}_cfg.activation_checkpointing"):
         granularity = settings.get("megatron_cfg.recompute_granularity", "full")
         tree["model"]["activations_checkpoint_granularity"] = granularity
-    # The biases of experts change only if they are enabled and have a rate.
+    # Biases of experts are updated only if both of their keys are set. One alone has no effect.
     biases = [row for row in notes.experts if "_bias" in row[0]]
     if len(biases) == 1:
         notes.experts.remove(biases[0])
@@ -232,7 +237,6 @@ def read_role(
 
 
 def _backend(values: Section, name: str) -> Backend:
-    """Return the enabled backend."""
     megatron, dtensor = (
         bool((values.get(key) or {}).get("enabled", False))
         for key in ("megatron_cfg", "dtensor_cfg")
@@ -249,7 +253,6 @@ def _backend(values: Section, name: str) -> Backend:
 def _settings(
     values: Section, keys: Mapping[str, Any], notes: Notes, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of the table that are set, with their values, and judge all other keys."""
     known = [*{key[len(prefix) :].split(".")[0]: 0 for key in keys if key.startswith(prefix)}]
     for key, value in values.items():
         path = f"{prefix}{key}"
@@ -266,7 +269,7 @@ def _settings(
 
 
 def _translated_value(path: str, value: Any) -> Any:
-    """Convert a value of NeMo-RL to its spelling here. A `ConfigError` names the valid values."""
+    """Return this library's value for a value of NeMo-RL. Raises `ConfigError` if it is unknown."""
     if path.endswith(".env_vars") and isinstance(value, Mapping):
         return {variable: str(text) for variable, text in value.items()}
     if path in _VALUES:
@@ -281,7 +284,6 @@ def _translated_value(path: str, value: Any) -> Any:
 
 
 def _nested(settings: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrange the values by the keys of `PublishedRole`, as nested mappings."""
     tree: dict[str, Any] = {"model": {}}
     for path, targets in keys.items():
         if path not in settings or not isinstance(targets, str):

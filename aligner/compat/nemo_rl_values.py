@@ -1,7 +1,7 @@
-"""Treatment of NeMo-RL's keys without a counterpart in this library, by their values.
+"""Treatment of NeMo-RL's keys that this library lacks.
 
-Keys that are switched off have no effect. Keys that tune an engine or the construction of a model
-are reported in one line. A table refuses all other keys.
+A key whose value switches it off is accepted. A key that only tunes an implementation is ignored
+and reported. All other keys are refused.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from typing import Any
 from aligner.config.parse import unknown_key
 from aligner.config.roles.optim import SchedConfig
 
-# Patterns of keys that tune an implementation, by the prefix of their section.
+# Prefix of a section → patterns of keys in it that only tune an implementation.
 _TUNING = {
     "": """
         logprob_chunk_size make_sequence_length_divisible_by max_total_sequence_length
@@ -49,20 +49,20 @@ _TUNING = {
     "optimizer.kwargs.": "foreach fused *_dtype master_weights store_param_remainders",
 }
 _PATTERNS = [start + name for start, names in _TUNING.items() for name in names.split()]
-# Values of other keys that describe the fixed behaviour of this library.
+# Key → values that are accepted, because this library always behaves so.
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "megatron_cfg.expert_tensor_parallel_size": (1,),
     "dtensor_cfg.context_parallel_size": (1,),
     "dtensor_cfg.expert_parallel_size": (1,),
     "megatron_cfg.peft.exclude_modules": (["*out_proj*"],),  # modules of Mamba, not of a GPT
 }
-# Keys that have no effect in a dense model.
+# Key that has an effect only in mixtures of experts → remedy.
 _EXPERTS = {
     "megatron_cfg.moe_router_enable_expert_bias": "false, or moe_router_bias_update_rate: 0.0",
     "megatron_cfg.moe_router_bias_update_rate": "0.0, or moe_router_enable_expert_bias: false",
     "megatron_cfg.moe_router_load_balancing_type": "none (no loss balances the experts)",
 }
-# Alternatives to keys that are not supported.
+# Key that is not supported → what to use.
 _REMEDIES = {
     "fsdp_offload_enabled": "false, or model.ppo.offload_adam_states of a run",
     "activation_checkpointing_enabled": "dtensor_cfg.activation_checkpointing",
@@ -90,7 +90,11 @@ _REMEDIES = {
 
 @dataclass
 class Notes:
-    """Keys of the section ``name`` without a counterpart, with values and remedies."""
+    """Keys in NeMo-RL's section ``name`` that this library lacks.
+
+    ``ignored`` lists keys. ``experts`` (refused for mixtures of experts) and ``refused`` list key,
+    value and what to use.
+    """
 
     name: str
     ignored: list[str] = field(default_factory=list)
@@ -98,14 +102,17 @@ class Notes:
     refused: list[tuple[str, Any, str]] = field(default_factory=list)
 
     def refuse(self, path: str, value: Any, remedy: str) -> None:
-        """Add a row to the table of refused keys: a key of the section, its value, a remedy."""
+        """Add the key ``path`` of the section to the refused keys."""
         self.refused.append((f"{self.name}.{path}", value, remedy))
 
 
 def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
-    """Note a key without a counterpart as ignored or refused, unless its value is neutral."""
+    """Add a key that this library lacks to the ignored or refused keys, unless it is switched off.
+
+    ``known``: keys of this library in the same section, for hints about misspelt keys.
+    """
     full, is_neutral = f"{notes.name}.{path}", is_off(value)
-    # In order of precedence: remedies, tuning, keys of experts, nested settings, unknown keys.
+    # The first table that contains the key decides. Misspelt keys are refused at any value.
     section, _, key = full.rpartition(".")
     if path in _REMEDIES:
         if not is_neutral and value not in _DONE_ANYWAY.get(path, ()):
@@ -122,14 +129,16 @@ def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
 
 
 def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
-    """Convert one of torch's schedules, or several in succession at ``milestones``.
+    """Convert a learning-rate schedule of NeMo-RL's dtensor backend, with the maximum rate ``lr``.
 
-    ``LinearLR`` up to 1 is the warm-up, which begins at 0 here. ``ConstantLR`` of 1 is ignored.
+    ``entries``: one of torch's schedules, or several that follow each other at ``milestones``:
+    ``LinearLR`` up to factor 1 (the warm-up, which starts from 0 here), then a ``LinearLR`` from 1,
+    a ``CosineAnnealingLR`` or a ``ConstantLR`` of 1. Others are refused.
     """
     parts = [entries] if isinstance(entries, Mapping) else list(entries)
     schedule, begin = SchedConfig(), 0
     for part in (part for part in parts if "name" in part):
-        # torch's defaults of the arguments.
+        # Missing arguments have torch's defaults.
         kind, kwargs = part["name"].rsplit(".", 1)[-1], part.get("kwargs") or {}
         first, last = kwargs.get("start_factor", 1 / 3), kwargs.get("end_factor", 1.0)
         steps = kwargs.get("total_iters", 5)
@@ -137,7 +146,7 @@ def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
             continue
         if kind == "LinearLR" and first == last == 1:
             continue
-        # Warm-up, then one decay.
+        # Accept a warm-up, then one decay.
         if kind == "LinearLR" and first < last == 1 and part is parts[0]:
             schedule = replace(schedule, warmup_steps=steps)
             notes.ignored.append(f"{notes.name}.scheduler start_factor={first}")
@@ -156,7 +165,7 @@ def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value switches its key off."""
+    """Return whether a value switches its key off: null, 0, false, empty, or not enabled."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or all(map(is_off, value.values()))
     if isinstance(value, str):

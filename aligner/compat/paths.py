@@ -1,9 +1,10 @@
-"""Published import paths: a table of the modules that define their names, and an importer.
+"""Importer for published import paths that have no file here.
 
-A path of NeMo-RL or NeMo-Aligner, with ``nemo_rl`` or ``nemo_aligner`` replaced by ``aligner``, is
-a module with the names of its target modules, as is an earlier path of a moved module. A module
-that lost only some of its names is both a file and a row, and calls `published` for these names.
-``aligner.examples`` is the folder `examples` next to the package, unless the package contains one.
+A published path is a module of NeMo-RL or NeMo-Aligner, with ``nemo_rl`` or ``nemo_aligner``
+replaced by ``aligner``, or an earlier path of a moved module. Importing it gives a module with the
+names of its target modules in `PATHS`. A module from which only some names were moved is a file,
+and calls `published` for these names. ``aligner.examples`` is the folder `examples` next to the
+package, unless the package contains one.
 """
 
 import importlib
@@ -19,7 +20,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
-# Earlier and present paths of tasks and environments, which were modules of the library.
+# Earlier path of a module of the library → path of the task or environment now.
 MOVED = {
     "data.arithmetic": "examples.tasks.arithmetic",
     "data.form_pairs": "examples.tasks.form_pairs",
@@ -50,8 +51,8 @@ _MODEL_UTILS = [
         *("vocab_entropy", "vocab_topk"),
     )
 ]
-# Published modules below ``aligner``, and the modules that define their names: below ``aligner``,
-# or in another package of the project.
+# Published path → modules that define its names. Both are below ``aligner``, unless the name of the
+# module begins with another package of the project.
 PATHS = {
     **MOVED,
     "algorithms.interfaces": "losses.interfaces",
@@ -115,6 +116,7 @@ PATHS = {
     "observe.packages": "packages",
     "observe.samples": "observe.metrics observe.progress",
 }
+# Published name of a class or function → name here.
 _OTHER_NAMES = {
     "AbstractPolicyWorker": "RoleWorker",
     "DTensorPolicyWorker": "DTensorPolicyWorkerV2",
@@ -126,12 +128,12 @@ _OTHER_NAMES = {
 
 
 class PublishedPaths(MetaPathFinder, InspectLoader):
-    """Finder and loader of `PATHS`, of the packages in them, and of ``aligner.examples``."""
+    """Finder and loader of the modules in `PATHS`, their packages, and ``aligner.examples``."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of the table, or a package that contains one."""
+        """Return the spec of a module in `PATHS` or of a package that contains one, else None."""
         del path, target
         below = name.removeprefix("aligner.")
         if name == "aligner.examples" and _EXAMPLES.is_dir():
@@ -145,24 +147,27 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
         return ModuleSpec(name, self, origin=origin, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module the attributes of its targets, which are imported at first use."""
+        """Set ``__getattr__`` of the module, which imports the target modules at first use."""
         targets = _targets(module.__name__)
         module.__doc__ = f"Published path of {', '.join(targets) or 'other modules'}."
         module.__dict__["__getattr__"] = partial(attribute, module.__name__)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code of the first target module, for ``python -m``."""
+        """Return the code of the first module in `PATHS` for this path, for ``python -m``."""
         spec = find_spec(_targets(fullname)[0])
         assert spec is not None
         assert isinstance(spec.loader, InspectLoader)
         return spec.loader.get_code(spec.name)
 
     def get_source(self, fullname: str) -> None:
-        """Return None: a module of the table has no source."""
+        """Return None, because a module of `PATHS` has no source."""
 
 
 def published(module: str, name: str) -> Any:
-    """Return the attribute ``name`` of the first target module of ``module`` that defines it."""
+    """Return the object ``name`` of a published ``module``, from the first target that has it.
+
+    Raises `AttributeError` if no target module in `PATHS` has it.
+    """
     if not name.startswith("__"):
         for target in _targets(module):
             for candidate in (_OTHER_NAMES.get(name, name), name):
@@ -174,7 +179,7 @@ def published(module: str, name: str) -> Any:
 
 
 def current_path(text: str) -> str:
-    """Replace the earlier paths of moved modules in a text by the present paths."""
+    """Replace the earlier paths of moved modules in ``text`` by their paths now."""
     return _MOVED_PATH.sub(lambda path: _full_name(MOVED[path[1]]), text)
 
 
@@ -190,7 +195,7 @@ def _full_name(target: str) -> str:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Import an attribute of an aliased module. ``__all__`` lists the module's attributes."""
+    """Return the object ``name`` (see `published`), or for ``__all__`` the names in all targets."""
     if name != "__all__":
         return published(module, name)
     targets = [importlib.import_module(target) for target in _targets(module)]
@@ -203,6 +208,6 @@ def attribute(module: str, name: str) -> Any:
 
 
 def install() -> None:
-    """Make the paths importable. Modules that are files take precedence."""
+    """Make the published paths importable. Modules that are files take precedence."""
     if not any(isinstance(finder, PublishedPaths) for finder in sys.meta_path):
         sys.meta_path.append(PublishedPaths())

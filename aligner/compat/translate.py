@@ -1,4 +1,4 @@
-"""Conversion of a YAML file of NeMo-RL or NeMo-Aligner into a command of this library."""
+"""Translation of a YAML file of NeMo-RL or NeMo-Aligner to a command of this library."""
 
 import math
 import shlex
@@ -20,12 +20,12 @@ from aligner.config.roles.model import CriticConfig, ModelConfig
 from aligner.errors import ConfigError, raised_as
 from aligner.foreign_keys import IGNORED, as_override, table
 
-# Section of NeMo's file that defines the algorithm: its name here, and its key below ``trainer``.
+# Section of NeMo's file for an algorithm → name of the algorithm here, its key below ``trainer``.
 _BOTH = {name: (name, name) for name in ("ppo", "sft", "dpo")}
 _NEMO_RL = {"grpo": ("reinforce", "ppo"), **_BOTH}
 _NEMO_ALIGNER = {**_BOTH, "rs": ("rs", "rs"), "rm": ("reward", "reward_model")}
-# NeMo-RL's keys outside of policy and value, with the sections of the algorithm in NeMo-RL, {a},
-# and here, {t}.
+# NeMo-RL's key outside of the sections policy and value → key here. {a} and {t} are the section of
+# the algorithm in NeMo-RL and here.
 _KEYS = {
     "{a}.max_num_steps": "trainer.{t}.max_steps",
     "{a}.max_num_epochs": "trainer.{t}.max_epochs",
@@ -43,12 +43,14 @@ _NO_COUNTERPART = "a key of this library (docs/published.md), or leave it out"
 
 
 def translate(path: str | Path) -> str:
-    """Return the command for the training that a file describes, after comments on other keys.
+    """Return the command for the training run that a YAML file of NeMo describes.
+
+    Comment lines before the command list keys that cannot be translated.
 
     Raises:
         ConfigError: the file cannot be read, or does not describe an algorithm of this library.
     """
-    # Algorithm.
+    # Find the algorithm.
     values, notes = _read(Path(path)), Notes("")
     is_nemo_rl = "policy" in values
     sections, parent = (_NEMO_RL, values) if is_nemo_rl else (_NEMO_ALIGNER, values.get("trainer"))
@@ -61,7 +63,7 @@ def translate(path: str | Path) -> str:
         )
     algorithm, loop = sections[section]
 
-    # Settings by the keys of this library.
+    # Translate the keys.
     if is_nemo_rl:
         settings = dict(_from_nemo_rl(values, section, loop, notes))
     else:
@@ -69,7 +71,7 @@ def translate(path: str | Path) -> str:
         settings = {key: value for key, value in leaves.items() if not is_inert(key, value)}
         notes.ignored += [key for key in leaves if key in IGNORED]
 
-    # Command and comments.
+    # Write the command and the comments.
     entry, lines = ALGORITHMS[algorithm], []
     for key, value in settings.items():
         try:
@@ -80,12 +82,11 @@ def translate(path: str | Path) -> str:
     command = " \\\n    ".join([f"aligner train-{entry.name}", *lines])
     comments = table(notes.refused).splitlines() if notes.refused else []
     if notes.ignored:
-        comments.append(f"  without a counterpart here: {', '.join(notes.ignored)}")
+        comments.append(f"  keys without effect here: {', '.join(notes.ignored)}")
     return "\n".join([*(f"#{comment}" for comment in comments), command])
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a file as plain values, merged with the files in its ``defaults``."""
     for name, resolve in (("mul", lambda *factors: math.prod(factors)), ("max", max)):
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, resolve)
@@ -109,8 +110,11 @@ def _merged(path: Path) -> DictConfig | ListConfig:
 def _from_nemo_rl(
     values: Mapping[str, Any], section: str, loop: str, notes: Notes
 ) -> Iterator[tuple[str, Any]]:
-    """Yield keys of this library and values. Refused and ignored keys are added to ``notes``."""
-    # Models.
+    """Yield key (of this library) and value. Refused and ignored keys are added to ``notes``.
+
+    ``section``: algorithm in NeMo-RL. ``loop``: key of the algorithm below ``trainer`` here.
+    """
+    # Convert the models' sections.
     roles: tuple[Literal["policy"], Literal["value"]] = ("policy", "value")
     for name in roles:
         if name in values:
@@ -120,14 +124,14 @@ def _from_nemo_rl(
             if role is not None:
                 yield from _role_settings(role, name, loop)
 
-    # Keys with a counterpart.
+    # Convert keys that have another name here.
     leaves = dict(_leaves({key: values[key] for key in values if key not in roles}))
     for nemo_key, key in _KEYS.items():
         value = leaves.pop(nemo_key.format(a=section), None)
         if value is not None:
             yield key.format(t=loop), value
 
-    # Settings that depend on several keys, or on the algorithm.
+    # Convert settings that depend on several keys or on the algorithm.
     prompts = leaves.pop(f"{section}.num_prompts_per_step", None)
     if prompts is not None:
         answers = values[section].get("num_generations_per_prompt", 1)

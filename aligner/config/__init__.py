@@ -15,18 +15,8 @@ from aligner.config.algorithms.preference import (
     TrainerDPOConfig,
 )
 from aligner.config.algorithms.process import ProcessConfig
-from aligner.config.algorithms.supervised import (
-    ExampleDataConfig,
-    KLDirection,
-    StudentConfig,
-    TeacherConfig,
-)
-from aligner.config.algorithms.trainer import (
-    ImproperEndConfig,
-    RewardShapingConfig,
-    TrainerConfig,
-    TrainerPPOConfig,
-)
+from aligner.config.algorithms.supervised import ExampleDataConfig, KLDirection, StudentConfig
+from aligner.config.algorithms.trainer import ImproperEndConfig, TrainerConfig, TrainerPPOConfig
 from aligner.config.commands.ask import (
     AskConfig,
     AskedDataConfig,

@@ -1,6 +1,6 @@
-"""Defaults of all configurations for hydra. Files of ``conf/`` name them ``base_NAME``.
+"""Provides hydra with the defaults of all configurations, derived from the dataclasses.
 
-hydra finds ``base_NAME`` in the source ``models://``, which derives it from the dataclasses.
+Files of ``conf/`` extend the default ``base_NAME``, which hydra finds in the source ``models://``.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ BASES = {
 
 
 def default_tree(section: Any) -> dict[str, Any]:
-    """Return the default of every key of a dataclass, or of an instance. ``???`` means required."""
+    """Return the defaults of a dataclass, or values of an instance, by key. ``???``: required."""
     cls = section if isinstance(section, type) else type(section)
     tree: dict[str, Any] = {}
     value: Any
@@ -58,7 +58,7 @@ class ModelSource(ConfigSource):
         return "models"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return a base as hydra composes it."""
+        """Return the defaults that ``config_path`` names, such as ``base_ppo``."""
         tree = default_tree(imported(BASES[config_path.removesuffix(".yaml")]))
         return ConfigResult(
             self.provider, self.full_path(), OmegaConf.create(tree), {"package": None}
@@ -69,11 +69,11 @@ class ModelSource(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        """Return whether a path is a folder, which only the root of the source is."""
+        """Return whether a path is a folder. The only folder is the root, an empty path."""
         return not config_path
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether a path is a configuration."""
+        """Return whether a path is a configuration, a key of ``BASES``."""
         return config_path.removesuffix(".yaml") in BASES
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
@@ -82,7 +82,7 @@ class ModelSource(ConfigSource):
 
 
 class ModelSearchPath(SearchPathPlugin):
-    """Plugin that adds the source to every search path."""
+    """Hydra plugin that adds `ModelSource` to every search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the source, so that a file of the same name has precedence."""

@@ -1,6 +1,7 @@
 """Entry of all scripts: hydra composes the configuration, typed dataclasses validate it.
 
-The dataclasses check overrides before hydra does, whose messages name no similar key.
+Overrides are checked against the dataclasses before hydra reads them, because hydra's messages
+suggest no similar key.
 """
 
 import difflib
@@ -47,9 +48,9 @@ def launch(
     ``command``: a function of the configuration, or its path ``package.module:function``, which is
     imported after the composition (``--help`` does not import torch).
 
-    An ``AlignerError`` ends the process with its message and status 2. Ctrl-C ends it with status
-    130, except that a run first saves its state after one Ctrl-C and ends with status 0. With
-    ``HYDRA_FULL_ERROR=1`` the traceback is shown.
+    An ``AlignerError`` ends the process with its message and status 2. After Ctrl-C, a training run
+    saves its state and ends with status 0. A second Ctrl-C, or Ctrl-C in another command, ends the
+    process with status 130. With ``HYDRA_FULL_ERROR=1`` the traceback is shown.
     """
     # megatron-core and NeMo warn about optional packages at import. The start-up report lists the
     # missing packages and the effects.
@@ -113,8 +114,8 @@ def check_overrides(
 
     Raises:
         ConfigError: an argument is not an override, sets an unknown key, or selects an option that
-            its group or the script lacks, as may the ``defaults`` of the recipe that
-            ``--config-name`` names. Several errors are shown as one table.
+            its config group or this script lacks. A recipe (``--config-name``) is checked for such
+            options, too. Several errors are shown as one table.
     """
     # The folders that hydra searches, ``conf_dir`` first. None if some are unknown.
     folders: list[Path] = []
@@ -166,7 +167,7 @@ def option_value(arguments: Sequence[str], *names: str) -> str | None:
 
 
 def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
-    """Yield file, group and option of each selection in a recipe and in the recipes it extends."""
+    """Yield (file, group, option) for each option that a recipe or an extended recipe selects."""
     names, visited = [recipe], set[Path]()
     while names:
         name = names.pop(0).removesuffix(".yaml")
@@ -212,7 +213,7 @@ def _unescaped(argument: str) -> str:
 def _accepted(
     argument: str, root: type, conf_dir: Path | None, folders: Sequence[Path], sweeps: bool
 ) -> list[str]:
-    """Convert an argument to an override that hydra accepts, or to none if it changes nothing."""
+    """Return the override for hydra in a list, which is empty if ``argument`` has no effect."""
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
@@ -235,7 +236,7 @@ def _accepted(
         return [argument]
     value = None if override.is_sweep_override() else override.value()
     if not key:
-        raise ConfigError(f"{_short(argument)}: names no key. Write it as key=value")
+        raise ConfigError(f"{_short(argument)}: the key is missing. Write key=value")
     is_group = any((folder / key).is_dir() for folder in folders or filter(None, [conf_dir]))
     if (is_group or override.package is not None or "/" in key) and not isinstance(value, dict):
         if not (override.is_delete() or override.is_sweep_override()):
@@ -250,7 +251,7 @@ def _accepted(
 
 
 def _check_option(label: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
-    """Refuse an option that a config group, or the script of ``root``, does not have."""
+    """Raise `ConfigError` if the config group, or the script of ``root``, lacks the option."""
     if not folders:
         return
 
@@ -285,10 +286,10 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
 
 
 def _options_of(root: type, group: str, files: Mapping[str, Path], conf_dir: Path) -> list[str]:
-    """Return the options of a config group that the script with the configuration ``root`` reads.
+    """Return the options in a config group that the script with configuration ``root`` accepts.
 
-    An option that is a default of scripts, or extends such a default, belongs to these scripts.
-    Every script has all other options.
+    If scripts have an option as a default, or as the base of an option, only these scripts accept
+    the option. All scripts accept all other options.
     """
     name = f"{root.__module__}:{root.__qualname__}"
     scripts = {base.replace("base", "gpt") for base, path in BASES.items() if path == name}
@@ -314,7 +315,7 @@ def _short(text: str) -> str:
 
 
 def check_key(key: str, root: type = RunConfig) -> None:
-    """Refuse a dotted key that is not in the tree of dataclasses below ``root``."""
+    """Raise `ConfigError` if a dotted key is not in the tree of dataclasses below ``root``."""
     hint: Any = root
     prefix = ""
     for name in key.split("."):

@@ -36,7 +36,7 @@ class ClusterConfig:
     separate resources for each role."""
 
     value_workers: Count | None = None
-    """`ray`, not colocated: workers of the critic. `null` means as many as the policy has."""
+    """`ray`, not colocated: number of critic workers. `null` means as many as the policy has."""
 
     cpus_per_worker: Positive = 1.0
     """`ray`: CPUs that Ray reserves for a worker."""
@@ -48,10 +48,10 @@ class ClusterConfig:
     """`ray`: environment variables of the workers, such as `NCCL_DEBUG`."""
 
     max_restarts: Natural = 3
-    """`ray`: most restarts of the workers after the death of a worker."""
+    """`ray`: maximum number of restarts after the death of a worker."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report keys of the other engine, and workers not a multiple of the critic's layout."""
+        """Yield an error for keys of the other engine, and workers that no critic layout fits."""
         # Workers in the processes of the run.
         layouts_differ = run.value_parallel != run.model.parallel
         if self.engine == "local":

@@ -1,8 +1,8 @@
-"""Rules that involve more than one value of a configuration.
+"""Rules that involve several values of a configuration.
 
-The method ``problems(key, run)`` of a section yields a message for each broken rule, where ``key``
-is the dotted key of the section and ``run`` the complete configuration. `ReadIf` in the type of a
-field states which runs read the field.
+A section's method ``problems(key, run)`` yields an error message for each broken rule. ``key`` is
+the section's dotted key, and ``run`` the complete configuration. `ReadIf` in the type of a field
+states which runs read the field.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ class ReadIf:
     """Condition under which a run reads a field. Other runs accept only the field's default."""
 
     condition: Callable[[Any], bool]  # of the complete configuration
-    reason: str  # end of the sentence that begins with the key and its value
+    reason: str  # why others do not read it, after the key and value in a message
 
 
 def broken_rules(section: Any, key: str, run: Any) -> Iterator[str]:

@@ -25,7 +25,7 @@ class PromptSourceConfig:
     """Keyword arguments of a generator function."""
 
     limit: Count | None = None
-    """Most rows to read. `null` means all rows."""
+    """Maximum number of rows to read. `null` means all rows."""
 
 
 SEPARATE_RESPONSE = ReadIf(
@@ -78,15 +78,14 @@ class TrainingSets:
     """Validation data, with the same keys as `train`. `null` means no validation."""
 
     weights: tuple[Positive, ...] | None = None
-    """Weights of the sources of `train` in the order of their list. A source gets its share of the
-    examples of an epoch. An epoch has as many examples as all sources have. `null` means that each
-    example occurs once."""
+    """Weights of the sources of `train`, in their order. An epoch has as many examples as all
+    sources together, in proportion to the weights. `null` means that each example occurs once."""
 
     shuffle: StrictBool = True
     """Shuffle the training data in an order that depends on seed and epoch."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report a number of weights that differs from the number of sources."""
+        """Yield an error if the number of weights differs from the number of sources."""
         source = self.train.source
         count = 1 if isinstance(source, str) else len(source)
         if self.weights is not None and len(self.weights) != count:
@@ -104,7 +103,7 @@ class AnsweredColumns(PromptColumns):
     """Column of ground truths, for the reward function. `null` means no such column."""
 
     max_prompt_length: Count | None = None
-    """Most tokens of a prompt. Longer prompts are dropped and counted. `null` means no limit."""
+    """Maximum number of tokens in a prompt. Longer prompts are dropped. `null` means no limit."""
 
 
 @dataclass(frozen=True)

@@ -26,17 +26,17 @@ class EngineResources(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Processes of all engines."""
+        """Number of processes of all engines."""
         return self.engines * self.devices_of_each
 
     @property
     def own_workers(self) -> int:
-        """Processes on separate devices."""
+        """Number of engine processes on separate devices."""
         return 0 if self.shares_devices else self.workers
 
 
 class EngineStart(NamedTuple):
-    """Arguments for the start of an engine. Comments name the classes of higher packages."""
+    """Arguments of `EngineConfig.start`. Comments name types from packages that import this."""
 
     cluster: Any  # aligner.distributed.interfaces.Cluster, for the engine's workers
     config: Any  # aligner.config.SamplingRunConfig
@@ -48,7 +48,7 @@ class EngineStart(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of a rollout engine, their rules, and the start of the engine."""
+    """Base class of a rollout engine's settings. A subclass checks the settings and starts it."""
 
     title: ClassVar[str] = "the engine"  # name in messages
     draws_ahead: ClassVar[bool] = False  # whether its handle is a `BackgroundGeneration`
@@ -71,15 +71,16 @@ class EngineConfig:
         return None
 
     def check_model(self, architecture: GPTArchitecture) -> None:
-        """Raise `ConfigError` if the engine cannot load the model. Called before it is built."""
+        """Raise `ConfigError` if the engine cannot load the model. Called before models exist."""
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
         """Yield a message for each broken rule. ``key``: dotted key of the engine's settings."""
         yield from ()
 
     def recording_problems(self, record: str, key: str, run: Any) -> Iterator[str]:
-        """Yield a message for each reason why the engine cannot record filtered tokens.
+        """Yield a message for each reason why the engine cannot record kept tokens.
 
-        ``record`` begins a message. ``key``: dotted key of the algorithm's section of the policy.
+        Kept tokens are those that remain after top-k and top-p. ``record``: key and value with
+        which a message begins. ``key``: the algorithm's section, such as ``model.ppo``.
         """
         yield f"{record}: {self.title} does not record filtered tokens. Set it to 0"

@@ -46,12 +46,12 @@ class EnvironmentConfig:
 
     factory: UserClass | None = None
     """Class of the environment, `package.module:Class` or `path/to/file.py:Class`. With
-    `kind=endpoint`, a function. `null` means no environment (docs/environments.md)."""
+    `kind=endpoint`, an agent's function. `null` means no environment (docs/environments.md)."""
 
     tools: tuple[Function, ...] = ()
     """Instead of `factory`: functions that the policy may call, `package.module:function`. The
-    environment asks the column `prompt`. Type hints and docstrings describe the functions. The
-    function `environment.kwargs.reward` scores the answer, with arguments as of
+    column `prompt` is the first message. Type hints and docstrings describe the functions to the
+    policy. The function `environment.kwargs.reward` scores the answer. It takes the arguments of
     `reward.function`."""
 
     command: (
@@ -64,18 +64,18 @@ class EnvironmentConfig:
     """Additional keyword arguments of the constructor, or of the agent."""
 
     max_turns: Annotated[Integer, Interval(ge=1, le=1000)] = 8
-    """Most messages of the policy in a conversation."""
+    """Maximum number of messages of the policy in a conversation."""
 
     max_tokens: Count = 1024
-    """Most tokens of a conversation, with the sequences of all its forks."""
+    """Maximum number of tokens in a conversation, with the sequences of all its forks."""
 
     unscored: Literal["zero", "mask"] = "zero"
-    """A conversation that reaches a limit before any turn is scored. `zero`: train with reward 0.
-    `mask`: exclude it from training."""
+    """After a conversation that reaches a limit before any turn is scored: train with reward 0
+    (`zero`), or exclude it (`mask`)."""
 
     failed: Literal["retry", "zero"] = "retry"
-    """A conversation whose environment or agent raises, dies or exceeds a time limit. `retry`
-    repeats it. `zero` trains with reward 0. See docs/environments.md#when-an-environment-fails."""
+    """After an environment or agent raises, dies or exceeds a time limit: `retry` the conversation,
+    or train with reward `zero`. See docs/environments.md#when-an-environment-fails."""
 
     timeout_s: Seconds = 60.0
     """Time limit of one call of an environment, in seconds, after which its process is killed. For
@@ -116,12 +116,12 @@ class EnvironmentConfig:
 
     @property
     def environment_class(self) -> str | None:
-        """Path of the class, ``factory`` or the class of ``tools``."""
+        """Path of the environment's class: ``factory``, or the built-in class for ``tools``."""
         return _TOOLS_CLASS if self.tools else self.factory
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the class besides the columns: ``kwargs`` and ``tools``."""
+        """Keyword arguments of the environment's class, without those from columns."""
         return dict(self.kwargs, tools=list(self.tools)) if self.tools else dict(self.kwargs)
 
     @property
@@ -140,7 +140,7 @@ class EnvironmentConfig:
         return tools if self.tools else f"environment.factory={self.factory}"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report settings that the kind does not support, and limits without room for a prompt."""
+        """Yield an error for settings that the kind does not support, and for too low limits."""
         yield from self.kind_class.problems(key, run)
         if not self.is_set:
             return

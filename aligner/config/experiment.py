@@ -26,7 +26,7 @@ class WandbConfig:
 
 @dataclass(frozen=True)
 class ExpManagerConfig:
-    """Directory, checkpoints and loggers."""
+    """Options of a run's directory, saved states and loggers."""
 
     explicit_log_dir: FilePath = "results/aligner"
     """Directory of all files of the run. The default is `results/` and the algorithm, such as
@@ -84,7 +84,7 @@ class ExpManagerConfig:
         return bool(sections & {"data", "seed"}) or "data" in self.accept_changed
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report a path that is not a directory, and unknown keys in ``resume_changed``."""
+        """Yield an error for a path to a file, and for unknown keys in ``resume_changed``."""
         if os.path.exists(self.explicit_log_dir) and not os.path.isdir(self.explicit_log_dir):
             yield f"{key}.explicit_log_dir={self.explicit_log_dir} is a file. Give a directory"
         for name in self.resume_changed:
@@ -96,7 +96,7 @@ class ExpManagerConfig:
                 if not hasattr(section, step):
                     yield (
                         f"{key}.resume_changed: {name!r} is not a key of the configuration. Use "
-                        "the keys that the refusal names, or sections such as trainer.ppo.reward"
+                        "the keys in the resumed run's error, or sections (trainer.ppo.reward)"
                     )
                     break
                 section = getattr(section, step)

@@ -41,7 +41,7 @@ def aliases(spellings: Mapping[str, Any]) -> BeforeValidator:
 
 
 def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
-    """Accept the strings in ``names``, and paths of user code if ``or_path`` shows their form."""
+    """Return a validator for the strings in ``names``, or also paths of the form ``or_path``."""
 
     def check(text: str) -> str:
         if text in names or (or_path and re.search("[:.]", text)):
@@ -53,7 +53,7 @@ def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
 
 
 def not_empty(expected: str) -> AfterValidator:
-    """Refuse blank text. ``expected`` describes the value in the message."""
+    """Return a validator that refuses blank text. ``expected``: what the message asks for."""
 
     def check(text: str) -> str:
         if not text.strip():

@@ -33,7 +33,7 @@ def _with_sections(cls: type) -> type:
 @dataclass(frozen=True)
 @_with_sections
 class GenerationConfig:
-    """Sampling of responses."""
+    """Options of the engine that samples responses."""
 
     backend: Annotated[
         StrictStr, one_of(("megatron", *ENGINES), or_path="package.module:Class")
@@ -57,8 +57,8 @@ class GenerationConfig:
     Needs `vllm` and a correction (docs/corrections.md)."""
 
     in_flight: Literal["finish", "abandon"] = "finish"
-    """An asynchronous rollout at a validation or a save. `finish`: wait for the rollout and save
-    it. `abandon`: sample it again with the new weights."""
+    """Treatment of an asynchronous rollout at a validation or a save. `finish`: wait for the
+    rollout and save it. `abandon`: sample it again with the new weights."""
 
     @property
     def is_user_defined(self) -> bool:
@@ -95,7 +95,7 @@ class GenerationConfig:
         return None if engine is None else engine.resources(has_gpu=has_gpu, ahead=ahead)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report invalid engines, and asynchronous rollouts without a correction."""
+        """Yield an error for an invalid engine, and for async rollouts without a correction."""
         try:
             engine = self.engine
         except ConfigError as error:
@@ -123,8 +123,8 @@ class GenerationConfig:
             return
         if run.trainer.ppo.dynamic_sampling.enabled:
             yield (
-                f"{key}.async_rollouts=true samples one rollout ahead, but with trainer.ppo."
-                "dynamic_sampling.enabled=true their number is unknown. Set one of them to false"
+                f"{key}.async_rollouts=true samples one rollout ahead, but a step needs an unknown "
+                "number with trainer.ppo.dynamic_sampling.enabled=true. Set one of them to false"
             )
         # Correction of the older weights.
         if ppo.truncated_importance_sampling is None and not ppo.correction.is_on:

@@ -34,7 +34,7 @@ class ParallelConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes of one replica of the model (expert parallelism is inside DP)."""
+        """Number of processes of one model replica, without expert-parallel processes."""
         return self.tensor * self.pipeline * self.context
 
     @property
@@ -43,7 +43,7 @@ class ParallelConfig:
         return 2 * self.context if self.context > 1 else 1
 
     def row_multiple(self, sequence_length_round: int = 1) -> int:
-        """Return the multiple of lengths on one context-parallel rank.
+        """Return the multiple to which a row is padded on one context-parallel rank.
 
         ``sequence_length_round``: the multiple that dynamic batching requires.
         """
@@ -59,7 +59,7 @@ class ParallelConfig:
 def check_layout(
     architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str = "model"
 ) -> None:
-    """Refuse an invalid layout, and suggest similar sizes. ``section``: key of the layout."""
+    """Raise `LayoutError` for an invalid layout, with valid sizes. ``section``: its key."""
     if problems := [*_layout_problems(architecture, parallel, world_size, section)]:
         raise LayoutError("\n".join(problems))
 
@@ -102,6 +102,12 @@ def _layout_problems(
             f"sequence parallelism only. Set {section}.sequence_parallel=true"
         )
 
+    if experts is not None and architecture.bias_linear and parallel.tensor > parallel.expert == 1:
+        yield (
+            f"{key}={parallel.tensor}: megatron-core does not split experts with biases. Set "
+            f"{section}.expert_model_parallel_size to a divisor of {experts} experts, or {key}=1"
+        )
+
     # Expert parallelism.
     key, ranks = f"{section}.expert_model_parallel_size", world_size // parallel.pipeline
     if parallel.expert == 1:
@@ -130,7 +136,7 @@ def _stage_problems(num_layers: int, parallel: ParallelConfig, section: str) -> 
         yield from _not_divided(key, stages, {"layers": layers})
         return
     # The other stages need equal numbers of layers, at least one each.
-    fits = layers >= stages and layers % stages == 0 if stages > 0 else layers == stages == 0
+    fits = (stages > 0 and layers >= stages and layers % stages == 0) or stages == layers == 0
     if parallel.pipeline == 1 or not fits:
         sizes = ", ".join(f"{name}={size}" for name, size in fixed.items())
         yield (

@@ -36,7 +36,7 @@ _TASK = {
 
 
 def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
-    """Resolve interpolations and validate hydra's configuration as a ``root``."""
+    """Resolve interpolations, and convert hydra's configuration to the class ``root``."""
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -46,10 +46,10 @@ def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # ty
 
 
 def with_built_in_task(config: DictConfig) -> str:
-    """Set the arithmetic task if a run names no reward, and either no data or the task's data.
+    """Set missing data and reward in place. Return a note for the console, empty if nothing is set.
 
-    A run with an environment and without data gets rows without columns. Returns a note for the
-    console, which is empty if nothing was set.
+    If the reward is missing, and the data are missing or those of the arithmetic task, this task is
+    set. If a run with an environment has no data, rows without columns are set.
     """
     plain = OmegaConf.to_container(config)  # interpolations are not resolved yet
 
@@ -58,21 +58,21 @@ def with_built_in_task(config: DictConfig) -> str:
 
     settings = {key: reduce(below, key.split("."), plain) for key in _TASK}
     environment = below(plain, "environment") or {}
-    brings_tasks = environment.get("factory") or environment.get("command")
-    if brings_tasks and settings[DATA] == "???":
+    provides_prompts = environment.get("factory") or environment.get("command")
+    if provides_prompts and settings[DATA] == "???":
         OmegaConf.update(config, DATA, _OWN_TASKS)
         return (
-            f"{DATA} is not set: the environment brings its tasks, and an epoch has 1024 of them "
+            f"{DATA} is not set: the environment provides tasks, and an epoch has 1024 of them "
             "(data.train.arguments.count)"
         )
     if settings[REWARD] != "???" or current_path(str(settings[DATA])) not in ("???", _TASK[DATA]):
         return ""
 
     # The task has validation data, unless the run names other data.
-    validates = settings["data.validation.source"] not in (None, "???")
+    has_validation = settings["data.validation.source"] not in (None, "???")
     for key, value in _TASK.items():
         is_set = settings[key] not in (None, "???")
-        if not is_set and not (validates and key.startswith("data.validation.")):
+        if not is_set and not (has_validation and key.startswith("data.validation.")):
             OmegaConf.update(config, key, value, force_add=True)
     return (
         f"built-in task: arithmetic, scored by {_TASK[REWARD]}, because {REWARD} is not set. To "
@@ -81,7 +81,7 @@ def with_built_in_task(config: DictConfig) -> str:
 
 
 def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
-    """Validate a plain nested mapping as a ``root``."""
+    """Convert a nested mapping to the class ``root``. Raises `ConfigError` if it is invalid."""
     config = build(root, values)
     if isinstance(config, BaseRunConfig):
         config = derive_batches(config, values)
@@ -94,11 +94,11 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
 
 
 def derive_batches(config: Run, values: Mapping[str, Any]) -> Run:
-    """Return ``config`` with batch sizes that are null in ``values`` derived from the others.
+    """Return ``config`` with computed batch sizes where they are null in ``values``.
 
-    A global batch is an equal part of at most 64 samples of a step. Its size is independent of the
-    layout. A micro-batch is the largest divisor up to 8 of a data-parallel rank's share. If no size
-    fits, the default is kept and the checks report it.
+    A step's samples are divided into the fewest equal global batches of at most 64 samples. A
+    micro-batch is the largest divisor up to 8 of a data-parallel rank's share. If no size fits, the
+    default is kept and `check_config` raises an error.
     """
     model = _with_batches(config, "model", values, config.trainer.world_size)
     config = replace(config, model=model)
@@ -127,7 +127,7 @@ def _with_batches(
 
 
 def _global_batch(config: BaseRunConfig) -> int | None:
-    """Return the size of the fewest equal parts of a step's samples, or None without such parts."""
+    """Divide a step's samples into the fewest equal batches. Return their size, None if none."""
     if isinstance(config, RSRunConfig):
         rs = config.model.rs
         learned = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
@@ -145,7 +145,7 @@ def _global_batch(config: BaseRunConfig) -> int | None:
 
 
 def check_config(config: BaseRunConfig | AskConfig) -> None:
-    """Refuse invalid combinations of values, all of them in one error."""
+    """Raise one `ConfigError` that names all invalid combinations of values."""
     if isinstance(config, BaseRunConfig):
         refuse([*broken_rules(config, "", config), *unread_options(config)])
     else:
@@ -183,6 +183,6 @@ def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) 
 def section_of(
     kinds: Sequence[type[Section]], values: Mapping[str, Any], prefix: str = "model"
 ) -> Section:
-    """Convert a mapping to the first of ``kinds`` that has all its keys, or else to the first."""
+    """Convert ``values`` to the first class in ``kinds`` with all keys, or else to ``kinds[0]``."""
     kind = next((kind for kind in kinds if set(values) <= set(field_types(kind))), kinds[0])
     return build(kind, values, prefix)

@@ -70,10 +70,10 @@ _TEXTS = {
 
 
 def build(cls: type[T], values: Any, prefix: str = "") -> T:
-    """Return ``values`` as a dataclass, a ``TypedDict`` with optional keys, or the type of a field.
+    """Validate ``values`` and convert them to ``cls``: a dataclass, a ``TypedDict`` or a type.
 
-    ``prefix``: dotted key of ``values``. Raises `ConfigError`, which names every invalid value,
-    every unknown key, and every missing value that is required (also ``???``, omegaconf's mark).
+    ``prefix``: dotted key of ``values``. Raises one `ConfigError` for all invalid values, unknown
+    keys, and missing required keys (also those with ``???``, omegaconf's mark).
     """
     missing: list[str] = []
     if isinstance(values, Mapping):
@@ -89,7 +89,7 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
 
 
 def check_fields(values: Any) -> None:
-    """Refuse a dataclass constructed in code whose values do not match the types of its fields."""
+    """Raise `ConfigError` if values of a dataclass do not match the types of its fields."""
     hints, problems = field_types(type(values)), []
     for field in dataclasses.fields(values):
         try:
@@ -117,7 +117,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _without_inert(values: Mapping[Any, Any], prefix: str, missing: list[str]) -> dict[Any, Any]:
-    """Leave out keys without effect and missing values, whose keys are appended to ``missing``."""
+    """Return ``values`` without keys that have no effect. Move keys with ``???`` to ``missing``."""
     settings = {}
     for name, value in values.items():
         key = join(prefix, name)
@@ -130,7 +130,6 @@ def _without_inert(values: Mapping[Any, Any], prefix: str, missing: list[str]) -
 
 
 def _field_types(section: Any) -> Mapping[Any, Any]:
-    """Return the type of each field of a dataclass, or of each key of a ``TypedDict``, in order."""
     hints = get_type_hints(section, include_extras=True)
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
@@ -139,7 +138,7 @@ field_types: Callable[[Any], Mapping[Any, Any]] = cache(_field_types)
 
 
 def arms_of(hint: Any) -> Iterator[Any]:
-    """Yield the types that a value may have: ``hint``, or the arms of a union."""
+    """Yield the types that a value may have: ``hint``, or the members of a union."""
     if get_origin(hint) is Annotated:
         yield from arms_of(get_args(hint)[0])
     elif get_origin(hint) in (Union, types.UnionType):
@@ -165,7 +164,7 @@ def keys_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def type_below(hint: Any, step: str | int) -> Any:
-    """Return the type of the value at a key or an index of a ``hint``, or None if it has none."""
+    """Return the type under key or index ``step`` of a value of type ``hint``, or None."""
     for arm in arms_of(hint):
         origin, args, section = get_origin(arm), get_args(arm), section_in(arm)
         if arm is Any:
@@ -209,7 +208,6 @@ def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str
 
 
 def _problems(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[str]:
-    """Yield a message for each unknown key and for each invalid value."""
     # A value of a union has consecutive errors, one or more of each type.
     groups: list[list[_Problem]] = []
     for error in errors:
@@ -258,7 +256,7 @@ def _problem(cls: Any, error: Mapping[str, Any], prefix: str) -> _Problem:
 
 
 def _key_and_type(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
-    """Return the dotted key and the type at the end of a path, which also has arms of unions."""
+    """Return the dotted key and the type of the value at ``path``, a location in an error."""
     for step in path:
         below = type_below(hint, step)
         if below is not None:
@@ -268,7 +266,6 @@ def _key_and_type(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, 
 
 
 def _words(error: Mapping[str, Any], key: str, hint: Any) -> dict[str, Any]:
-    """Return the values of the placeholders in ``_TEXTS``."""
     section = section_in(hint)
     names = re.findall("'(.*?)'", error.get("ctx", {}).get("expected", ""))
     near = difflib.get_close_matches(str(error["input"]), names, n=1)
@@ -296,7 +293,7 @@ def _range(hint: Any) -> str:
 
 
 def defaults_of(config: Any) -> dict[str, Any]:
-    """Return the defaults of the keys of a dataclass as JSON values, without required keys."""
+    """Return the defaults of a dataclass as JSON values by key. Required keys are left out."""
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value, default = getattr(config, field.name), default_of(field)

@@ -43,7 +43,7 @@ class RewardModelConfig:
     docs/reward.md#one-backbone-with-the-critic."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report workers that do not fill the policy's layout, and backbones that differ."""
+        """Yield an error for workers that no layout fits, and for a critic that cannot share."""
         # Separate workers.
         size = run.model.parallel.model_parallel_size
         if self.workers is not None and run.cluster.engine != "ray":
@@ -104,13 +104,13 @@ class RewardServerConfig:
     """Seconds for which requests without an answer are repeated. The run then stops."""
 
     samples_per_request: Count = 64
-    """Most samples of a rollout in one request."""
+    """Maximum number of samples in one request."""
 
     concurrent_requests: Count = 4
-    """Requests at the same time."""
+    """Number of requests at the same time."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report two tokens, and waits that exceed the time limit of the other processes."""
+        """Yield an error for two tokens, and for waits beyond the other processes' time limit."""
         if self.token_env is not None and self.token_file is not None:
             yield f"{key}.token_env and {key}.token_file are both set. Set one of them to null"
         longest, limit = self.retry_for_s + self.timeout_s, run.cluster.timeout_s
@@ -144,7 +144,7 @@ class RewardConfig:
     """Reward of a sample that is not scored in time. `null` ends the run instead."""
 
     max_concurrency: Count = 1
-    """Parts of a batch that are scored at the same time, each in a separate process."""
+    """Number of processes, each of which scores a part of a batch."""
 
     model: RewardModelConfig | None = None
     """Section of `reward=model`: a trained reward model on workers of the run."""
@@ -157,7 +157,7 @@ class RewardConfig:
     reward is the weighted sum of the attributes."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report a missing section of the reward's source, and sections that the run ignores."""
+        """Yield an error if the source's section is missing, or another section is set."""
         # Function, reward model and server.
         examples = {
             "function": "reward.function=my_rewards.py:reward",
@@ -174,8 +174,8 @@ class RewardConfig:
                     f"{key}.kind={source}, or {key}.{source}=null"
                 )
         if self.attribute_weights is not None and self.kind not in ("model", "server"):
-            rated = f"{key}.kind=model or server, not {self.kind}"
-            yield f"{key}.attribute_weights needs {rated}. Set it to null"
+            kinds = f"{key}.kind=model or server, not {self.kind}"
+            yield f"{key}.attribute_weights needs {kinds}. Set it to null"
 
         # Environment.
         if (self.kind == "environment") != run.environment.is_set:

@@ -92,7 +92,7 @@ class BaseRunConfig:
 
     @property
     def reward_world_size(self) -> int:
-        """Number of a reward model's separate workers."""
+        """Number of separate workers of a reward model."""
         return 0
 
     @property
@@ -121,13 +121,14 @@ class BaseRunConfig:
         return False
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report global batches that the data-parallel ranks do not divide."""
+        """Yield an error for each global batch that the data-parallel ranks do not divide."""
         return self.share_problems(self.trainer.world_size, self.value_world_size)
 
     def share_problems(self, world_size: int, value_world_size: int = 0) -> Iterator[str]:
-        """Report global batches that do not divide over the processes of the policy and the critic.
+        """Yield an error for each global batch that the data-parallel ranks do not divide.
 
-        Token budgets accept any number of sequences.
+        ``world_size``, ``value_world_size``: processes of policy and critic. With token budgets
+        every size is valid.
         """
         for role, section in self.trained_roles.items() if not self.model.token_budgets else ():
             # The critic may have another layout and other workers.
@@ -176,7 +177,7 @@ class SamplingRunConfig(BaseRunConfig):
 
     @property
     def reward_world_size(self) -> int:
-        """Number of a reward model's separate workers."""
+        """Number of separate workers of a reward model."""
         return 0 if self.reward.model is None else self.reward.model.workers or 0
 
     @property
@@ -193,7 +194,7 @@ class SamplingRunConfig(BaseRunConfig):
         return self.environment.is_set
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Also report token budgets that the longest sequence exceeds."""
+        """Yield also an error for each token budget that the longest sequence exceeds."""
         yield from super().problems(key, run)
         yield from self.length_problems(self.data.max_prompt_length or 1)
 
@@ -220,7 +221,7 @@ class RunConfig(SamplingRunConfig):
     """The critic. `null` means no critic."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Also report rollouts whose size is not a multiple of the global batch size."""
+        """Yield also an error if a rollout is not a multiple of the global batch."""
         yield from super().problems(key, run)
         samples = self.model.ppo.num_rollout_samples
         for role, section in self.trained_roles.items():
@@ -240,7 +241,7 @@ class RSRunConfig(SamplingRunConfig):
     trainer: RSTrainerConfig = field(default_factory=RSTrainerConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Also report selections whose size is not a multiple of the global batch size."""
+        """Yield also an error if the selected responses are not a multiple of the global batch."""
         yield from super().problems(key, run)
         rs, batch = self.model.rs, self.model.global_batch_size
         selected = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
@@ -265,7 +266,7 @@ class SupervisedRunConfig(BaseRunConfig):
         return 1
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Also report batches that split examples, and token budgets that an example exceeds."""
+        """Yield also an error for batches that split examples, and for too small token budgets."""
         yield from super().problems(key, run)
         for name in ("micro_batch_size", "global_batch_size"):
             if (size := getattr(self.model, name)) % self.rows_per_example:
@@ -312,7 +313,7 @@ class DistillRunConfig(SupervisedRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DPORunConfig(SupervisedRunConfig):
-    """All options of a run of preference optimisation."""
+    """All options of a preference-optimisation run."""
 
     data: PreferenceDataConfig
     trainer: DPOTrainerConfig = field(default_factory=DPOTrainerConfig)

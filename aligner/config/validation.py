@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Sampling of the responses to a run's validation prompts. None means as in rollouts."""
+    """Sampling options for a run's validation prompts. None means as in rollouts."""
 
     samples_per_prompt: Count = 1
     """Responses to each prompt. Above 1, `mean_at_n`, `pass_at_k` and `maj_at_k` are measured, each
@@ -43,7 +43,7 @@ class ValidationConfig:
     """Always select the most probable token. `null` means as in rollouts."""
 
     max_length: Count | None = None
-    """Most new tokens. `null` means as in rollouts."""
+    """Maximum number of new tokens. `null` means as in rollouts."""
 
     final_answer: Function = FINAL_ANSWER
     """Function that extracts the answer of a response for `maj_at_k`, or returns None."""
@@ -53,7 +53,7 @@ class ValidationConfig:
     `validation.sets.NAME.source=...`. Their metrics are `val_sets/NAME/*`."""
 
     def sampling_options(self, rollout: RolloutConfig) -> SamplingOptions | None:
-        """Return the sampling of one response, or None if it equals the sampling in ``rollout``."""
+        """Return length limits and sampling options, or None if they equal those of ``rollout``."""
         keys = ("temperature", "top_k", "top_p", "use_greedy")
         changes = {key: value for key in keys if (value := getattr(self, key)) is not None}
         length, sampling = rollout.length_params, replace(rollout.sampling_params, **changes)
@@ -64,7 +64,7 @@ class ValidationConfig:
         return None if is_same else options
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report settings as `answer_problems` describes."""
+        """Yield the errors of `answer_problems`."""
         greedy = self.use_greedy
         if greedy is None:
             greedy = run.model.rollout.sampling_params.use_greedy
@@ -73,20 +73,20 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class AnswerSamplingConfig(SamplingParams, LengthParams):
-    """Sampling of a model that is not trained."""
+    """Sampling options of commands that do not train."""
 
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
 
     max_length: Count = 256
-    """Most new tokens, the end-of-sequence token included."""
+    """Maximum number of new tokens, the end-of-sequence token included."""
 
     batch_size: Count = 64
     """Sequences that are generated at the same time, per rank."""
 
     @property
     def sampling_options(self) -> SamplingOptions:
-        """The options in the form of the engines."""
+        """The options as `SamplingOptions`, the form that engines take."""
         return SamplingOptions(
             LengthParams(max_length=self.max_length, min_length=self.min_length),
             SamplingParams(**{key.name: getattr(self, key.name) for key in fields(SamplingParams)}),
@@ -96,7 +96,7 @@ class AnswerSamplingConfig(SamplingParams, LengthParams):
 def answer_problems(
     key: str, samples_per_prompt: int, greedy: bool, sets_key: str, sets: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Report several greedy samples of a prompt, and set names that do not fit a metric name."""
+    """Yield an error for several greedy samples of a prompt, and for invalid names of sets."""
     if greedy and samples_per_prompt > 1:
         yield (
             f"{key}.samples_per_prompt={samples_per_prompt} with use_greedy=true samples identical "
@@ -104,4 +104,4 @@ def answer_problems(
         )
     for name in sets:
         if not _NAME.fullmatch(name):
-            yield f"{sets_key}.{name}: a set's name consists of letters, digits, '_', '.' and '-'"
+            yield f"{sets_key}.{name}: a set's name has letters, digits, '_', '.', '-'. Rename it"

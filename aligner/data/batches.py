@@ -1,6 +1,6 @@
 """Order of a data set's items in a run, and batches of prompts.
 
-Batches are right-padded. Lengths, not ids, define the padding.
+Batches are right-padded. Lengths, not padding ids, tell where a sequence ends.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,23 +17,26 @@ from aligner.errors import DataError
 
 
 def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool = True) -> np.ndarray:
-    """Return the indices 0..size-1, int64 [size], in the order of ``epoch``."""
+    """Return the indices 0..size-1 in the order of ``epoch``, int64 [size]."""
     if not shuffle:
         return np.arange(size)
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size)
 
 
-class Shares:
-    """Shares of several sources in an epoch, which has as many items as all sources together.
+class Mixture:
+    """Mixture of several sources by weight. An epoch has as many items as the sources together.
 
-    A source with ``n`` items per epoch has an endless series of shuffled passes. Epoch e uses the
-    items ``e * n`` to ``(e + 1) * n - 1`` of the series.
+    A source is read in endless passes, each shuffled anew. If its weight gives ``n`` items per
+    epoch, epoch e contains the items ``e * n`` to ``(e + 1) * n - 1`` of all its passes.
     """
 
     def __init__(
         self, names: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
     ) -> None:
-        """Compute the number of items of each source in an epoch, in proportion to ``weights``."""
+        """Compute how many items of each source, which has ``sizes`` items, an epoch contains.
+
+        Raises `DataError` if an epoch contains no item of a source. ``names`` are for this error.
+        """
         ends = np.rint(np.cumsum(weights) / np.sum(weights) * sum(sizes)).astype(np.int64)
         self.sizes, self.counts = list(sizes), np.diff(ends, prepend=0).tolist()
         for name, size, count in zip(names, self.sizes, self.counts, strict=True):
@@ -44,29 +47,29 @@ class Shares:
                 )
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> np.ndarray:
-        """Return the item order of ``epoch``: int64 [size], indices into the joined sources."""
-        parts, places, first = [], [], 0
+        """Return the order of ``epoch``, int64 [size]: indices into the concatenated sources."""
+        parts, positions, first = [], [], 0
         for size, count in zip(self.sizes, self.counts, strict=True):
             start, end = epoch * count, (epoch + 1) * count
             passes = range(start // size, -(-end // size))
-            # `first` gives each source its own series of random numbers.
-            series = [epoch_order(size, seed + first, part, shuffle=shuffle) for part in passes]
+            # `first` gives each source other random numbers.
+            orders = [epoch_order(size, seed + first, part, shuffle=shuffle) for part in passes]
             skipped = start - passes.start * size
-            parts.append(first + np.concatenate(series)[skipped:][:count])
-            places.append((np.arange(count) + 0.5) / count)
+            parts.append(first + np.concatenate(orders)[skipped:][:count])
+            positions.append((np.arange(count) + 0.5) / count)
             first += size
-        # Without shuffling, the sources alternate evenly.
+        # Without shuffling, the items of each source are evenly distributed.
         order = np.concatenate(parts)
         if not shuffle:
-            return order[np.argsort(np.concatenate(places), kind="stable")]
+            return order[np.argsort(np.concatenate(positions), kind="stable")]
         return order[epoch_order(len(order), seed, epoch)]
 
 
 class PromptSampler:
-    """An endless, resumable series of global batches of indices.
+    """Endless sequence of global batches of prompt indices, which can be saved and resumed.
 
-    The last batch of an epoch is filled from the next epoch, so that every prompt is seen once per
-    epoch. ``batch_size`` may exceed the data set. Then a batch contains a prompt several times.
+    Every prompt occurs once per epoch. The last batch of an epoch is filled from the next epoch. If
+    ``batch_size`` exceeds the number of prompts, a batch contains a prompt several times.
     """
 
     def __init__(
@@ -77,20 +80,20 @@ class PromptSampler:
         seed: int,
         shuffle: bool = True,
         may_change: bool = False,
-        shares: Shares | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         """Start at the first epoch of ``size`` prompts.
 
-        ``may_change``: whether `load_state_dict` accepts a state with other data, another seed or
-        other shuffling. ``shares``: shares of several sources.
+        ``may_change``: whether `load_state_dict` accepts a state with another size, seed or
+        ``shuffle``. ``mixture``: order of the prompts of several sources.
         """
         self.size, self.batch_size = size, batch_size
         self.seed, self.shuffle = seed, shuffle
-        self.may_change, self.shares = may_change, shares
+        self.may_change, self.mixture = may_change, mixture
         self._begin_epoch(0)
 
     def next_batch(self, count: int | None = None) -> list[int]:
-        """Return the next ``count`` indices. Default: ``batch_size``."""
+        """Return the next ``count`` indices, by default ``batch_size``."""
         count = self.batch_size if count is None else count
         batch: list[int] = []
         while len(batch) < count:
@@ -102,15 +105,15 @@ class PromptSampler:
         return batch
 
     def left_in(self, epochs: int) -> int:
-        """Return the number of unused indices of the first ``epochs`` epochs."""
+        """Return how many indices of the first ``epochs`` epochs were not returned yet."""
         return max(0, (epochs - self.epoch) * self.size - self.position)
 
     def batches_left(self, epochs: int) -> int:
-        """Return how many further batches the first ``epochs`` epochs begin."""
+        """Return the number of batches that remain in the first ``epochs`` epochs, rounded up."""
         return -(-self.left_in(epochs) // self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that continues after the last batch."""
+        """Return the state from which `load_state_dict` continues after the last batch."""
         return {
             "batch_size": self.batch_size,
             "epoch": self.epoch,
@@ -121,11 +124,10 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last batch of ``state``. The batch size may differ.
+        """Continue from ``state``. The batch size may differ.
 
-        With ``may_change`` and other data or another seed, the new order continues from the same
-        prompt, or from the next epoch if the new order is shorter. Without ``may_change``, raises
-        `DataError` if data, seed or shuffling differ.
+        If ``size``, ``seed`` or ``shuffle`` differ, raise `DataError`. With ``may_change``,
+        continue at the same position of the new order, or in the next epoch if it is shorter.
         """
         for name in ("size", "seed", "shuffle"):
             if state[name] != getattr(self, name) and not self.may_change:
@@ -140,7 +142,7 @@ class PromptSampler:
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch  # of the next prompt
         self.position = 0  # of the next prompt within its epoch
-        order = partial(epoch_order, self.size) if self.shares is None else self.shares.order
+        order = partial(epoch_order, self.size) if self.mixture is None else self.mixture.order
         self._order = order(self.seed, epoch, shuffle=self.shuffle)
 
 
@@ -152,13 +154,13 @@ def sequential_batches(size: int, batch_size: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. ``id`` is its index in the source, dropped prompts included."""
+    """One prompt. ``id`` is the index of its row in the source, dropped rows included."""
 
     id: int
-    text: str  # the tokenized text, including the chat template
+    text: str  # text of ``ids``, with the chat template applied
     ids: list[int]
     ground_truth: Any
-    columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row
+    columns: dict[str, Any] = field(default_factory=dict)  # other columns of the row
     messages: list[Message] | None = None  # None for plain text
 
     @property
@@ -183,7 +185,7 @@ class PromptBatch:
 
 
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Stack token lists to ``(ids int64 [B, P], lengths int64 [B])``. P is the largest length."""
+    """Pad token lists to the longest. Returns ids, int64 [B, P], and lengths, int64 [B]."""
     lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
     longest = int(lengths.max()) if len(sequences) else 0
     ids = torch.full((len(sequences), longest), pad_id, dtype=torch.int64)
@@ -193,7 +195,7 @@ def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, 
 
 
 def collate_prompts(prompts: Sequence[Prompt], pad_id: int) -> PromptBatch:
-    """Collate ``prompts`` to one batch in their order."""
+    """Return a batch of ``prompts`` in their order."""
     input_ids, input_lengths = pad_right([prompt.ids for prompt in prompts], pad_id)
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

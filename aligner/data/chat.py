@@ -1,6 +1,6 @@
 """Chat messages: their format, and rendering by the tokenizer's chat template.
 
-No part of a message is lost silently. If the template ignores a part, an error names the part.
+If a template ignores a part of a message, an error names the part.
 """
 
 import json
@@ -13,64 +13,64 @@ from aligner.errors import DataError, raised_as
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 
-MESSAGES = "prompt_messages"  # column of the messages of prompts for reward functions
+MESSAGES = "prompt_messages"  # reward functions receive the prompts' messages under this name
 
-# Optional keys of a message in addition to role and content. The last two identify the call that a
-# tool answers. Templates that render calls in order ignore them.
+# Optional keys of a message. tool_call_id and name identify the call that a tool's message answers.
+# Templates that render calls in order ignore these two.
 _OPTIONAL = {"tool_calls": list, "reasoning_content": str, "tool_call_id": str, "name": str}
+# ShareGPT's name of a role → role.
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user"}
-_ROLES |= {"assistant": "assistant", "observation": "tool", "tool": "tool"}  # of ShareGPT
+_ROLES |= {"assistant": "assistant", "observation": "tool", "tool": "tool"}
 _KNOWN_ROLES = ("system", "user", "assistant")  # every template renders these
-_MAX_OTHER_ROLES = 8  # each requires one rendering of the chat
+_MAX_OTHER_ROLES = 8  # a check renders the chat once for each
 
 
 def parse_messages(value: str | Sequence[Any]) -> list[Message]:
-    """Check a chat that ends before the assistant's answer, and return its messages.
+    """Check a chat that the assistant has to answer, and return its messages.
 
     A message is ``{"role": text, "content": text}``. Optional keys are ``tool_calls`` (functions
-    with name and arguments, then ``content`` may be absent), ``reasoning_content``,
-    ``tool_call_id`` and ``name``. Null keys and an empty list of calls count as absent. Plain text
-    becomes the user's only message. Raises `DataError` if the chat is invalid.
+    with name and arguments), ``reasoning_content``, ``tool_call_id`` and ``name``. With
+    ``tool_calls``, ``content`` may be missing. Keys with null or an empty list of calls count as
+    missing. Plain text becomes one message of the user. Raises `DataError` if the chat is invalid.
     """
     messages = _parse([{"role": "user", "content": value}] if isinstance(value, str) else value)
     if messages[-1]["role"] == "assistant":
-        raise DataError("the last chat message is the assistant's. End with a message to answer")
+        raise DataError(
+            "the last chat message is the assistant's. End the prompt with another message"
+        )
     return messages
 
 
 def parse_conversation(value: Sequence[Any]) -> list[Message]:
-    """Check a chat that ends with the assistant's answer, otherwise like `parse_messages`."""
+    """Check a chat that ends with the assistant's answer. Format and errors: `parse_messages`."""
     messages = _parse(value)
     first, last = messages[0]["role"], messages[-1]["role"]
     problem = ""
     if last != "assistant":
-        problem = f"the last chat message has the role {last!r}. It must be the assistant's"
+        problem = f"the last chat message has the role {last!r}. End with the assistant's answer"
     elif first == "assistant":
-        problem = "the first chat message is the assistant's. Begin with another message"
+        problem = "the first chat message is the assistant's. Begin with a user message"
     if problem:
         raise DataError(problem)
     return messages
 
 
 def parse_tools(columns: Mapping[str, Any], column: str | None) -> Tools | None:
-    """Return the JSON schemas of functions in a row, or None without any.
-
-    ``column``: name of the column with a list of schemas or its JSON text, or None.
-    """
+    """Return the tools (JSON schemas) in a row's ``column``, a list or JSON text, or None."""
     value = None if column is None else columns.get(column)
     value = _parsed_json(value, f"column {column!r} is")
     if value is not None and not (
         isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
     ):
         raise DataError(
-            f"column {column!r} must be a list of functions (JSON schemas), or its JSON text, got "
-            f"{type(value).__name__}. If it contains other data, set data.tools_column=null"
+            f"column {column!r} must be a list of functions (JSON schemas), or the list's JSON "
+            f"text, got {type(value).__name__}. If it is not for tools, set data.tools_column=null"
         )
     return [dict(tool) for tool in value] if value else None
 
 
 def _parsed_json(value: Any, subject: str) -> Any:
-    """Parse a text as JSON, and empty text as None. Other values are unchanged."""
+    """Parse JSON text. Return None for empty text, and other values unchanged."""
     if not isinstance(value, str):
         return value
     with raised_as(DataError, f"{subject} text that is not JSON", ValueError, RecursionError):
@@ -79,7 +79,7 @@ def _parsed_json(value: Any, subject: str) -> Any:
 
 def _parse(value: Sequence[Any]) -> list[Message]:
     if not value:
-        raise DataError("the list of chat messages is empty")
+        raise DataError("the list of chat messages is empty. Add a message or remove the row")
     return [_parse_message(message, index) for index, message in enumerate(value)]
 
 
@@ -89,7 +89,7 @@ def _parse_message(message: Any, index: int) -> Message:
         text = f"{location}: from={message['from']!r} is none of {', '.join(_ROLES)}"
         with raised_as(DataError, text, KeyError, remedy="write it with role and content"):
             message = {"role": _ROLES[message["from"]], "content": message["value"]}
-    # Drop null keys, which some tables contain for every message.
+    # Remove keys with null, which tables store for all messages if one message has the key.
     columns = message if isinstance(message, Mapping) else {}
     parsed = {
         key: value
@@ -112,21 +112,21 @@ def _parse_message(message: Any, index: int) -> Message:
         problem = f": {wrong[0]} must be {'a list' if _OPTIONAL[wrong[0]] is list else 'text'}"
     if problem:
         raise DataError(f"{location}{problem}")
-    # Templates read arguments of calls as mappings.
+    # Templates expect the arguments of calls as mappings.
     if "tool_calls" in parsed:
         parsed["tool_calls"] = [_parse_call(call, location) for call in parsed["tool_calls"]]
     return parsed
 
 
 def _parse_call(call: Any, location: str) -> dict[str, Any]:
-    """Return a call whose arguments are a mapping for templates. In data they may be JSON text."""
+    """Return a call with its arguments, which may be JSON text in data, as a mapping."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(
             f"{location}: each of tool_calls must be a function with a name and arguments, got "
             f"{call!r:.80}"
         )
-    # Some clients call a function without parameters with "".
+    # Some clients write "" as the arguments of a function without parameters.
     arguments = _parsed_json(
         function.get("arguments"), f"{location}: the arguments of {function['name']!r} are"
     )
@@ -140,7 +140,7 @@ def _parse_call(call: Any, location: str) -> dict[str, Any]:
 
 
 def with_system(messages: list[Message], system_prompt: str | None) -> list[Message]:
-    """Insert a system prompt unless it is None or the messages begin with another."""
+    """Prepend a system message, unless ``system_prompt`` is None or there is one already."""
     if system_prompt is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
@@ -153,7 +153,7 @@ def render(
     *,
     open_answer: bool = True,
 ) -> str:
-    """Render messages. ``open_answer``: add the generation prompt of the assistant's answer."""
+    """Return the chat as text. ``open_answer``: add the template's generation prompt."""
     options = {} if tools is None else {"tools": tools}
     return tokenizer.apply_chat_template(messages, add_generation_prompt=open_answer, **options)
 
@@ -163,14 +163,14 @@ def check_all_used(
 ) -> None:
     """Raise `DataError` if the template ignores tools, calls, reasoning or unusual roles.
 
-    The template ignores a part if the rendered text is equal without the part.
+    The template ignores a part if the chat without the part is rendered to equal text.
     """
-    # Plain chats contain nothing that a template could ignore.
+    # Any template renders a chat without tools, optional keys and unusual roles.
     unusual = sorted({message["role"] for message in messages} - set(_KNOWN_ROLES))
     if len(unusual) > _MAX_OTHER_ROLES:
         raise DataError(
             f"the chat has messages of {len(unusual)} roles other than {', '.join(_KNOWN_ROLES)}. "
-            f"At most {_MAX_OTHER_ROLES} are supported"
+            f"At most {_MAX_OTHER_ROLES} are supported. Rename roles, or remove messages"
         )
     has_optional = any(_OPTIONAL.keys() & message for message in messages)
     if not unusual and tools is None and not has_optional:
@@ -189,7 +189,7 @@ def check_all_used(
             for message in messages
         ]
 
-    # Render the chat without each part.
+    # Leave out each part once and compare the rendered text.
     trials: dict[str, tuple[list[Message], Tools | None]] = {
         "tools (data.tools_column=null omits them)": (list(messages), None),
         "tool_calls": (without("tool_calls"), tools),
@@ -200,7 +200,7 @@ def check_all_used(
         trials[f"messages of role {role!r}"] = remaining, tools
     chat = list(messages), tools
     ignored = [part for part, trial in trials.items() if trial != chat and is_ignored(*trial)]
-    # Reasoning, in a separate chat, because templates drop the reasoning of earlier turns.
+    # Test reasoning with a short chat, because templates drop the reasoning of earlier turns.
     if any("reasoning_content" in message for message in messages) and not (
         _shows_reasoning(tokenizer) or opened_tag(render(tokenizer, messages[:1]))
     ):
@@ -208,12 +208,12 @@ def check_all_used(
     if ignored:
         raise DataError(
             f"the tokenizer's chat template ignores {' and '.join(ignored)}. Use a model whose "
-            "template renders it, write it into content, or remove it"
+            "template renders it, write it into the content, or remove it from the messages"
         )
 
 
 def opened_tag(opening: str) -> str | None:
-    """Return the tag at the end of a generation prompt, for example ``<think>``, or None."""
+    """Return the tag that ends a generation prompt, such as ``<think>``, or None without one."""
     last = opening.rstrip().rpartition("<")[2]
     is_tag = last.endswith(">") and last[:-1].isidentifier()
     return f"<{last}" if is_tag else None

@@ -1,7 +1,8 @@
-"""Columns by the names of other libraries, for rows without the columns of the configuration.
+"""Recognition of columns that have the names of other libraries' data formats.
 
-A column is taken if the configuration keeps the default name, the rows lack a column of this name,
-and exactly one other name of `NAMES` occurs. The first row of a source decides for the source.
+A column of another name is used if the configuration has the default name of the column, the row
+lacks it, and has exactly one of the other names in `NAMES`. The first row of a source decides for
+all its rows.
 """
 
 import re
@@ -14,7 +15,7 @@ from aligner.data.tokenizers.decoding import common_prefix
 from aligner.errors import DataError
 
 _CHATS = ("messages", "conversations")
-# Key of a section → other names of its column.
+# Key of the section ``data`` → other names of the column.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt_column": ("question", "query", "instruction", "problem", *_CHATS),
     "response_column": ("completion", "answer", "output", "solution"),
@@ -25,16 +26,16 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def recognised(
+def recognise(
     row: DataRow, data: Any, keys: Collection[str]
 ) -> tuple[Any, Callable[[DataRow], list[DataRow]], list[str]]:
-    """Recognise the columns for ``keys`` in a source whose first row is ``row``.
+    """Find the columns for ``keys``, keys of the section ``data``, in a source's first ``row``.
 
-    Returns the section ``data`` with the names of the columns, a function from a row of the source
-    to rows with these columns, and descriptions of what was recognised.
+    Returns a copy of ``data`` with the names of the columns, a function that converts a row of the
+    source to rows with these columns, and a text about each recognised column.
     """
     names_by_key = {key: _column_name(row, data, key) for key in keys}
-    # Complete chats or text, instead of a prompt and a response.
+    # Use complete chats or text if there is no response.
     if getattr(data, "messages_column", "") is None and _lacks(names_by_key, "response_column"):
         chats = [name for name in _CHATS if isinstance(row.columns.get(name), list)]
         is_text = isinstance(row.columns.get("text"), str)
@@ -45,20 +46,20 @@ def recognised(
     names = {
         key: name for key, name in names_by_key.items() if name not in (None, getattr(data, key))
     }
-    taken = [f"data.{key}={name}" for key, name in names.items()]
-    # Reward functions may read the column of a recognised ground truth, too.
+    texts = [f"data.{key}={name}" for key, name in names.items()]
+    # Copy a recognised ground truth, because reward functions may read its old column too.
     steps: list[Callable[[DataRow], list[DataRow]]] = []
     if truth := names.pop("ground_truth_column", None):
         steps.append(lambda row: [_with(row, {data.ground_truth_column: row.get(truth)})])
-    # Pairs without a prompt, and pairs as labelled responses.
+    # Split the prompt off the responses of a pair, and convert pairs to labelled responses.
     pair = [row.get(getattr(data, f"{name}_column", "")) for name in ("chosen", "rejected")]
     is_text = "chosen_column" in keys and all(isinstance(answer, str) for answer in pair)
     if is_text and _lacks(names_by_key, "prompt_column"):
-        taken.append("the prompt is the common beginning of both responses")
+        texts.append("the prompt is the common beginning of both responses")
         steps.append(lambda row: [_without_common_prompt(row, data)])
     is_labelled = any(not _lacks(names_by_key, f"{name}_column") for name in ("response", "label"))
     if "label_column" in keys and None not in pair and not is_labelled:
-        taken.append("a labelled response from each response of a pair")
+        texts.append("each response of a pair is a labelled response")
         answers = {data.chosen_column: True, data.rejected_column: False}
         steps.append(
             lambda row: [
@@ -73,7 +74,7 @@ def recognised(
             result = [new for old in result for new in step(old)]
         return result
 
-    return replace(data, **names) if names else data, rows, taken
+    return replace(data, **names) if names else data, rows, texts
 
 
 def _lacks(names_by_key: Mapping[str, str | None], key: str) -> bool:
@@ -81,7 +82,7 @@ def _lacks(names_by_key: Mapping[str, str | None], key: str) -> bool:
 
 
 def _column_name(row: DataRow, data: Any, key: str) -> str | None:
-    """Return the name of the column for ``key``, None if the row has none or several."""
+    """Return the name of the row's column for ``key``, or None if it has none or several."""
     name: str | None = getattr(data, key)
     default = next(field.default for field in fields(data) if field.name == key)
     if name != default or name is None or name in row.columns or row.get(name) is not None:
@@ -95,10 +96,13 @@ def _with(row: DataRow, columns: Mapping[str, Any]) -> DataRow:
 
 
 def _without_common_prompt(row: DataRow, data: Any) -> DataRow:
-    """Split the text with which both responses begin from a pair, up to the last whole word."""
+    """Move the common beginning of both responses, up to the last whole word, to the prompt."""
     pair = {name: row.get(name) for name in (data.chosen_column, data.rejected_column)}
     if not all(isinstance(answer, str) for answer in pair.values()):
-        raise DataError(f"{row.location}: columns {' and '.join(map(repr, pair))} must be text")
+        raise DataError(
+            f"{row.location}: columns {' and '.join(map(repr, pair))} must be text, because the "
+            f"first row of the source has text. Correct the row, or set data.prompt_column"
+        )
     chosen, rejected = pair.values()
     prompt = chosen[: common_prefix(chosen, rejected)]
     if any(re.match(r"\w", answer[len(prompt) :]) for answer in pair.values()):
@@ -107,8 +111,8 @@ def _without_common_prompt(row: DataRow, data: Any) -> DataRow:
     if not prompt:
         raise DataError(
             f"{row.location}: column {data.prompt_column!r} is missing, and the responses "
-            f"{' and '.join(map(repr, pair))} do not begin with the same prompt. Name the column "
-            f"of the prompt with data.prompt_column. {row.remedy}"
+            f"{' and '.join(map(repr, pair))} do not begin with the same prompt. Set "
+            f"data.prompt_column to the column of the prompt. {row.remedy}"
         )
     answers = {name: answer[len(prompt) :] for name, answer in pair.items()}
     return _with(row, {data.prompt_column: prompt, **answers})

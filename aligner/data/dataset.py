@@ -1,7 +1,4 @@
-"""Data sets, and the order of a run's batches, which depends only on seed and epoch.
-
-Every rank gets the same global batches. Handles shard a batch later.
-"""
+"""Data sets: rows that are read and tokenized once, at the start of a run."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -11,8 +8,8 @@ from itertools import islice, pairwise
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from aligner.config import DataConfig, ExampleDataConfig, PairDataConfig, PromptSourceConfig
-from aligner.data.batches import Shares
-from aligner.data.columns import recognised
+from aligner.data.batches import Mixture
+from aligner.data.columns import recognise
 from aligner.data.readers import DataRow, read_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
@@ -21,44 +18,44 @@ logger = logging.getLogger(__name__)
 
 
 class Measured(Protocol):
-    """An item of a data set."""
+    """Item of a data set: one or several token sequences."""
 
     @property
     def length(self) -> int:
-        """Number of tokens of the (longest) sequence."""
+        """Number of tokens of the longest sequence."""
 
 
 T = TypeVar("T", bound=Measured)
 
 
 class Dataset(Generic[T]):
-    """Immutable sequence of all items, in the order of their source. Subclasses define `make`."""
+    """Sequence of all items, in the order of their source. Subclasses define `make`."""
 
-    noun: ClassVar[str] = "examples"  # name of the items in messages
-    keys: ClassVar[tuple[str, ...]] = ()  # keys of the columns that a row needs
+    noun: ClassVar[str] = "examples"  # word for the items in messages
+    keys: ClassVar[tuple[str, ...]] = ()  # keys of the section ``data`` that name required columns
 
     def __init__(
         self,
         items: list[T],
         *,
         dropped_too_long: int = 0,
-        taken: Sequence[str] = (),
-        shares: Shares | None = None,
+        recognised: Sequence[str] = (),
+        mixture: Mixture | None = None,
     ) -> None:
         """Create a data set of ``items``.
 
-        ``dropped_too_long``: number of dropped items. ``taken``: descriptions of recognised
-        columns. ``shares``: shares of several sources.
+        ``dropped_too_long``: number of items that were too long. ``recognised``: texts about
+        recognised columns. ``mixture``: order of the items, if their sources have weights.
         """
         self.items = items
-        self.dropped_too_long, self.taken, self.shares = dropped_too_long, taken, shares
+        self.dropped_too_long, self.recognised, self.mixture = dropped_too_long, recognised, mixture
 
     @classmethod
     def load(cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: Any) -> Self:
-        """Read, check and tokenize ``source`` by the columns and limits of the section ``data``.
+        """Read, check and tokenize ``source`` with the settings of the section ``data``.
 
-        Raises `DataError` if there are no rows, a row is invalid (with file, line and columns), or
-        all items are too long.
+        Raises `DataError` if there are no rows, a row is invalid (the message names file, line and
+        columns), or all items are too long.
         """
         check_section(data, tokenizer)
         make = partial(cls.make, tokenizer=tokenizer)
@@ -75,16 +72,16 @@ class Dataset(Generic[T]):
         longest: int | None,
         key: str = "max_length",
     ) -> Self:
-        """Convert every row to an item. Items that are too long are dropped, never cut.
+        """Convert every row to an item. Items that are too long are dropped, not truncated.
 
         Args:
             source: files or a generator function, see `aligner.data.readers.read_rows`.
-            make: function ``(row, index, data=section)`` that returns the item of a row. The
-                section has the names of the columns.
-            data: section of the configuration.
-            keys: keys of the columns that a row needs (see `aligner.data.columns`).
+            make: function ``(row, index, data=data)`` that returns the item of a row. The names of
+                recognised columns are set in its ``data``.
+            data: section of the configuration with the names of the columns.
+            keys: keys of ``data`` that name required columns (see `aligner.data.columns`).
             longest: maximum number of tokens of an item, or None without a limit.
-            key: name of the setting of ``longest``, for messages.
+            key: key of the setting ``longest``, for messages.
 
         Raises:
             DataError: there are no rows, a row is invalid, or all items are too long.
@@ -93,20 +90,21 @@ class Dataset(Generic[T]):
         parts = [name] if isinstance(name, str) else list(name)
         # Read one source after the other. The first row of each determines the columns.
         items: list[T] = []
-        taken: list[str] = []
-        ends, read = [], 0
+        texts: list[str] = []
+        ends, rows_read = [], 0
         for part in parts:
-            limit = None if source.limit is None else source.limit - read
-            form = None
+            limit = None if source.limit is None else source.limit - rows_read
+            columns = None
             for row in islice(read_rows(part, source.arguments), limit):
-                section, rows, names = form = form or recognised(row, data, keys)
+                section, convert, notes = columns = columns or recognise(row, data, keys)
                 items += [
-                    make(new, len(items) + n, data=section) for n, new in enumerate(rows(row))
+                    make(new, len(items) + n, data=section) for n, new in enumerate(convert(row))
                 ]
-                read += 1
-            if form is not None and names:
-                taken.append(f"{part}: {', '.join(names)}")
+                rows_read += 1
+            if columns is not None and notes:
+                texts.append(f"{part}: {', '.join(notes)}")
             ends.append(len(items))
+        # Drop items that are too long.
         fits = [longest is None or item.length <= longest for item in items]
         fitting = [item for item, does_fit in zip(items, fits, strict=True) if does_fit]
         dropped, problem = len(items) - len(fitting), f"{name} contains no rows"
@@ -116,19 +114,22 @@ class Dataset(Generic[T]):
                 f"tokens (the longest has {max(item.length for item in items)})"
             )
         if not fitting:
-            remedy = f". None is left: raise {key}" if items else ""
+            remedy = f". None is left: raise {key}" if items else ". Give data with rows"
             raise DataError(f"data: {problem}{remedy}")
         if dropped:
             logger.warning("%s and were dropped", problem)
         sizes = [sum(fits[start:end]) for start, end in pairwise([0, *ends])]
         is_train = source is getattr(data, "train", None)
         weights = getattr(data, "weights", None) if is_train else None
-        shares = None if weights is None else Shares(parts, sizes, weights)
-        return cls(fitting, dropped_too_long=dropped, taken=taken, shares=shares)
+        mixture = None if weights is None else Mixture(parts, sizes, weights)
+        return cls(fitting, dropped_too_long=dropped, recognised=texts, mixture=mixture)
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: Any) -> T:
-        """Convert row ``index`` of the source to an item. Errors name the row."""
+        """Return the item of ``row``, which has the number ``index`` in the source.
+
+        Raises `DataError`, with the row's location, if the row is invalid.
+        """
         raise NotImplementedError
 
     @property
@@ -160,7 +161,7 @@ class Split(Generic[D]):
         data: DataConfig | ExampleDataConfig | PairDataConfig,
         tokenizer: Tokenizer,
     ) -> "Split[Kind]":
-        """Load both data sets as ``kind``."""
+        """Load training and validation data as data sets of the class ``kind``."""
         train = kind.load(data.train, tokenizer, data)
         if data.validation is None:
             return Split(train)
@@ -168,31 +169,36 @@ class Split(Generic[D]):
 
     @property
     def named(self) -> dict[str, D]:
-        """Map ``training`` and, if present, ``validation`` to their data sets."""
+        """Name → data set, for ``training`` and, if there is one, ``validation``."""
         sets = {"training": self.train, "validation": self.validation}
         return {name: items for name, items in sets.items() if items is not None}
 
     def notes(self) -> list[str]:
-        """Return notes on recognised columns for the start-up report."""
+        """Return a text about the recognised columns of each source, for the start-up report."""
         return [
             f"columns of the {name} data that were recognised: {text}"
             for name, items in self.named.items()
-            for text in items.taken
+            for text in items.recognised
         ]
 
     @property
     def max_length(self) -> int:
-        """Number of tokens of the longest sequence of both."""
+        """Number of tokens of the longest sequence in both data sets."""
         return max(items.max_length for items in self.named.values())
 
 
 def check_section(data: Any, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` or `TokenizerError` if no row can become an item of this section."""
+    """Raise an error if the settings of the section ``data`` make every row invalid.
+
+    `ConfigError` for ``max_length`` below 2, `TokenizerError` for ``add_bos`` without a BOS token.
+    """
     longest = getattr(data, "max_length", None)
     if longest is not None and longest < 2:
         raise ConfigError(
-            f"data: max_length={longest} must be at least 2: a token of the prompt and one of the "
-            "response"
+            f"data: max_length={longest} must be at least 2, because a sequence has a prompt and a "
+            "response of at least one token each"
         )
     if data.add_bos and tokenizer.bos_id is None:
-        raise TokenizerError("data: add_bos=true but the tokenizer has no BOS token")
+        raise TokenizerError(
+            "data.add_bos=true, but the tokenizer has no BOS token. Set data.add_bos=false"
+        )

@@ -1,8 +1,8 @@
-"""Feedback on responses: preference pairs, labels, and ratings of attributes.
+"""Data sets of feedback on responses: preference pairs, labels, and ratings.
 
-KTO estimates the policy's drift regardless of the prompt (Ethayarajh et al., 2024). For this, every
-labelled row pairs its prompt with a *mismatched* response, for the whole run: the response of the
-nearest earlier row with another prompt (in TRL, of the previous row).
+KTO estimates the KL divergence of the policy from the reference with responses to other prompts
+(Ethayarajh et al., 2024). Every labelled row therefore has a *mismatched* example: its prompt with
+the response of the nearest earlier row that has another prompt (in TRL, of the previous row).
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import DataError
 
-MISMATCHED = "mismatched_"  # prefix of the columns of prompts with mismatched responses
+MISMATCHED = "mismatched_"  # prefix of the columns of mismatched examples in a batch
 
 
 @dataclass(frozen=True)
 class Pair(Examples):
-    """Two examples of a prompt. ``rewards``: the chosen's and the rejected's, or 1 and 0."""
+    """Chosen and rejected example of one prompt. ``rewards``: reward of the chosen and rejected."""
 
     chosen: Example
     rejected: Example
@@ -43,7 +43,7 @@ class PairDataset(Dataset[Pair]):
 
     noun = "pairs"
     keys = ("prompt_column", "chosen_column", "rejected_column")
-    rewards_in_order: ClassVar[bool] = False  # refuse rows whose chosen response has less reward
+    rewards_in_order: ClassVar[bool] = False  # refuse rows with a higher reward for the rejected
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: PairDataConfig) -> Pair:
@@ -55,7 +55,7 @@ class PairDataset(Dataset[Pair]):
         if chosen.prompt_ids != rejected.prompt_ids:
             problem = (
                 f"the chats of columns {data.chosen_column!r} and {data.rejected_column!r} differ "
-                "before their last message. A preference compares two answers to the same messages"
+                "before their last message. Give two answers to the same messages"
             )
         elif chosen.ids == rejected.ids:
             problem = "the chosen and the rejected response are equal. Remove the row"
@@ -69,10 +69,10 @@ class PairDataset(Dataset[Pair]):
         )
         if cls.rewards_in_order and chosen_reward < rejected_reward:
             raise DataError(
-                f"{row.location}: the chosen response has the reward {chosen_reward:g} "
-                f"({data.chosen_reward_column!r}) and the rejected one {rejected_reward:g} "
-                f"({data.rejected_reward_column!r}). Swap the columns or remove the row: a "
-                "preference of negative strength would be learned in the wrong direction"
+                f"{row.location}: the chosen response has a lower reward, {chosen_reward:g} "
+                f"({data.chosen_reward_column!r}), than the rejected one, {rejected_reward:g} "
+                f"({data.rejected_reward_column!r}). Swap the columns or remove the row, or the "
+                "opposite preference would be learned"
             )
         return Pair(chosen, rejected, (chosen_reward, rejected_reward))
 
@@ -84,10 +84,11 @@ class OrderedPairDataset(PairDataset):
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
-    """Return `collate_examples` with 2 rows for each pair, chosen before rejected.
+    """Collate pairs to a batch with two adjacent rows per pair, first the chosen example.
 
-    ``ground_truth_rewards`` float32 [B]: reward of each row. ``preference_strengths`` float32 [B]:
-    difference of the chosen and the rejected reward of the row's pair.
+    In addition to the columns of `collate_examples`, the batch has ``ground_truth_rewards`` float32
+    [B], the reward of each row, and ``preference_strengths`` float32 [B], the chosen minus the
+    rejected reward of the row's pair.
     """
     batch = collate_examples([example for pair in pairs for example in pair.examples], pad_id)
     rewards = torch.tensor([pair.rewards for pair in pairs])
@@ -98,16 +99,16 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
 
 @dataclass(frozen=True)
 class Labelled(Examples):
-    """A response, whether it is desirable, and its prompt with a mismatched response."""
+    """Example whose response is labelled as desirable or not."""
 
     example: Example
     desirable: bool
-    mismatched: Example
+    mismatched: Example  # the prompt with a response to another prompt
     sequences = ("example", "mismatched")
 
 
 class LabelledDataset(Dataset[Labelled]):
-    """All labelled responses, in the order of their source. A pair gives two of them."""
+    """All labelled responses, in the order of their source. A pair becomes two of them."""
 
     keys = ("prompt_column", "response_column", "label_column", "chosen_column")
 
@@ -115,7 +116,7 @@ class LabelledDataset(Dataset[Labelled]):
     def load(
         cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: PreferenceDataConfig
     ) -> Self:
-        """Read, check and tokenize, see `aligner.data.dataset.Dataset.load`."""
+        """Read, check and tokenize ``source``, see `aligner.data.dataset.Dataset.load`."""
         responses = super().load(source, tokenizer, data)
         examples = [row.example for row in responses.items]
         responses.items = [
@@ -128,7 +129,7 @@ class LabelledDataset(Dataset[Labelled]):
     def make(
         cls, row: DataRow, index: int, tokenizer: Tokenizer, data: PreferenceDataConfig
     ) -> Labelled:
-        """See `Dataset.make`. The mismatched response is known when all rows are read."""
+        """See `Dataset.make`. `load` replaces the mismatched example once all rows are read."""
         label = converted(row, data.label_column, _label, "true or false (or 1 or 0)")
         example = make_example(row, index, tokenizer, data)
         return Labelled(example, label, mismatched=example)
@@ -137,9 +138,9 @@ class LabelledDataset(Dataset[Labelled]):
 def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
     """Collate labelled responses to a batch.
 
-    The columns are those of `collate_examples` for the responses, and the same columns with the
-    prefix `MISMATCHED` for the mismatched responses. ``desirable`` float32 [B] is 1 if the response
-    is desirable, else 0.
+    The batch has the columns of `collate_examples` for the labelled examples, and with the prefix
+    `MISMATCHED` for the mismatched examples. ``desirable`` float32 [B] is 1 if the response is
+    desirable, else 0.
     """
     batch = collate_examples([row.example for row in rows], pad_id)
     mismatched = collate_examples([row.mismatched for row in rows], pad_id)
@@ -151,10 +152,10 @@ def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
 def _mismatched(
     examples: Sequence[Example], index: int, longest: int | None, source: PromptSourceConfig
 ) -> Example:
-    """Pair the prompt at ``index`` with the nearest earlier fitting response to another prompt."""
+    """Join the prompt at ``index`` with the nearest earlier fitting response to another prompt."""
     prompt = examples[index].prompt_ids
     for step in range(1, len(examples)):
-        candidate = examples[index - step]  # the last rows precede the first
+        candidate = examples[index - step]  # before the first row comes the last
         start, end = candidate.learned[-1]
         length = len(prompt) + end - start
         if candidate.prompt_ids != prompt and (longest is None or length <= longest):
@@ -173,17 +174,17 @@ def _label(value: Any) -> bool | None:
 
 @dataclass(frozen=True)
 class Rated(Examples):
-    """Sequence with its ratings. The rating of an attribute is None if it is unknown."""
+    """Example with ratings of its response."""
 
     example: Example
-    ratings: tuple[float | None, ...]
+    ratings: tuple[float | None, ...]  # one per attribute, None if unknown
     sequences = ("example",)
 
 
 class RatedDataset(Dataset[Rated]):
     """All rated responses, in the order of their source.
 
-    Each of ``data.attribute_columns`` contains a number, or null without a rating.
+    Each column of ``data.attribute_columns`` contains a number, or null if there is no rating.
     """
 
     noun = "rated responses"
@@ -201,18 +202,18 @@ class RatedDataset(Dataset[Rated]):
         )
         if all(rating is None for rating in ratings):
             raise DataError(
-                f"{row.location}: none of the columns {list(columns)} contains a rating. Name the "
-                f"columns with ratings (data.attribute_columns) or remove the row. {row.remedy}"
+                f"{row.location}: none of the columns {list(columns)} contains a rating. Set "
+                f"data.attribute_columns to columns with ratings, or remove the row. {row.remedy}"
             )
         return Rated(example, ratings)
 
 
 def collate_rated(rated: Sequence[Rated], pad_id: int) -> BatchedDataDict:
-    """Return `collate_examples` with ratings.
+    """Collate rated examples to a batch with the columns of `collate_examples` and ratings.
 
-    ``attributes``: float32 [B, K], 0 without a rating. ``attribute_mask``: float32 [B, K], 1 with a
-    rating. Sequences are padded to more than K tokens, because a column as wide as the sequences
-    is treated as one value per token.
+    ``attributes``: float32 [B, K], the ratings, 0 if unknown. ``attribute_mask``: float32 [B, K], 1
+    for known ratings. Sequences are padded to more than K tokens, because a column [B, S] would be
+    treated as one value per token.
     """
     batch = collate_examples([row.example for row in rated], pad_id)
     is_rated = [[rating is not None for rating in row.ratings] for row in rated]

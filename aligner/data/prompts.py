@@ -1,7 +1,4 @@
-"""Prompts of a run, which are read, rendered and tokenized once at the start.
-
-Batches are right-padded. Lengths, not ids, define the padding.
-"""
+"""Data sets of prompts, which are read, rendered and tokenized once at the start of a run."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,13 +21,13 @@ from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
 from aligner.errors import ConfigError, DataError, raised_as
 
-# Names of the reward function's arguments and of the trainer's columns.
+# Names of the reward function's arguments and of the trainer's columns, not allowed in data.
 RESERVED_COLUMNS = frozenset(
     {"prompts", "responses", "ground_truths", "is_end", "response_lengths", MESSAGES}
 )
 
 
-# Sections that define the conversion of rows. A student may use the prompts of worked examples.
+# Types of the section ``data``. Distillation may use the prompts of examples with responses.
 PromptSection = DataConfig | AskedDataConfig | ExampleDataConfig
 
 
@@ -48,10 +45,7 @@ class PromptDataset(Dataset[Prompt]):
         *,
         has_ground_truth: bool = True,
     ) -> Self:
-        """Read, check and tokenize, see `aligner.data.dataset.Dataset.load`.
-
-        ``has_ground_truth``: whether ``data.ground_truth_column`` is read.
-        """
+        """See `Dataset.load`. ``has_ground_truth``: whether rows have ``ground_truth_column``."""
         truth_column = None
         if isinstance(data, ExampleDataConfig):
             key, longest = "max_length", data.max_length
@@ -59,7 +53,10 @@ class PromptDataset(Dataset[Prompt]):
             key, longest = "max_prompt_length", data.max_prompt_length
             truth_column = data.ground_truth_column if has_ground_truth else None
         if data.prompt_column == truth_column:
-            raise ConfigError(f"data: prompt and ground truth are both column {truth_column!r}")
+            raise ConfigError(
+                f"data.prompt_column and data.ground_truth_column are both {truth_column!r}. "
+                "Set different columns"
+            )
         # Rows become prompts. Prompts that are too long are dropped.
         check_section(data, tokenizer)
         make = partial(make_prompt, tokenizer=tokenizer, ground_truth_column=truth_column)
@@ -68,12 +65,12 @@ class PromptDataset(Dataset[Prompt]):
 
     @property
     def column_names(self) -> frozenset[str]:
-        """Names of all other columns of the rows. A row without a column has None."""
+        """Names of the rows' columns, except prompt and ground truth. A row may lack some."""
         return frozenset(name for prompt in self.items for name in prompt.columns)
 
 
 class EpisodeDataset(PromptDataset):
-    """Rows for environments. The environments build the prompts, so items have no tokens."""
+    """Rows for environments, which build the prompts themselves. Items have no tokens."""
 
     noun = "rows"
     _longest_prompt = 0
@@ -88,7 +85,7 @@ class EpisodeDataset(PromptDataset):
     ) -> Self:
         """Read all rows of ``source``. The environment receives every column.
 
-        ``longest_prompt``: maximum tokens of a prompt. ``ground_truth_column``: shown with samples.
+        ``longest_prompt``: maximum number of tokens of a prompt. ``ground_truth_column``: for logs.
         """
 
         def episode(row: DataRow, index: int, data: Any) -> Prompt:
@@ -101,14 +98,15 @@ class EpisodeDataset(PromptDataset):
 
     @property
     def max_length(self) -> int:
-        """Number of tokens of the longest prompt of any turn."""
+        """Maximum number of tokens of a prompt in any turn."""
         return max(super().max_length, self._longest_prompt)
 
 
 def columns_of_rows(sets: Mapping[str, PromptDataset | None]) -> dict[str, str | None]:
-    """Map each column of the rows of ``sets`` to a row without it, or to None if all have it.
+    """Return for each column in the rows of ``sets`` the name of a row that lacks the column.
 
-    ``sets``: configuration key → data set.
+    ``sets``: configuration key → data set. Returns column → text such as "row 3 of data.train", or
+    None if all rows have the column.
     """
     rows = [
         (key, prompts[index])
@@ -129,7 +127,10 @@ def make_prompt(
     data: PromptSection,
     ground_truth_column: str | None = None,
 ) -> Prompt:
-    """Convert one row to a prompt. Errors name the row and its columns."""
+    """Render and tokenize the prompt of one row. ``index`` becomes the prompt's id.
+
+    Raises `DataError`, with location and columns of the row, if the row is invalid.
+    """
     columns = dict(row.columns)
     with raised_as(DataError, row.location, DataError, remedy=row.remedy):
         # Separate the prompt and the ground truth from the other columns.
@@ -156,7 +157,7 @@ def make_prompt(
         ids = tokenizer.encode(text)
         ids = with_bos(tokenizer, ids) if data.add_bos else ids
         if not ids:
-            raise DataError(f"column {data.prompt_column!r} is empty")
+            raise DataError(f"column {data.prompt_column!r} is empty. Remove the row")
     return Prompt(index, text, ids, ground_truth, columns, messages)
 
 
@@ -168,7 +169,7 @@ def _render(
     if isinstance(raw, str) and not data.chat:
         check_plain_text(data)
         return raw
-    # Chats, and plain text as the user's message.
+    # Render chats, and plain text as a message of the user.
     tools = treat_special_tokens(
         tokenizer, parse_tools(columns, data.tools_column), policy, "tools"
     )
@@ -178,10 +179,10 @@ def _render(
 
 
 def check_plain_text(data: PromptColumns) -> None:
-    """Raise `DataError` if the section has keys for chats, but the row is plain text."""
+    """Raise `DataError` if ``data`` has settings for chats, which plain text cannot use."""
     for key in ("system_prompt", "chat_template_kwargs"):
         if getattr(data, key) not in (None, {}):
             raise DataError(
-                f"data.{key} is set, but the row is plain text, which cannot include it. Set "
-                "data.chat=true, or write it into the rows"
+                f"data.{key} is set, but the row is plain text, which has no place for it. Set "
+                "data.chat=true to treat plain text as a user message, or remove the key"
             )

@@ -1,4 +1,4 @@
-"""Reading of rows (column → value) from files of tables and text, and Python generators."""
+"""Read rows, mappings from columns to values, from data files and Python generators."""
 
 import codecs
 import csv
@@ -17,30 +17,27 @@ from aligner.packages import require_extra
 V = TypeVar("V")
 Source = str | Path | Sequence[str | Path]
 
-# Keys that identify a list of structs as chat messages or tools.
+# Keys of chat messages and tools, by which lists of them are recognised.
 _CHAT_KEYS = frozenset({"role", "function", "parameters", "input_schema"})
 _LARGEST = 3.4028234663852886e38  # float32's
 
 
 class DataRow(NamedTuple):
-    """One row and its location, for example ``data/train.jsonl, line 12``.
+    """One row of data."""
 
-    ``is_text``: whether every cell is text, as in CSV.
-    """
-
-    location: str
+    location: str  # for errors, such as ``data/train.jsonl, line 12``
     columns: dict[str, Any]
-    is_text: bool = False
+    is_text: bool = False  # whether all values are text, as in CSV
 
     @property
     def remedy(self) -> str:
-        """List the columns, for the end of an error's message."""
+        """Text with the names of the columns, for the end of an error."""
         return f"Columns found: {sorted(self.columns)}"
 
     def get(self, name: str) -> Any:
-        """Return the value of a column, None without it. ``a.b`` is the key ``b`` of column ``a``.
+        """Return the value of the column ``name``, or None if there is no such column.
 
-        A column whose name contains the dot has precedence.
+        ``a.b`` is the key ``b`` in the value of column ``a``, unless there is a column ``a.b``.
         """
         if name in self.columns:
             return self.columns[name]
@@ -59,7 +56,7 @@ def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Ite
             ``.parquet`` files or of ``datasets.save_to_disk``, a generator function
             (``package.module:function`` or ``path/to/file.py:function``), or a list of these.
             Files of a pattern or directory are read in the order of their names.
-        arguments: keyword arguments for generator functions. Refused for files.
+        arguments: keyword arguments for generator functions. Must be empty for files.
 
     Raises:
         DataError: a file is missing, or a row cannot be read. The message names the file or row.
@@ -75,27 +72,27 @@ def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Ite
         return
     if arguments:
         raise ConfigError(
-            f"data: arguments {sorted(arguments)} are for generator functions, but {source} "
-            "is a file. Remove the arguments"
+            f"data: arguments {sorted(arguments)} are set, but {source} is a file and not a "
+            "generator function. Remove the arguments"
         )
     for file in files:
         yield from map(_check_text, _READERS[file.suffix](file))
 
 
 def own_tasks(count: int = 1024) -> Iterator[dict[str, Any]]:
-    """Yield ``count`` rows without columns, for environments that bring their tasks."""
+    """Yield ``count`` rows without columns, for environments that contain their own tasks."""
     return ({} for _ in range(count))
 
 
 def source_files(source: str | Path) -> list[Path] | None:
-    """Return the files of one source, or None for a generator function.
+    """Return the data files that ``source`` selects, or None for a generator function.
 
-    Raises `DataError` if the files are missing or have an unsupported format.
+    Raises `DataError` if there are no files, or a file has an unsupported format.
     """
     path, name = Path(source).expanduser(), str(source)
     if not path.exists() and ":" in name and not name.endswith(tuple(_READERS)):
         return None
-    # The files of a pattern, or of a directory.
+    # Find the files of a pattern, of a directory, or one file.
     files: list[Path] = []
     if not path.exists() and any(character in name for character in "*?["):
         matches = sorted(glob(str(path), recursive=True))
@@ -103,7 +100,7 @@ def source_files(source: str | Path) -> list[Path] | None:
         problem = f"no file matches {name}. Correct the pattern{hub_remedy(name, 'dataset')}"
     elif path.is_dir() and (path / "dataset_dict.json").is_file():
         splits = sorted(str(file.parent) for file in path.glob("*/state.json"))
-        problem = f"{path} contains several splits. Name one: {', '.join(splits)}"
+        problem = f"{path} contains several splits. Give the path of one: {', '.join(splits)}"
     elif (path / "state.json").is_file():  # of datasets.save_to_disk
         damage = (ValueError, KeyError, TypeError)
         with raised_as(DataError, f"data: {path / 'state.json'} names no files", *damage):
@@ -117,8 +114,8 @@ def source_files(source: str | Path) -> list[Path] | None:
     else:
         files = [path] if path.suffix in _READERS else []
         problem = (
-            f"{path} has none of the suffixes {', '.join(_READERS)}. Give a generator function as "
-            "package.module:function or path/to/file.py:function"
+            f"{path} has none of the suffixes {', '.join(_READERS)}. Convert the file, or give a "
+            "generator function as package.module:function or path/to/file.py:function"
         )
     if not files:
         raise DataError(f"data: {problem}")
@@ -137,7 +134,7 @@ def _from_jsonl(path: Path) -> Iterator[DataRow]:
 
 
 def _from_json(path: Path) -> Iterator[DataRow]:
-    """Yield the objects of a list or, like many files of the Hugging Face hub, of lines."""
+    """Yield the objects of a JSON list or, as in many files of the hub, of JSON Lines."""
     with path.open("rb") as file:
         is_list = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if not is_list:
@@ -166,7 +163,7 @@ def _row(value: Any, location: str) -> DataRow:
 
 
 def _from_csv(path: Path) -> Iterator[DataRow]:
-    """Yield the lines below the header. Cells are text, and empty cells are null."""
+    """Yield a row for each line below the header. Values are text, or None for an empty cell."""
     csv.field_size_limit(2**31 - 1)  # the default refuses texts of 128 KiB
     with (
         raised_as(DataError, f"{path}: not readable CSV", csv.Error, UnicodeDecodeError),
@@ -180,7 +177,7 @@ def _from_csv(path: Path) -> Iterator[DataRow]:
             if not len(cells) == len(header) == len(columns):
                 raise DataError(
                     f"{location}: {len(cells)} cells for the columns {header}. Give each column "
-                    "a name of its own and each line a cell per column"
+                    "a different name, and each line one cell per column"
                 )
             yield DataRow(location, columns, is_text=True)
 
@@ -195,7 +192,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_text(row: DataRow) -> DataRow:
-    """Raise `DataError` for text that is not encodable: a lone surrogate such as ``\\ud800``."""
+    """Return ``row``. Raises `DataError` for text with a lone surrogate, such as ``\\ud800``."""
     for name, column in row.columns.items():
         # Traverse nested values without recursion.
         parts: list[Any] = [name, column]
@@ -218,7 +215,10 @@ def _check_text(row: DataRow) -> DataRow:
 
 
 def take(row: DataRow, name: str, kind: type | tuple[type, ...], key: str) -> Any:
-    """Return a required column of type ``kind``. ``key``: setting with its name, for errors."""
+    """Return the value of the required column ``name``. ``key``: configuration key that sets it.
+
+    Raises `DataError` if the value is missing or not of type ``kind``.
+    """
     value = row.get(name)
     if isinstance(value, kind):
         return value
@@ -228,12 +228,15 @@ def take(row: DataRow, name: str, kind: type | tuple[type, ...], key: str) -> An
         names: dict[Any, str] = {str: "text", list: "a list of chat messages"}
         kinds = kind if isinstance(kind, tuple) else (kind,)
         expected = " or ".join(names[kind] for kind in kinds)
-        problem = f"must be {expected}, got {type(value).__name__}"
+        problem = f"must be {expected}, got {type(value).__name__}. Set another column with {key}"
     raise DataError(f"column {name!r} {problem}")
 
 
 def converted(row: DataRow, name: str, convert: Callable[[Any], V | None], expected: str) -> V:
-    """Convert a column. Raise `DataError` with ``expected`` if ``convert`` returns None."""
+    """Return ``convert`` of the value in column ``name``. Text values of CSV are parsed as JSON.
+
+    Raises `DataError` if ``convert`` returns None. ``expected``: allowed values, for this error.
+    """
     value = row.get(name)
     if row.is_text and isinstance(value, str):
         with suppress(ValueError):
@@ -248,14 +251,13 @@ def converted(row: DataRow, name: str, convert: Callable[[Any], V | None], expec
 
 
 def finite_number(value: Any) -> float | None:
-    """Return ``value`` as float if it is a number within float32's range, else None."""
+    """Return ``value`` as a float, or None if it is not a number in the range of float32."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) <= _LARGEST else None  # false for NaN
 
 
 def _from_parquet(path: Path) -> Iterator[DataRow]:
-    """Yield the rows of a Parquet file, or of the Arrow stream of `datasets.save_to_disk`."""
     require_extra("parquet", str(path))
     import pyarrow
     from pyarrow import ipc, parquet
@@ -273,12 +275,12 @@ def _from_parquet(path: Path) -> Iterator[DataRow]:
                     yield DataRow(f"{path}, row {number}", _without_arrow_nulls(columns))
     except (pyarrow.ArrowException, KeyError, OSError) as error:
         raise DataError(
-            f"{path}, after row {number}: not readable {path.suffix}: {error}"
+            f"{path}, after row {number}: cannot be read as {path.suffix}: {error}"
         ) from error
 
 
 def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove null keys of messages and tools: structs of an Arrow list share one set of keys."""
+    """Remove keys with null from messages and tools, which Arrow adds to entries of a list."""
     return {name: _without_nulls(value, in_chat=False) for name, value in columns.items()}
 
 
@@ -321,7 +323,7 @@ def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[DataRow]
         rows = function(**arguments)
     if not isinstance(rows, Iterable):
         raise DataError(f"data: {name} must return or yield rows, got {type(rows).__name__}")
-    # Errors of the user's function name the last row.
+    # Errors of the user's function give the number of the last row.
     number = 0
     is_arrow = type(rows).__module__.partition(".")[0] == "datasets"
     try:

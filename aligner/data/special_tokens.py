@@ -1,7 +1,7 @@
-"""Special tokens that are spelt in the text of rows, messages and requests.
+"""Protection against special tokens that are written as text in data and requests.
 
 A tokenizer recognises special tokens in any text: ``<|im_end|>`` in a tool's result would end the
-message. Texts are treated before the chat template adds its special tokens.
+message. Text is therefore checked before the chat template adds its special tokens.
 """
 
 from collections.abc import Mapping
@@ -19,18 +19,19 @@ def treat_special_tokens(
     location: str,
     is_answer: bool = False,
 ) -> Any:
-    """Keep, refuse or escape special and added tokens in the texts of ``value``.
+    """Keep, refuse or escape the text of special and added tokens in ``value``, by ``policy``.
 
-    ``value``: a text, or lists and mappings of texts. ``location``: column or field, for errors.
-    Answers (``is_answer``, and the assistant's messages) may contain added tokens that are not
-    special, such as ``<think>``, and may end with an end token. Raises `DataError` for a text with
-    a refused token, or with a token that escaping does not hide.
+    ``value``: a text, or nested lists and mappings of texts. ``policy``: value of
+    ``data.special_tokens_in_text``. ``location``: column or field, for errors. Answers (with
+    ``is_answer``, and messages of the assistant) may contain added tokens that are not special,
+    such as ``<think>``, and may end with an end token. Raises `DataError` for a refused token, or a
+    token that is recognised in spite of escaping.
     """
     if policy == "keep":
         return value
-    # Texts of special tokens, of added tokens, and of tokens that end an answer.
+    # Collect the texts of special tokens, of added tokens, and of tokens that end an answer.
     added: Mapping[int, str] = getattr(tokenizer, "added_tokens", {})
-    # Tokenizers that do not tell special tokens apart have no other added tokens.
+    # If a tokenizer has no list of special tokens, all its added tokens are special.
     special = {*getattr(tokenizer, "special_ids", added), tokenizer.eos_id, tokenizer.bos_id}
     texts = {n: added.get(n) or tokenizer.decode([n]) for n in {*special, *added} - {None}}
     tokens = {n: text for n, text in texts.items() if text.strip()}  # except white space

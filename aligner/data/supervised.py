@@ -1,8 +1,8 @@
-"""Worked examples: sequences with tokens to learn.
+"""Data sets of examples: token sequences of which some tokens are learned.
 
 A row is a prompt and its response, or a chat whose assistant messages are the responses. A response
-may also be a list of chat messages: only the assistant's, or the complete chat. The response and
-its end token are learned. The prompt and the template's text after the end token are not learned.
+may also be a list of chat messages: the answer only, or the complete chat. The response and its end
+token are learned. The prompt, and the template's text after the end token, are not learned.
 """
 
 import json
@@ -38,33 +38,37 @@ from aligner.errors import DataError, raised_as
 
 @dataclass(frozen=True)
 class Examples:
-    """Base class of items with sequences: examples, pairs, labelled and rated responses."""
+    """Base class of items that contain one or several `Example`, such as a preference pair."""
 
-    sequences: ClassVar[tuple[str, ...]] = ()  # names of the fields with the sequences
+    sequences: ClassVar[tuple[str, ...]] = ()  # names of the fields of type `Example`
 
     @property
     def examples(self) -> tuple["Example", ...]:
-        """Sequences of the item in the order of a batch."""
+        """Examples of the item, in the order of their rows in a batch."""
         return tuple(getattr(self, name) for name in self.sequences)
 
     def with_examples(self, examples: Sequence["Example"]) -> Self:
-        """Return a copy of the item with other sequences."""
+        """Return a copy of the item with these examples, in the order of `examples`."""
         return replace(self, **dict(zip(self.sequences, examples, strict=True)))
 
     @property
     def length(self) -> int:
-        """Number of tokens of the longest sequence."""
+        """Number of tokens of the longest example."""
         return max(example.length for example in self.examples)
 
 
 @dataclass(frozen=True)
 class Example(Examples):
-    """One sequence. ``id`` is its index in the source, dropped examples included."""
+    """One token sequence. ``id`` is the index of its row in the source, dropped rows included.
+
+    ``ids`` are the tokens. ``learned`` contains [start, end) of each range of tokens in the loss.
+    ``ref_logprobs``: the reference model's log-probs of the N learned tokens, float32 [N], or None.
+    """
 
     id: int
     ids: list[int]
-    learned: list[tuple[int, int]]  # [start, end) of the tokens in the loss
-    ref_logprobs: Tensor | None = None  # float32 [N] of the N learned tokens, if known
+    learned: list[tuple[int, int]]
+    ref_logprobs: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -73,12 +77,12 @@ class Example(Examples):
 
     @property
     def examples(self) -> tuple["Example"]:
-        """A tuple with only this example."""
+        """This example alone."""
         return (self,)
 
     @property
     def prompt_ids(self) -> list[int]:
-        """Tokens before the last response."""
+        """Tokens before the last learned range."""
         return self.ids[: self.learned[-1][0]]
 
     @property
@@ -87,7 +91,7 @@ class Example(Examples):
         return sum(end - start for start, end in self.learned)
 
 
-# Sections that define the conversion of rows, and their keys for the column of a response.
+# Types of the section ``data``, and its keys for the column of a response.
 ExampleSection = ExampleDataConfig | PairDataConfig
 ResponseKey = Literal["response_column", "chosen_column", "rejected_column"]
 
@@ -112,9 +116,10 @@ def make_example(
     data: ExampleSection,
     response_key: ResponseKey = "response_column",
 ) -> Example:
-    """Convert one row to an example. Errors name the row and its columns.
+    """Render and tokenize one row. ``index`` becomes the example's id.
 
-    ``response_key``: setting of ``data`` that holds the name of the response column.
+    ``response_key``: key of ``data`` that names the response column. Raises `DataError`, with
+    location and columns of the row, if the row is invalid.
     """
     treat = partial(treat_special_tokens, tokenizer, policy=data.special_tokens_in_text)
     with raised_as(DataError, row.location, DataError, remedy=row.remedy):
@@ -129,7 +134,7 @@ def make_example(
             if row.columns.get(data.tools_column or ""):
                 raise DataError(
                     f"column {data.tools_column!r} contains tools, but the row is plain text, "
-                    "which cannot include them. Set data.chat=true, or data.tools_column=null"
+                    "which cannot include tools. Set data.chat=true, or data.tools_column=null"
                 )
             prompt = take(row, data.prompt_column, str, "data.prompt_column")
             column = getattr(data, response_key)
@@ -138,7 +143,7 @@ def make_example(
             response = treat(response, location=column, is_answer=True)
             ids, learned = encode_pair(tokenizer, prompt, response)
         else:
-            # A system prompt is part of the context.
+            # Chat. The system prompt is added to the messages that are not learned.
             num_answers = len(chat) - context
             chat = with_system(treat(chat, location="messages"), data.system_prompt)
             tools = treat(parse_tools(row.columns, data.tools_column), location="tools")
@@ -155,14 +160,14 @@ def make_example(
 def encode_pair(
     tokenizer: Tokenizer, prompt: str, response: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Encode ``prompt + response + EOS`` and return the ids and the span of the response.
+    """Encode ``prompt + response + EOS``. Returns the ids and [start, end) of response and EOS.
 
-    The prompt has the same tokens as without the response, because a model is prompted with those
-    tokens. If the response ends with a token of ``end_ids``, no EOS is added.
+    The prompt is tokenized alone, as when a model is prompted with it. If the response ends with a
+    token of ``end_ids``, no EOS is added. Raises `DataError` if the prompt has no tokens.
     """
     prompt_ids = tokenizer.encode(prompt)
     if not prompt_ids:
-        raise DataError("the prompt is empty")
+        raise DataError("the prompt is empty. Remove the row, or use data.text_column")
     response_ids = encode_after(tokenizer, prompt_ids, prompt, response)
     if not response_ids or response_ids[-1] not in tokenizer.end_ids:
         response_ids = [*response_ids, tokenizer.eos_id]
@@ -171,10 +176,13 @@ def encode_pair(
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Encode ``text + EOS``. All tokens but the first are learned, which nothing precedes."""
+    """Encode ``text + EOS``. Returns the ids, and [start, end) of all tokens but the first.
+
+    The first token is not learned, because no token precedes it.
+    """
     ids = tokenizer.encode(text)
     if not ids:
-        raise DataError("the text is empty")
+        raise DataError("the text is empty. Remove the row")
     ids = ids if ids[-1] in tokenizer.end_ids else [*ids, tokenizer.eos_id]
     return ids, [(1, len(ids))]
 
@@ -187,20 +195,22 @@ def encode_chat(
     *,
     context: int = 0,
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the ids of a rendered chat and the spans of the assistant's messages.
+    """Render and encode a chat. Returns the ids and [start, end) of each learned answer.
 
-    The first ``context`` messages are not learned. A span starts after the generation prompt of its
-    message, and ends with the first token of ``tokenizer.end_ids``, or with the message if the
-    template adds no end token. The last message always ends with an end token.
+    ``learn``: learn the last or all messages of the assistant, but none of the first ``context``
+    messages. An answer starts after its generation prompt. It ends with the first token of
+    ``tokenizer.end_ids``, or with the message if the template adds no end token. The last answer
+    always ends with an end token.
 
     The generation prompt of some templates ends with a tag that finished messages lack
     (``<think>`` in R1's distillations). Then the learned text of the last message is
     ``reasoning_content`` if present, the closing tag, and ``content``.
 
-    Raises `DataError` if the template changes earlier messages (then set ``learn=last``), if the
-    generation prompt does not precede the answer, or if an answer contains an end token.
+    Raises `DataError` if a later message changes how the template renders earlier messages (then
+    set ``learn=last``), if the generation prompt does not precede the answer, or if an answer
+    contains an end token.
     """
-    # Remove end tokens of the data, then render and encode message by message.
+    # Remove end tokens in the data, then render and encode message by message.
     ends = {end: tokenizer.decode([end]) for end in tokenizer.end_ids}
     messages = [_without_end(tokenizer, message, ends) for message in messages]
     answers = [
@@ -212,21 +222,21 @@ def encode_chat(
     for index in answers if learn == "all" else answers[-1:]:
         _refuse_end_tokens(tokenizer, messages[index], index, ends)
         opening = render(tokenizer, messages[:index], tools)
-        closed = render(tokenizer, messages[: index + 1], tools, open_answer=False)
-        is_prefix = closed.startswith(opening)
+        with_answer = render(tokenizer, messages[: index + 1], tools, open_answer=False)
+        is_prefix = with_answer.startswith(opening)
         if not opening.startswith(text) or not (is_prefix or index == answers[-1]):
             raise DataError(
                 f"the chat template changes earlier messages when message {index} is added. Set "
-                "learn=last"
+                "data.learn=last"
             )
         ids += encode_after(tokenizer, ids, text, opening[len(text) :])
-        answer = closed[len(opening) :] if is_prefix else _after_tag(opening, messages[index])
+        answer = with_answer[len(opening) :] if is_prefix else _after_tag(opening, messages[index])
         answer_ids = encode_after(tokenizer, ids, opening, answer)
         end = next((n for n, token in enumerate(answer_ids, 1) if token in tokenizer.end_ids), None)
         learned.append((len(ids), len(ids) + (end or len(answer_ids))))
         ids += answer_ids
-        text = closed
-    # The last message needs an end token, and no text after it.
+        text = with_answer
+    # End the last answer with an end token, and cut what follows.
     start, end = learned[-1]
     if ids[end - 1] not in tokenizer.end_ids or end == start:
         ids[end:] = [tokenizer.turn_end_id]
@@ -235,7 +245,6 @@ def encode_chat(
 
 
 def _without_end(tokenizer: Tokenizer, message: Message, ends: Mapping[int, str]) -> Message:
-    """Remove an end token at the end of an assistant's message."""
     if message["role"] != "assistant":
         return message
     for end, token in ends.items():
@@ -247,7 +256,7 @@ def _without_end(tokenizer: Tokenizer, message: Message, ends: Mapping[int, str]
 def _refuse_end_tokens(
     tokenizer: Tokenizer, message: Message, index: int, ends: Mapping[int, str]
 ) -> None:
-    """Raise `DataError` if an answer spells an end token, because the rest is never learned."""
+    """Raise `DataError` if an answer contains an end token, after which it would not be learned."""
     parts = [message["content"], message.get("reasoning_content") or ""]
     if "tool_calls" in message:
         parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
@@ -255,18 +264,18 @@ def _refuse_end_tokens(
         if any(token in part and end in tokenizer.encode(part) for part in parts):
             raise DataError(
                 f"message {index} of the chat spells the end token {token!r}, at which an answer "
-                "ends. Write it in another way, or remove the row"
+                "would end. Write the token's text in another way, or remove the row"
             )
 
 
 def _after_tag(opening: str, message: Message) -> str:
-    """Return the text of a message after a generation prompt that ends with a tag."""
+    """Return the text of an answer after a generation prompt ``opening`` that ends with a tag."""
     tag = opened_tag(opening)
     if tag is None:
         raise DataError(
-            f"the chat template opens an answer with {opening[-40:]!r}, but finished messages "
-            "begin differently, so that the learned text does not fit the model's prompt. Use "
-            "plain-text prompts"
+            f"the chat template's generation prompt ends with {opening[-40:]!r}, but it renders "
+            "finished messages without this text. Training and sampling would use different "
+            "formats. Change the template in the tokenizer's files, or use plain-text prompts"
         )
     closing, content = f"</{tag[1:]}", message["content"]
     # Close the tag before the content.
@@ -283,10 +292,10 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDic
 
     The columns are ``input_ids`` int64 [B, S] (right-padded), ``input_lengths`` int64 [B],
     ``token_mask`` float32 [B, S] (1 for learned tokens) and ``sample_mask`` float32 [B] (all 1). If
-    the examples have log-probs, also ``ref_logprobs`` float32 [B, S], 0 where the mask is 0.
+    the examples have reference log-probs, also ``ref_logprobs`` float32 [B, S], 0 at other tokens.
     """
     ids, lengths = pad_right([example.ids for example in examples], pad_id)
-    # Learned tokens are 1.
+    # Set the mask of learned tokens to 1.
     mask = torch.zeros(ids.shape)
     for row, example in zip(mask, examples, strict=True):
         for start, end in example.learned:
@@ -309,7 +318,7 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDic
 
 
 def response_note(examples: Iterable[Example], tokenizer: Tokenizer) -> str:
-    """Describe the number of learned tokens, and the end of the first example with its mask."""
+    """Return a text with the number of learned tokens, and the first example with them marked."""
     examples = list(examples)
     learned = sum(example.learned_tokens for example in examples)
     tokens = sum(example.length for example in examples)
@@ -327,7 +336,7 @@ def response_note(examples: Iterable[Example], tokenizer: Tokenizer) -> str:
 def _conversation(
     row: DataRow, data: ExampleSection, response_key: ResponseKey
 ) -> tuple[list[Message] | None, Literal["last", "all"], int]:
-    """Return a row's chat (None for plain text), the learned answers, and the context's length."""
+    """Return `encode_chat`'s arguments for a row: messages (None: plain text), learn, context."""
     if isinstance(data, ExampleDataConfig) and data.text_column is not None:
         return None, "last", 0
     learn = data.learn if isinstance(data, ExampleDataConfig) else "last"
@@ -353,18 +362,18 @@ def _conversation(
 def _answered(
     prompt: Any, response: list[Any], prompt_column: str, response_column: str
 ) -> tuple[list[Message], int]:
-    """Return the complete chat of a list response, and the number of messages of its prompt."""
+    """Return the chat of a prompt and its answers, and the number of messages of the prompt."""
     first = response[0] if response else None
     if isinstance(first, Mapping) and first.get("role") == "assistant":
         if not isinstance(prompt, str | list):
             raise DataError(
                 f"column {response_column!r} begins with the assistant's message, so column "
-                f"{prompt_column!r} must contain the prompt. Name it with "
-                "data.prompt_column"
+                f"{prompt_column!r} must contain the prompt. Set data.prompt_column to the column "
+                "of the prompt"
             )
         messages = parse_messages(prompt)
         return parse_conversation([*messages, *response]), len(messages)
-    # A complete chat must contain the prompt, if the row has one.
+    # If the row has a prompt, a complete chat must contain it.
     chat = parse_conversation(response)
     users = [message["content"].strip() for message in chat if message["role"] == "user"]
     problem = None
@@ -375,6 +384,6 @@ def _answered(
     if problem is not None:
         raise DataError(
             f"column {response_column!r} is a complete chat {problem}. Set data.prompt_column to "
-            "another name, or correct the row"
+            "another column, or correct the row"
         )
     return chat, len(prompt) if isinstance(prompt, list) else 0

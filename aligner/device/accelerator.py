@@ -1,7 +1,7 @@
-"""The device of this process. No other module knows whether a GPU is present.
+"""Device of this process, a GPU or the CPU, with its memory, random state and collective backend.
 
-All other modules get the device, the collective backend, memory sizes and RNG state from here.
-`prepare_megatron` and `cuda_literals` let megatron-core run on a machine without a GPU.
+Other modules use this module instead of torch.cuda, and so work on both. `prepare_megatron` and
+`cuda_literals` let megatron-core run on a machine without a GPU.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from aligner.device.host_memory import (
 
 # Environment variables.
 _DETERMINISTIC = "ALIGNER_DETERMINISTIC"  # 1 requests deterministic operations
-SHARED_DEVICE = "ALIGNER_SHARED_DEVICE"  # 1: other processes take turns on this process's device
+SHARED_DEVICE = "ALIGNER_SHARED_DEVICE"  # 1: other processes use the device in turn with this one
 _IPC_DEVICE = 6  # index of the device among the arguments that rebuild a CUDA tensor
 
-_gpus_hidden = False  # by `gpus_left_to_others`
+_gpus_hidden = False  # true in the block of `gpus_left_to_others`
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def has_gpu() -> bool:
 
 @contextlib.contextmanager
 def gpus_left_to_others() -> Iterator[None]:
-    """Compute on the CPU in the block, because any query of a GPU takes half a GiB of it."""
+    """Use the CPU in the block, because using a GPU at all costs half a GiB of its memory."""
     global _gpus_hidden
     _gpus_hidden = True
     has_gpu.cache_clear()
@@ -57,12 +57,12 @@ def gpus_left_to_others() -> Iterator[None]:
 
 
 def has_fp8() -> bool:
-    """Return whether the device multiplies 8-bit floating-point matrices."""
+    """Return whether the device can multiply 8-bit floating-point matrices."""
     return has_gpu() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def device() -> torch.device:
-    """Return the device of this process."""
+    """Return the device of this process: the GPU with the index LOCAL_RANK, or the CPU."""
     if has_gpu():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
@@ -74,12 +74,12 @@ def backend() -> str:
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """Return the version of torch's NCCL, or None on a CPU, which does not use NCCL."""
+    """Return the version of torch's NCCL, or None without a GPU."""
     return torch.cuda.nccl.version()[:3] if has_gpu() else None
 
 
 def activate() -> None:
-    """Make `device` current, and its operations deterministic after `make_deterministic`."""
+    """Set the current CUDA device, and deterministic mode after `make_deterministic`."""
     if not has_gpu():
         return
     torch.cuda.set_device(device())
@@ -93,35 +93,35 @@ def activate() -> None:
 
 
 def synchronize() -> None:
-    """Wait for all queued device work."""
+    """Wait until the device has completed all queued work."""
     if has_gpu():
         torch.cuda.synchronize()
 
 
 def release_memory() -> None:
-    """Return cached device memory to the driver."""
+    """Return torch's cached GPU memory to the driver."""
     if has_gpu():
         torch.cuda.empty_cache()
 
 
 def release_shared_memory() -> None:
-    """Call `release_memory` if other processes take turns on the device (`SHARED_DEVICE`)."""
+    """Call `release_memory` if other processes use the device too (`SHARED_DEVICE`)."""
     if os.environ.get(SHARED_DEVICE) == "1":
         release_memory()
 
 
 def free_memory_bytes() -> int:
-    """Return the free memory of the device, on a CPU the available host memory."""
+    """Return the free bytes of the device, or on a CPU the available bytes of host memory."""
     return torch.cuda.mem_get_info()[0] if has_gpu() else available_bytes()
 
 
 def total_memory_bytes() -> int:
-    """Return the memory of the device, on a CPU the host memory."""
+    """Return the total bytes of the device, or on a CPU of the host memory."""
     return torch.cuda.mem_get_info()[1] if has_gpu() else total_bytes()
 
 
 def description() -> str:
-    """Return the name of the device."""
+    """Return the name of the GPU, or the number of CPU threads."""
     return torch.cuda.get_device_name() if has_gpu() else f"CPU, {torch.get_num_threads()} threads"
 
 
@@ -135,26 +135,26 @@ class DeviceInfo:
 
 
 def device_info() -> DeviceInfo:
-    """Describe the device of this process."""
+    """Return the description of this process's device."""
     return DeviceInfo(description(), has_gpu(), free_memory_bytes())
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that torch uses on a process's GPU. Without a GPU, its resident host memory."""
+    """Memory of a process in bytes: of torch on its GPU, or without a GPU resident host memory."""
 
-    process: str  # unique over all machines, as is ``device``
-    device: str
+    process: str  # name of the process, different from names on other machines
+    device: str  # name of the device, different from names on other machines
     has_gpu: bool
-    allocated: int  # peak of tensors since `reset_peak_memory`. Without a GPU: resident
-    reserved: int  # peak of torch's memory since then. Without a GPU: resident
-    current: int  # reserved now
-    free: int  # of the device, now
-    total: int  # of the device
+    allocated: int  # peak of tensors since `reset_peak_memory`. Without a GPU: as ``reserved``
+    reserved: int  # peak of torch's or resident memory since `reset_peak_memory`
+    current: int  # torch's or resident memory now
+    free: int  # free memory of the device now
+    total: int  # total memory of the device
 
 
 def memory_use() -> MemoryUse:
-    """Return the memory use of this process: peaks since `reset_peak_memory`, and current use."""
+    """Return the memory use of this process."""
     host = os.uname().nodename
     process = f"{host} {os.getpid()}"
     if not has_gpu():
@@ -166,7 +166,7 @@ def memory_use() -> MemoryUse:
 
 
 def reset_peak_memory() -> None:
-    """Reset the peaks. Some machines without a GPU do not allow it, and the peaks remain."""
+    """Reset the peaks of `memory_use`. Without a GPU, some systems refuse this silently."""
     if has_gpu():
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -174,7 +174,7 @@ def reset_peak_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a failed allocation, here or in a remote traceback."""
+    """Return whether an error reports a failed allocation, by its class or its text."""
     message = str(error).lower()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         text in message for text in ("out of memory", "can't allocate memory", "memoryerror")
@@ -182,23 +182,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def generator_state() -> Tensor | None:
-    """Return the state of the GPU's random generator, uint8 [n]. None without a GPU."""
+    """Return the state of the GPU's random generator, uint8 [n], or None without a GPU."""
     return torch.cuda.get_rng_state() if has_gpu() else None
 
 
 def set_generator_state(state: Tensor | None) -> None:
-    """Restore ``state``, uint8 [n], a result of `generator_state`."""
+    """Restore a result of `generator_state`. Without a GPU, nothing is done."""
     if has_gpu() and state is not None:
         torch.cuda.set_rng_state(state)
 
 
 def rng_state() -> dict[str, Any]:
-    """Return `generator_state` and, as ``tracker``, megatron-core's tensor-parallel RNG states."""
+    """Return the random states of the device (``generator``) and of megatron-core (``tracker``)."""
     return {"generator": generator_state(), "tracker": dict(_rng_tracker().get_states())}
 
 
 def set_rng_state(state: Mapping[str, Any] | Tensor | None) -> None:
-    """Restore a result of `rng_state`, or the `generator_state`, uint8 [n], of old run states."""
+    """Restore a result of `rng_state`, or of `generator_state`, which old run states contain."""
     if not isinstance(state, Mapping):
         set_generator_state(state)
         return
@@ -215,24 +215,25 @@ def _rng_tracker() -> Any:
 
 
 def make_deterministic() -> None:
-    """Request deterministic operations, which `activate` applies here and in child processes."""
+    """Let `activate` set deterministic mode, in this process and its child processes."""
     os.environ[_DETERMINISTIC] = "1"
 
 
 def is_deterministic() -> bool:
-    """Return whether operations are deterministic, as all operations on a CPU are."""
+    """Return whether operations of the device are deterministic. Those of a CPU always are."""
     return not has_gpu() or torch.are_deterministic_algorithms_enabled()
 
 
 def is_apart(tensor: Tensor) -> bool:
-    """Return whether a tensor of any shape and dtype is in device memory, not in host memory."""
+    """Return whether a tensor is in GPU memory."""
     return tensor.is_cuda
 
 
 def copy_memory(size: int) -> memoryview:
-    """Allocate ``size`` bytes of host memory for copies of device memory, locked on a GPU machine.
+    """Allocate ``size`` bytes of host memory for copies of tensors.
 
-    If the system refuses the lock, copies are slower. The memory is freed with its last view.
+    With a GPU, the memory is page-locked, unless the system refuses this. Copies are then slower.
+    The memory is freed with its last view.
     """
     memory = private_memory(size)
     if has_gpu():
@@ -248,16 +249,15 @@ def copy_memory(size: int) -> memoryview:
 
 
 def to_device(tensor: Tensor, where: torch.device | None = None) -> Tensor:
-    """Move a tensor of any shape and dtype to ``where``, by default `device`, without waiting."""
+    """Move a tensor to the device ``where``, by default `device`, asynchronously."""
     return tensor.to(where or device(), non_blocking=True)
 
 
 class HostCopy:
-    """Asynchronous copies of tensors to the host. Later changes of the tensors have no effect."""
+    """Asynchronous copies of tensors in host memory. Later changes of a tensor have no effect."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        """Start to copy ``tensors``, of any shape and dtype."""
-        self._copied: torch.cuda.Event | None = None
+        self._end: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors):
             self._copies = [
                 torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
@@ -265,35 +265,35 @@ class HostCopy:
                 )
                 for tensor in tensors
             ]
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._end = torch.cuda.Event()
+            self._end.record()
         else:
             self._copies = [tensor.clone() for tensor in tensors]
 
     def wait(self) -> list[Tensor]:
-        """Wait for the copies, not for later work of the device, and return them."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Wait for the copies, but not for later work of the device. Returns the copies."""
+        if self._end is not None:
+            self._end.synchronize()
         return self._copies
 
 
 def graph_memory() -> Any:
-    """Create a handle of memory that graphs share and that lives as long as the graphs."""
+    """Create a handle of memory that several CUDA graphs share. None without a GPU."""
     return torch.cuda.graph_pool_handle() if has_gpu() else None
 
 
 def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
-    """Capture the kernels of ``function`` as a CUDA graph. Return the function that launches it.
+    """Capture the kernels of ``function`` as a CUDA graph. Returns a function that launches it.
 
-    Capturing runs no kernel. ``function`` must not read a value of the device and may only change
-    tensors that exist already. Graphs that share a `graph_memory` must be launched one after the
-    other and cannot pass each other values there.
+    Capturing runs no kernel. ``function`` must not read values of tensors on the host, and its
+    results must be written to tensors that already exist. ``memory``: result of `graph_memory`.
+    Graphs with the same ``memory`` must not run at the same time, and overwrite its contents.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # `torch.cuda.graph` would first wait for the device and return all cached memory to the driver.
     with torch.cuda.stream(stream):
-        # Other threads, such as the watchdogs of collectives, may call the driver meanwhile.
+        # "thread_local" lets other threads, as the watchdogs of NCCL, use CUDA during the capture.
         graph.capture_begin(memory, capture_error_mode="thread_local")
         try:
             function()
@@ -304,7 +304,10 @@ def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
 
 
 def sharing_key() -> str:
-    """Name the GPU, or without one the machine: processes with equal names can share memory."""
+    """Return a name of the GPU or, without a GPU, of the machine.
+
+    Processes with equal names can share memory.
+    """
     if has_gpu():
         return f"GPU {torch.cuda.get_device_properties(device()).uuid}"
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -312,14 +315,15 @@ def sharing_key() -> str:
 
 
 def export_tensor(tensor: Tensor) -> Any:
-    """Return a picklable handle (CUDA IPC) of a GPU tensor of any shape and dtype."""
+    """Return a picklable CUDA IPC handle of a GPU tensor, for `import_tensor`."""
     from torch.multiprocessing.reductions import reduce_tensor  # changes how tensors pickle
 
     return reduce_tensor(tensor)
 
 
 def import_tensor(exported: Any) -> Tensor:
-    """Open a tensor that another process exported, in which the device may have another index."""
+    """Open a GPU tensor of another process. ``exported``: its result of `export_tensor`."""
+    # The GPU may have another index in the other process.
     rebuild, arguments = exported
     values = list(arguments)
     values[_IPC_DEVICE] = device().index
@@ -327,13 +331,13 @@ def import_tensor(exported: Any) -> Tensor:
 
 
 def gpu_profiler(action: str) -> None:
-    """Start or stop the capture range of the CUDA profiler, if a GPU is present."""
+    """Start or stop recording of the CUDA profiler, if a GPU is present."""
     if has_gpu():
         {"start": torch.cuda.profiler.start, "stop": torch.cuda.profiler.stop}[action]()
 
 
 class _CudaLiterals(TorchFunctionMode):
-    """Read ``device="cuda"`` as the CPU and ``tensor.type()`` as the CUDA type of the same name."""
+    """Replace ``device="cuda"`` by the CPU. ``tensor.type()`` returns names of CUDA types."""
 
     def __torch_function__(
         self,
@@ -351,16 +355,16 @@ class _CudaLiterals(TorchFunctionMode):
 
 
 def cuda_literals() -> contextlib.AbstractContextManager[Any]:
-    """Let megatron-core's optimizer code, which names "cuda", work on this device in the block."""
+    """Let megatron-core's optimizer code, which creates tensors on "cuda", work without a GPU."""
     return contextlib.nullcontext() if has_gpu() else _CudaLiterals()
 
 
 @functools.cache
 def prepare_megatron() -> None:
-    """Let megatron-core run on this machine, with or without a GPU. Idempotent.
+    """Let megatron-core run on this machine, with or without a GPU. Later calls have no effect.
 
-    For tensors on a CPU, megatron-core also queries the current CUDA device, synchronises and
-    stores CUDA random states. CPU counterparts replace these calls.
+    Without a GPU, CPU functions replace torch.cuda's functions for the current device,
+    synchronisation and random states, which megatron-core always calls.
     """
     megatron_substitutes.define_router_gemm()
     if has_gpu():
@@ -389,7 +393,7 @@ def prepare_megatron() -> None:
 
 @contextlib.contextmanager
 def deterministic_seed(seed: int) -> Iterator[None]:
-    """Run a block with a separate seed, then restore the random state of the process."""
+    """Seed the generators of CPU and device for the block, then restore their states."""
     cpu_state, device_state = torch.get_rng_state(), generator_state()
     torch.manual_seed(seed)
     try:

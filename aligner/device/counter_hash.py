@@ -1,7 +1,6 @@
-"""A hash of 64-bit integers with the same result on every device.
+"""Hash of 64-bit integers, equal on every device, for counter-based random numbers.
 
-A random number derived from the hash depends on the hashed integers only, not on the number of
-earlier calls and not on the device.
+Such a random number depends only on the hashed integers, not on earlier calls or the device.
 """
 
 import hashlib
@@ -17,29 +16,29 @@ UNIFORM_BITS = 53  # bits of a hash in a uniform number, which float64 represent
 
 
 def mix(state: Tensor) -> Tensor:
-    """Apply SplitMix64's finaliser to int64 [...]: a bijection, every bit affects all bits."""
+    """Mix the bits of ``state``, int64 [...], with SplitMix64's finaliser, a bijection."""
     state = (state ^ _shift_right(state, 30)) * _MIX_1
     state = (state ^ _shift_right(state, 27)) * _MIX_2
     return state ^ _shift_right(state, 31)
 
 
 def combine(state: Tensor, counter: Tensor) -> Tensor:
-    """Hash ``state``, a hash itself, with one more integer. Both int64 [...], shapes broadcast."""
+    """Return the hash of a hash ``state`` and an integer ``counter``, int64 [...], broadcast."""
     return mix(state + _GAMMA) ^ mix(counter + _MIX_1)
 
 
 def uniform_bits(state: Tensor) -> Tensor:
-    """Return `UNIFORM_BITS` uniformly distributed bits of a hash: int64 [...] to int64 [...]."""
+    """Return `UNIFORM_BITS` uniform random bits from a hash ``state``. Both are int64 [...]."""
     return _shift_right(mix(state), 64 - UNIFORM_BITS)
 
 
 def _shift_right(state: Tensor, bits: int) -> Tensor:
-    """Shift without the sign, which torch's operator would copy."""
+    """Shift to the right and fill with zeros. torch's operator would repeat the sign bit."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def counter_hash(seed: int, *counters: Tensor) -> Tensor:
-    """Return an int64 hash of ``seed`` modulo 2**64 and of ``counters``, int64 [...]."""
+    """Return the hash of ``seed`` modulo 2**64 and of ``counters``, all int64 [...]."""
     state = torch.full_like(counters[0], (seed + 2**63) % 2**64 - 2**63)
     for counter in counters:
         state = combine(state, counter)
@@ -47,13 +46,13 @@ def counter_hash(seed: int, *counters: Tensor) -> Tensor:
 
 
 def text_hash(*parts: object) -> int:
-    """Return a hash of the text of ``parts``, 0 <= hash < 2**63."""
+    """Return a hash from 0 to 2**63 - 1 of the texts of ``parts``, joined by spaces."""
     text = " ".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class CallSeeds:
-    """Seeds for calls without a seed, derived from the run's seed and the index of the call."""
+    """Seeds for calls that get no seed, derived from ``seed`` and the number of the call."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._calls = seed, 0

@@ -1,7 +1,7 @@
 """Host memory: available bytes, large allocations, and settings of the C library.
 
-glibc maps every large allocation anew, which causes a page fault for each page of a new tensor.
-On glibc's heap, freed aligned blocks are not reused. Large tensors therefore use `pages.cpp`.
+glibc maps every large allocation anew, which causes a page fault for each page of a new tensor, or
+on its heap does not reuse freed aligned blocks. Large tensors therefore use `pages.cpp`.
 """
 
 import contextlib
@@ -26,10 +26,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Serve allocations below 1 GiB from the heap and never shrink it. Return False without glibc.
-
-    Idempotent.
-    """
+    """Let glibc keep freed allocations below 1 GiB on its heap. Return False without glibc."""
     if platform.libc_ver()[0] != "glibc":
         return False
     settings = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: -1, _M_TOP_PAD: 64 << 20}
@@ -41,9 +38,9 @@ def keep_freed_memory() -> bool:
 
 @functools.cache
 def reuse_pages() -> str | None:
-    """Serve tensors of 1 MiB and more from pages of freed tensors. Return the reason of a failure.
+    """Let torch allocate tensors of 1 MiB and more from the memory of freed tensors.
 
-    PyTorch must be imported. Idempotent.
+    Returns None, or the reason if this fails. PyTorch must be imported. Later calls have no effect.
     """
     if platform.system() != "Linux":
         return f"not on {platform.system()}"
@@ -56,7 +53,7 @@ def reuse_pages() -> str | None:
 
 
 class _Mapped(mmap.mmap):
-    """Memory of the system. ``unlock`` is called before the memory is returned."""
+    """Memory map. ``unlock`` is called before the memory is freed."""
 
     unlock: Callable[[], object] | None = None
 
@@ -66,18 +63,18 @@ class _Mapped(mmap.mmap):
 
 
 def private_memory(size: int, extra_flags: int = 0) -> memoryview:
-    """Map ``size`` bytes of zeros, which are returned to the system with their last view."""
+    """Map ``size`` bytes of zeros. They are freed with their last view."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | extra_flags
     return memoryview(_Mapped(-1, max(1, size), flags=flags))
 
 
 def resident_bytes() -> int:
-    """Return the resident host memory of this process."""
+    """Return the bytes of this process's resident host memory."""
     return psutil.Process().memory_info().rss
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident memory since `reset_peak_resident`, or since the process began."""
+    """Return the peak of `resident_bytes` since `reset_peak_resident`, or since the start."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -86,7 +83,7 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_resident() -> bool:
-    """Reset the peak to the present memory. Return False if the system does not allow it."""
+    """Reset `peak_resident_bytes`. Return False if the system does not allow it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -95,7 +92,7 @@ def reset_peak_resident() -> bool:
 
 
 def total_bytes() -> int:
-    """Return the host memory of the machine, or the smaller limit of a control group."""
+    """Return the bytes of host memory, or the limit of a control group if this is smaller."""
     limits = []
     for group in _groups():
         with contextlib.suppress(OSError, ValueError):
@@ -104,9 +101,9 @@ def total_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the host memory that the machine and its control groups still allow to allocate.
+    """Return the bytes of host memory that can still be allocated on this machine.
 
-    Pages of files that can be dropped do not count as used.
+    Limits of control groups apply. Cached file pages, which the system can drop, are available.
     """
     available = [psutil.virtual_memory().available]
     for group in _groups():
@@ -119,7 +116,7 @@ def available_bytes() -> int:
 
 
 def _groups() -> Iterator[Path]:
-    """Yield the folders of the control groups (version 2) of this process and its container."""
+    """Yield the folder of this process's control group (version 2) and of each parent group."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         name = next(line[3:] for line in lines if line.startswith("0::"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def define_router_gemm() -> None:
-    """Define the name that the router of experts reads and only Transformer Engine provides."""
+    """Define a name that megatron-core's router reads, but only Transformer Engine defines."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -18,10 +18,7 @@ def define_router_gemm() -> None:
 
 
 def fuse_gradient_norm() -> None:
-    """Compute the gradient norm on the device without Transformer Engine and Apex.
-
-    megatron-core's own substitute reads one scalar per parameter on the host.
-    """
+    """Let megatron-core compute gradient norms without copying one scalar per parameter."""
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm
 
@@ -36,10 +33,10 @@ def fuse_gradient_norm() -> None:
 
 
 def free_dispatcher_of_stream() -> None:
-    """Let the all-to-all dispatcher of experts work without its CUDA stream.
+    """Let megatron-core's all-to-all dispatcher of tokens to experts work without a CUDA stream.
 
-    On a GPU it copies token counts to the host on that stream. On a CPU the counts are already on
-    the host and only need to become the lists that a collective accepts.
+    On a GPU, the stream copies token counts to the host. On a CPU, the counts are only converted to
+    lists for the collective.
     """
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 

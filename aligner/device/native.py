@@ -1,6 +1,6 @@
-"""C++ files of the library, compiled against PyTorch's headers on first use, once per version.
+"""Compile the library's C++ files against PyTorch's headers, once per version of PyTorch.
 
-Imports nothing of PyTorch: the dry device's guard must be loaded before PyTorch looks for one.
+This module does not import torch, because the dry device must be loaded before it.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from aligner.errors import NativeCodeError, raised_as
 
 
 def torch_home() -> Path:
-    """Return the folder of the installed PyTorch, or raise `NativeCodeError`."""
+    """Return the folder of the installed PyTorch. Raises `NativeCodeError` if there is none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise NativeCodeError("torch is not installed. `make setup` installs it")
@@ -24,11 +24,12 @@ def torch_home() -> Path:
 
 
 def compiled(source: Path) -> Path:
-    """Return the shared library of a C++ file, compiled unless ``~/.cache/aligner`` contains it.
+    """Return the path of the shared library for a C++ file. Compiles it if it is not in the cache.
 
-    ``XDG_CACHE_HOME`` overrides ``~/.cache``. Raises `NativeCodeError` if compiling fails.
+    The cache is ``$XDG_CACHE_HOME/aligner``, by default ``~/.cache/aligner``. Raises
+    `NativeCodeError` if there is no compiler, or compiling fails.
     """
-    # A library of the same source and version of torch is used again.
+    # Reuse a library of the same source and version of torch.
     home = torch_home()
     version = importlib.metadata.version("torch")
     digest = hashlib.sha256(source.read_bytes() + version.encode()).hexdigest()[:16]

@@ -1,1 +1,1 @@
-"""Global batches, worker groups and log-probs of sharded logits. Module names are NeMo-RL's."""
+"""Batches, worker groups, and log-probs of sharded logits. The module names are NeMo-RL's."""

@@ -1,4 +1,4 @@
-"""Batch of named columns of equal length, with methods to cut, join and reorder rows."""
+"""`BatchedDataDict`: named columns of equal length, with methods to split, join and reorder."""
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +27,16 @@ ColumnsT = TypeVar("ColumnsT")
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
-    """Mapping from column names to columns, tensors ``[B, ...]`` or lists of B objects.
+    """Mapping from column names to columns, which are tensors ``[B, ...]`` or lists of length B.
 
-    `shard_by_batch_size` also sets these attributes of a shard (None in other batches), by global
-    batch: ``elem_counts_per_gb``, its rows, ``largest_counts_per_gb``, the rows of the largest
-    shard, ``micro_batch_indices``, [start, end) of each micro-batch relative to the first row, and
-    ``micro_batch_lengths``, the padded width of a dynamic micro-batch or the padded tokens of a
-    packed one.
+    `shard_by_batch_size` sets four attributes of a shard, which are None in other batches. They are
+    lists with one entry per global batch:
+
+    * ``elem_counts_per_gb``: number of rows in this shard.
+    * ``largest_counts_per_gb``: number of rows in the largest shard.
+    * ``micro_batch_indices``: first row and end row of each micro-batch, within the global batch.
+    * ``micro_batch_lengths``: padded width of each dynamic micro-batch, or padded number of tokens
+      of each packed micro-batch.
     """
 
     elem_counts_per_gb: list[int] | None = None
@@ -47,13 +50,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         batches: Sequence[Mapping[str, Any]],
         pad_value_dict: Mapping[str, int | float] | None = None,
     ) -> Self:
-        """Join the rows of batches. Tensors are right-padded in dimension 1 to the longest.
+        """Concatenate the rows of batches. Tensors are right-padded in dimension 1 to equal width.
 
-        ``pad_value_dict``: padding value per column. Default: that of `aligner.types.PAD_VALUES`,
-        else 0. A batch without rows does not affect the width.
+        ``pad_value_dict``: padding value per column. The default is the value in
+        `aligner.types.PAD_VALUES`, else 0. A batch without rows does not affect the width. Raises
+        `DataError` for no batches, or if the columns differ.
         """
         if not batches:
-            raise DataError("from_batches needs at least one batch, got none")
+            raise DataError("from_batches got no batches. Pass at least one batch")
         keys = list(batches[0])
         for index, batch in enumerate(batches):
             if set(batch) != set(keys):
@@ -66,10 +70,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
 
     @property
     def size(self) -> int:
-        """Number of rows, the same in every column."""
+        """Number of rows. Raises `DataError` if columns have different lengths."""
         lengths = {key: len(column) for key, column in self.data.items()}
         if len(set(lengths.values())) > 1:
-            raise DataError(f"columns of different lengths: {lengths}")
+            raise DataError(f"the columns have different lengths: {lengths}. Make them equal")
         return next(iter(lengths.values()), 0)
 
     def shard_by_batch_size(
@@ -80,17 +84,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> "list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]":
-        """Split each global batch, ``batch_size`` adjacent rows, over the shards.
+        """Split each global batch over ``shards`` shards, one for each data-parallel rank.
 
-        Shard i contains its part of global batch 0, then its part of global batch 1, and so on.
-        Default of ``batch_size``: all rows. A part is a contiguous run of rows, and all parts have
-        the same size, or with ``allow_uneven_shards`` the first shards get one more row.
+        A global batch is ``batch_size`` adjacent rows (default: all rows). Shard i contains its
+        part of global batch 0, then its part of global batch 1, and so on.
 
-        With ``dynamic_batching_args`` or ``sequence_packing_args`` all shards get about the same
-        number of tokens in any number of rows, and the same number of micro-batches. The method
-        then returns the shards and ``sorted_indices``, for which
-        ``results.reorder_data(sorted_indices)`` restores the order of joined results.
-        ``allow_uneven_shards`` allows a shorter last global batch.
+        Without the last two arguments, the parts of a global batch are contiguous and of equal
+        size. With ``allow_uneven_shards`` the first parts may have one row more. Returns shards.
+
+        With ``dynamic_batching_args`` or ``sequence_packing_args``, shards get about the same
+        number of tokens and the same number of micro-batches, in any number of rows.
+        ``allow_uneven_shards`` allows a shorter last global batch. Returns shards and
+        ``sorted_indices``, with which `reorder_data` restores the row order of joined results.
 
         Raises:
             ConfigError: both modes are given, or an argument of a mode is invalid.
@@ -112,7 +117,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             )
         starts = range(0, total, max(1, size))
         batches = [range(start, min(start + size, total)) for start in starts]
-        # Micro-batches by tokens: rows are selected for balanced shards.
+        # With a token budget, rows are assigned to shards so that numbers of tokens are balanced.
         if dynamic_batching_args is not None:
             return self._planned(dynamic_plan(self.data, dynamic_batching_args, batches, shards))
         if sequence_packing_args is not None:
@@ -124,25 +129,25 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return self._shards([[part[shard] for part in parts] for shard in range(shards)])
 
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
-        """Return part ``rank`` of ``chunks`` equal contiguous parts of the rows.
+        """Split the rows into ``chunks`` equal contiguous parts and return part ``rank``.
 
         Raises `DataError` if the number of rows is not a multiple of ``chunks``.
         """
         _check_even(self.size, chunks)
         if not 0 <= rank < chunks:
-            raise DataError(f"chunk {rank} is outside 0..{chunks - 1}")
+            raise DataError(f"rank={rank} is outside 0..{chunks - 1}, the range of {chunks} chunks")
         step = self.size // chunks
         return self.slice(rank * step, (rank + 1) * step)
 
     def slice(self, start: int, end: int) -> "SlicedDataDict":
-        """Return rows ``start`` to ``end`` (excluded). Tensors are views."""
+        """Return rows ``start`` to ``end - 1``. Tensors are views, not copies."""
         return SlicedDataDict({key: column[start:end] for key, column in self.data.items()})
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
-        """Return batch ``batch_idx`` of ``batch_size`` rows. The last batch may be shorter.
+        """Return batch number ``batch_idx`` of ``batch_size`` rows. The last batch may be shorter.
 
-        Without ``batch_size``, or for a shard with micro-batches, it is the shard's part of that
-        global batch.
+        Without ``batch_size``, and in a shard with micro-batches, return the shard's part of global
+        batch ``batch_idx``.
         """
         counts = self.elem_counts_per_gb
         if counts is not None and (batch_size is None or self.micro_batch_indices is not None):
@@ -164,19 +169,19 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             raise DataError(f"global batch {index} is outside 0..{len(counts) - 1}")
         start = sum(counts[:index])
         batch = self.slice(start, start + counts[index])
-        for name in BatchedDataDict.__annotations__:  # of a shard
+        for name in BatchedDataDict.__annotations__:  # the four attributes of a shard
             per_global_batch = getattr(self, name)
             if per_global_batch is not None:
                 setattr(batch, name, per_global_batch[index : index + 1])
         return batch
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> "BatchedDataDict[ColumnsT]":
-        """Return the rows at ``indices``, integers [n], in that order. Indices may repeat."""
+        """Return the rows at ``indices``, integers [n], in this order. An index may occur twice."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         return BatchedDataDict({key: _take(column, index) for key, column in self.data.items()})
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
-        """Undo a reordering in place: move row ``i`` to position ``reordered_indices[i]``."""
+        """Move row ``i`` to position ``reordered_indices[i]``, a permutation, in place."""
         if sorted(reordered_indices) != list(range(self.size)):
             raise DataError(
                 f"reorder_data needs every index 0..{self.size - 1} once, got {reordered_indices}"
@@ -191,7 +196,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut dimension ``dim`` of every tensor to at most ``truncated_len``, in place."""
+        """Truncate dimension ``dim`` of every tensor to at most ``truncated_len``, in place."""
         for key, column in self.data.items():
             if isinstance(column, Tensor) and column.ndim > dim:
                 length = min(truncated_len, column.shape[dim])
@@ -205,9 +210,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return self
 
     def make_microbatch_iterator(self, microbatch_size: int) -> "Iterator[SlicedDataDict]":
-        """Yield consecutive runs of ``microbatch_size`` rows. The last run may be shorter.
+        """Yield micro-batches of ``microbatch_size`` consecutive rows. The last may be shorter.
 
-        A shard's global batch yields as many micro-batches as the largest shard, some without rows.
+        One global batch of a shard yields as many micro-batches as that of the largest shard. Some
+        may have no rows.
         """
         rows = largest = self.size
         if self.largest_counts_per_gb is not None and len(self.largest_counts_per_gb) == 1:
@@ -218,7 +224,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict]":
-        """Yield micro-batches of a shard's global batch. Tensors are cut to the padded width."""
+        """Yield a global batch's micro-batches, without unneeded padding in ``sequence_dim``."""
         bounds, lengths = self._only_global_batch()
         for (start, end), length in zip(bounds, lengths, strict=True):
             microbatch = self.slice(start, end)
@@ -226,24 +232,24 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             yield microbatch
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """Count the micro-batches of `make_microbatch_iterator_with_dynamic_shapes`."""
+        """Return the number of micro-batches of `make_microbatch_iterator_with_dynamic_shapes`."""
         return len(self._only_global_batch()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
-        """Yield micro-batches of a shard's global batch. The rows fit into one packed row."""
+        """Yield the micro-batches of a global batch. Their sequences fit into one packed row."""
         for start, end in self._only_global_batch()[0]:
             yield self.slice(start, end)
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """Return the number of micro-batches and the tokens of the longest packed row."""
+        """Return the number of micro-batches, and the tokens of the longest packed row."""
         bounds, lengths = self._only_global_batch()
         return len(bounds), max(lengths, default=0)
 
     def all_gather(self, group: dist.ProcessGroup) -> Self:
-        """Return the rows of all ranks of ``group`` in rank order, the same on every rank.
+        """Concatenate the rows of all ranks of ``group``, in rank order, on every rank.
 
-        Ranks may contribute different numbers of rows, and tensors of different widths (see
-        `from_batches`). Raises `DataError` if column names or types differ between ranks.
+        Numbers of rows and widths of tensors may differ (see `from_batches`). Raises `DataError` if
+        column names or dtypes differ between ranks.
         """
         rank_columns: list[Any] = [None] * dist.get_world_size(group)
         # Copies, because pickling a view would send the memory of the whole tensor.
@@ -275,7 +281,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return shards, [row for shard in rows for batch in shard for row in batch]
 
     def _shards(self, rows: Sequence[Sequence[Sequence[int]]]) -> "list[SlicedDataDict]":
-        """Return a shard of the rows ``rows[shard][global batch]`` for each index of ``rows``."""
+        """Build shards from the row indices ``rows[shard][global batch]``."""
         shards, largest = [], [max(map(len, batch)) for batch in zip(*rows, strict=True)]
         for batches in rows:
             indices = [row for batch in batches for row in batch]
@@ -286,11 +292,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return shards
 
     def _only_global_batch(self) -> tuple[list[list[int]], list[int]]:
-        """Return bounds and lengths of the micro-batches of a batch with one global batch."""
+        """Return ``micro_batch_indices`` and ``micro_batch_lengths`` of the only global batch."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             raise DataError(
-                "this batch has no micro-batches. Make shards with shard_by_batch_size and "
-                "dynamic_batching_args or sequence_packing_args"
+                "this batch has no micro-batches. Call shard_by_batch_size with "
+                "dynamic_batching_args or sequence_packing_args, and use its shards"
             )
         if not self.micro_batch_indices:
             return [], []
@@ -315,17 +321,16 @@ def _check_even(batch_size: int, shards: int) -> None:
 
 
 def _split_evenly(rows: range, parts: int) -> list[range]:
-    """Split ``rows`` into ``parts`` contiguous ranges whose sizes differ by at most one."""
     base, extra = divmod(len(rows), parts)
     bounds = [part * base + min(part, extra) for part in range(parts + 1)]
     return [rows[low:high] for low, high in pairwise(bounds)]
 
 
 def columns_of(data: BatchedDataDict, names: Sequence[str]) -> BatchedDataDict:
-    """Select the columns ``names``, and ``position_ids`` with ``input_ids`` if present.
+    """Return the columns ``names``, and with ``input_ids`` also existing ``position_ids``.
 
-    A missing ``token_mask`` is 1 except at the first token of a row. Missing ``sample_ids`` are 0,
-    1, 2, ... Raises `DataError` as `check_columns` does.
+    If ``token_mask`` is missing, it is 1 for every token but the first of a row. If ``sample_ids``
+    are missing, they are 0, 1, 2, ... Raises `DataError` if another column is missing.
     """
     check_columns(data, [name for name in names if name not in _DERIVED])
     if "input_ids" in names and "position_ids" in data:
@@ -370,7 +375,6 @@ def _take(column: Any, index: Tensor) -> Any:
 
 
 def _join(columns: Sequence[Any], pad_value: int | float) -> Any:
-    """Concatenate the rows of columns. Tensors are right-padded to the widest column with rows."""
     if not isinstance(columns[0], Tensor):
         return [item for column in columns for item in column]
     filled = [column for column in columns if len(column)] or columns[:1]

@@ -8,17 +8,17 @@ from aligner.distributed.named_sharding import NamedSharding
 
 
 class WorkerFuture(Protocol):
-    """Result of a method call that was started on many workers."""
+    """Result of a method call that was started on several workers."""
 
     def get_results(self) -> list[Any]:
-        """Wait for the call and return one result per group of workers with the same output."""
+        """Wait for the call. Return the workers' results, and equal (replicated) results once."""
 
 
 class WorkerGroup(Protocol):
-    """Interface of a group of workers, for handles."""
+    """Interface of a group of workers, which handles such as `Policy` call."""
 
-    sharding_annotations: NamedSharding
-    is_healthy: bool  # False after a failed call, until `recover`: workers may wait for a dead peer
+    sharding_annotations: NamedSharding  # layout of the workers
+    is_healthy: bool  # False between a failed call and `recover`, as workers may wait for a peer
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> WorkerFuture:
         """Call a method with the same arguments on every worker."""
@@ -32,16 +32,16 @@ class WorkerGroup(Protocol):
         output_is_replicated: Sequence[str],
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> WorkerFuture:
-        """Call a method on every worker with the shard at the worker's coordinates."""
+        """Call a method on every worker with its shard. Arguments: see `RayWorkerGroup`."""
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
-        """Wait for a call and return its results, in order of the sharded axis."""
+        """Wait for a call. Return its results in the order of the sharded axis."""
 
     def recover(self) -> bool:
-        """Wait for the answer of all workers after a failed call. Return whether all answered."""
+        """After a failed call, wait until workers answer again. Return whether all answered."""
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on each worker, then end the workers."""
+        """Call ``cleanup_method`` on each worker, then end the workers. False: cleanup failed."""
 
 
 class Cluster(Protocol):
@@ -54,7 +54,7 @@ class Cluster(Protocol):
         """True if workers compute on GPUs."""
 
     def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> WorkerGroup:
-        """Construct ``worker_class`` on every worker, see `RayVirtualCluster.start_workers`."""
+        """Construct ``worker_class`` in every worker. Arguments: see `RayVirtualCluster`."""
 
     def world_size(self) -> int:
         """Return the number of workers."""

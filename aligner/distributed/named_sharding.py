@@ -1,4 +1,4 @@
-"""Layout of workers: an n-dimensional array of worker ranks with named axes."""
+"""`NamedSharding`: layout of workers, as an n-dimensional array of ranks with named axes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,11 +24,12 @@ class NamedSharding:
         is_integer = array.dtype != object and np.issubdtype(array.dtype, np.integer)
         if not is_integer or len(np.unique(array)) != array.size:
             raise LayoutError(
-                f"layout must be a full array of integer ranks, each once: {layout!r}"
+                f"layout={layout!r} must be a rectangular array of integer ranks, each once"
             )
         if not array.ndim == len(names) == len(set(names)):
             raise LayoutError(
-                f"layout has {array.ndim} axes, whose names must differ, got {list(names)}"
+                f"layout has {array.ndim} axes. Their names must differ, got {list(names)}. Give "
+                "one name per axis"
             )
         self._layout: NDArray[np.int64] = array.astype(np.int64)
         self._names = list(names)
@@ -36,7 +37,7 @@ class NamedSharding:
 
     @property
     def layout(self) -> NDArray[np.int64]:
-        """Copy of the array of ranks."""
+        """A copy of the array of ranks."""
         return self._layout.copy()
 
     @property
@@ -61,11 +62,11 @@ class NamedSharding:
         return self._names.index(name)
 
     def get_axis_size(self, name: str) -> int:
-        """Return the number of coordinates along the axis ``name``."""
+        """Return the size of the axis ``name``."""
         return int(self._layout.shape[self.get_axis_index(name)])
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
-        """Return the coordinate of a rank on each axis, as a mapping from axis names."""
+        """Return the coordinate of a rank on each axis, by axis name."""
         positions = np.argwhere(self._layout == worker_id)
         if not len(positions):
             raise LayoutError(f"rank {worker_id} is not in the layout {self._layout.tolist()}")
@@ -76,7 +77,7 @@ class NamedSharding:
         return [int(rank) for rank in np.ravel(self._select(coords))]
 
     def get_ranks(self, **coords: int) -> "NamedSharding | int":
-        """Return the sharding over the remaining axes, or one rank if no axis remains."""
+        """Return the layout of the ranks at ``coords``, over the other axes, or a single rank."""
         selected = self._select(coords)
         if selected.ndim == 0:
             return int(selected)
@@ -87,7 +88,7 @@ class NamedSharding:
         for name, coordinate in coords.items():
             size = self.get_axis_size(name)
             if not 0 <= coordinate < size:
-                raise LayoutError(f"{name}={coordinate} is outside 0..{size - 1}")
+                raise LayoutError(f"coordinate {name}={coordinate} is outside 0..{size - 1}")
             index[self.get_axis_index(name)] = coordinate
         return np.asarray(self._layout[tuple(index)])
 
@@ -103,6 +104,6 @@ class NamedSharding:
 
 
 def layout_of(pipeline: int, data: int, context: int, tensor: int) -> NamedSharding:
-    """Order ranks as in megatron-core: tensor fastest, then context, data, pipeline."""
+    """Return the layout of megatron-core: tensor ranks adjacent, then context, data, pipeline."""
     ranks = np.arange(pipeline * data * context * tensor)
     return NamedSharding(ranks.reshape(pipeline, data, context, tensor), AXES)

@@ -1,4 +1,4 @@
-"""Sequence packing: assignment of sequences to rows of at most ``bin_capacity`` tokens.
+"""Sequence packing: assignment of sequences to bins, packed rows with a limited number of tokens.
 
 A packer reads only lengths, so every process that packs the same lengths gets the same bins.
 """
@@ -28,9 +28,10 @@ def decreasing(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
-    """Split the bin with the most tokens into balanced halves until there are ``count`` bins.
+    """Repeatedly split the bin with the most tokens, until there are ``count`` bins.
 
-    The second half is appended. Raises `DataError` if there are fewer sequences than ``count``.
+    A bin is split into halves of similar tokens. Raises `DataError` if there are fewer sequences
+    than ``count``.
     """
     sequences = sum(len(items) for items in bins)
     if count > sequences:
@@ -58,7 +59,7 @@ def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
 
 
 def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Assign items, longest first, to the half with fewer tokens. Each half keeps their order."""
+    """Assign each item, longest first, to the half with fewer tokens. Keeps the items' order."""
     halves: tuple[set[int], set[int]] = (set(), set())
     tokens = [0, 0]
     for index in decreasing(items, lengths):
@@ -69,10 +70,10 @@ def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], li
 
 
 class SequencePacker(ABC):
-    """Base of packers. If an algorithm returns too few bins, the fullest bins are split.
+    """Base class of packers, which assign sequences to bins of at most ``bin_capacity`` tokens.
 
-    ``bin_capacity``: largest number of tokens in a bin. The number of bins is at least
-    ``min_bin_count`` and a multiple of ``bin_count_multiple``.
+    The number of bins is at least ``min_bin_count`` and a multiple of ``bin_count_multiple``. If
+    the algorithm needs fewer bins, the fullest bins are split.
     """
 
     def __init__(
@@ -89,20 +90,20 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> Bins:
-        """Return bins of indices into ``lengths``. Each index is in one bin, no bin is too full."""
+        """Assign every index of ``lengths`` to one bin, within the capacity. Return the bins."""
 
     def pack(self, sequence_lengths: Sequence[int]) -> Bins:
-        """Return bins of indices into ``sequence_lengths``. Every index is in exactly one bin.
+        """Assign every index of ``sequence_lengths`` to one bin. Return the bins.
 
-        Raises `DataError` for a sequence over the capacity, or too few sequences for the bins.
+        Raises `DataError` if a sequence exceeds the capacity, or if there are fewer sequences than
+        required bins.
         """
         lengths = [int(length) for length in sequence_lengths]
         for index, length in enumerate(lengths):
             if not 0 <= length <= self.bin_capacity:
                 raise DataError(
-                    f"sequence {index} has {length} tokens, but a packed row has room for 0 to "
-                    f"{self.bin_capacity}. Raise the token budget of a micro-batch or drop the "
-                    "sequence"
+                    f"sequence {index} has {length} tokens, but a packed row has at most "
+                    f"{self.bin_capacity}. Raise the token budget or drop the sequence"
                 )
         bins = self._pack(lengths)
         count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)
@@ -110,7 +111,7 @@ class SequencePacker(ABC):
 
 
 class ConcatenativePacker(SequencePacker):
-    """Packer that keeps the order and opens a new bin if the next sequence does not fit."""
+    """Packer that fills one bin after the other with the sequences in their order."""
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
         bins: Bins = []
@@ -125,7 +126,7 @@ class ConcatenativePacker(SequencePacker):
 
 
 def at_least(key: str, value: int, least: int) -> int:
-    """Return ``value`` of ``key``, or raise `ConfigError` if it is below ``least``."""
+    """Return ``value``. Raises `ConfigError`, which names ``key``, if it is below ``least``."""
     if value < least:
         raise ConfigError(f"{key}={value} must be at least {least}")
     return value
@@ -139,7 +140,7 @@ class FirstFitDecreasingPacker(SequencePacker):
 
 
 class FirstFitShufflePacker(SequencePacker):
-    """First-fit packer in a random order, determined by ``seed`` and the number of sequences."""
+    """Packer that puts each sequence, in a random order given by ``seed``, into the first bin."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class FirstFitShufflePacker(SequencePacker):
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bins:
-    """Put each sequence, in order, into the first bin with room."""
+    """Put each sequence, in the given order, into the first bin with room. Return the bins."""
     room = np.full(len(order), capacity)  # of every possible bin
     bins: Bins = []
     for index in order:
@@ -174,8 +175,9 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bi
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """Packer of Johnson and Garey, "A 71/60 theorem for bin packing", 1985.
 
-    Every sequence over half the capacity opens a bin, which gets one medium sequence (over a third)
-    or two small sequences (over a sixth). First fit decreasing packs the rest.
+    Every sequence over half the capacity opens a bin. The bin gets one medium sequence (over a
+    third of the capacity) or two small ones (over a sixth). `first_fit` packs the rest, longest
+    first.
     """
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
@@ -188,7 +190,6 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
         room = [self.bin_capacity - lengths[index] for index in large]
 
         def longest(at_most: int, longer_than: int = -1) -> int | None:
-            """Return the longest waiting sequence in the range, or None."""
             position = bisect_left(waiting, -at_most, key=lambda item: -lengths[item])
             found = waiting[position] if position < len(waiting) else None
             return None if found is None or lengths[found] <= longer_than else found
@@ -219,7 +220,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
 
 
 class PackingAlgorithm(Enum):
-    """Names of the algorithms in the configuration."""
+    """Packing algorithms. The values are their names in the configuration."""
 
     CONCATENATIVE = "concatenative"
     FIRST_FIT_DECREASING = "first_fit_decreasing"
@@ -241,7 +242,7 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """Construct the packer ``algorithm`` (in any case). Arguments: see `SequencePacker`."""
+    """Return the `SequencePacker` named ``algorithm``, in any case. Raises `ConfigError`."""
     if isinstance(algorithm, str):
         names = {name.value: name for name in PackingAlgorithm}
         if algorithm.lower() not in names:

@@ -1,8 +1,9 @@
-"""Sequences of a batch, and the tree of token runs in which shared prefixes are one run.
+"""Finds the sequences of a batch and their common prefixes.
 
-A row contains one sequence or several consecutive sequences: a conversation with rewritten history
-is one sample of several sequences. The column ``position_ids`` is then 0 at the first token of each
-sequence, and no token attends to another sequence. Sequences with a common prefix form a tree:
+A row usually contains one sequence. A conversation whose history was rewritten is a row of several
+consecutive sequences: ``position_ids`` is 0 at the first token of each sequence, and no token
+attends to another sequence. Sequences with common prefixes form a tree. Its nodes are runs of
+consecutive tokens, and a common prefix is one run:
 
     a b c d e            ┌─ [d e]
     a b c f      [a b c] ┼─ [f]
@@ -20,26 +21,27 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
-LEAST_SAVED = 32  # minimum tokens saved by a shared run, so that short headers are not shared
+LEAST_SAVED = 32  # minimum number of tokens that a shared run saves. Short headers are not shared.
 LEAST_PART = 8  # sharing must save at least 1 in LEAST_PART tokens
 
 
 class Sequences(NamedTuple):
-    """Positions and lengths of the sequences of a batch ``[b, S]``, int64 ``[m]`` each."""
+    """Positions and lengths of the m sequences in a batch ``[b, S]``. Both arrays are ``[m]``."""
 
     offsets: IntArray  # index of each sequence's first token in the flattened batch
     lengths: IntArray  # tokens
 
     @classmethod
     def rows(cls, lengths: IntArray, width: int) -> "Sequences":
-        """Return one sequence per row. ``lengths``: ``[b]``. ``width``: ``S``."""
+        """Return one sequence per row, of ``lengths`` ``[b]``. ``width``: ``S``."""
         return cls(np.arange(len(lengths)) * width, lengths)
 
     @classmethod
     def find(cls, position_ids: IntArray, lengths: IntArray) -> "Sequences | None":
-        """Find the sequences of a batch, or return None if no row contains two sequences.
+        """Find the sequences of a batch. Returns None if every row contains at most one.
 
-        ``position_ids``: ``[b, S]``, from 0 in every sequence. ``lengths``: ``[b]``, of the rows.
+        ``position_ids``: ``[b, S]``, 0 at the start of each sequence. ``lengths``: tokens of each
+        row, ``[b]``.
         """
         width = position_ids.shape[1]
         is_start = (position_ids == 0) & (np.arange(width) < lengths[:, None])
@@ -54,7 +56,7 @@ class Sequences(NamedTuple):
         return cls(offsets, ends - offsets)
 
     def cut(self, input_ids: IntArray) -> IntArray:
-        """Return the sequences of ``[b, S]`` as rows ``[m, L]``, right-padded with 0."""
+        """Return the sequences in token ids ``[b, S]`` as rows ``[m, L]``, right-padded with 0."""
         tokens = input_ids.ravel()
         rows = np.zeros((len(self.offsets), int(self.lengths.max(initial=0))), input_ids.dtype)
         for row, (offset, length) in enumerate(zip(self.offsets, self.lengths, strict=True)):
@@ -64,27 +66,28 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """Tree of non-empty runs of tokens, parents first. A sequence is a path from a root."""
+    """Tree of n runs of tokens. A sequence is a path of runs from a root. Parents come first."""
 
     starts: IntArray  # [n] position of a run's first token in its sequences
-    lengths: IntArray  # [n] tokens
-    parents: IntArray  # [n] previous run, or -1 at the start of sequences
+    lengths: IntArray  # [n] number of tokens of a run
+    parents: IntArray  # [n] index of the run before, or -1 at the start of sequences
     examples: IntArray  # [n] index of one sequence that contains the run
-    owners: IntArray  # [m] sequence of each pair (sequence, run)
-    owned: IntArray  # [m] run of each pair
+    # The m pairs of a sequence and a run in the sequence.
+    owners: IntArray  # [m] index of the sequence
+    owned: IntArray  # [m] index of the run
 
     def num_tokens(self, multiple: int = 1) -> int:
-        """Return the tokens of all runs, each run rounded up to a multiple."""
+        """Return the total number of tokens. Each run is rounded up to a ``multiple``."""
         return int((-(-self.lengths // multiple) * multiple).sum())
 
 
 def build_prefix_tree(
     input_ids: IntArray, lengths: IntArray, least_saved: int = LEAST_SAVED
 ) -> PrefixTree:
-    """Build the tree of a batch of token ids ``[b, S]``, right-padded, with ``lengths`` ``[b]``.
+    """Build the prefix tree of a batch of token ids ``[b, S]``, right-padded, and lengths ``[b]``.
 
-    A run of tokens saves its length times (number of its sequences - 1). A common prefix that saves
-    fewer tokens than ``least_saved`` is not shared.
+    A run in k sequences saves (k - 1) times its length in tokens. A common prefix becomes a run
+    only if it saves at least ``least_saved`` tokens.
     """
     # In lexicographic order, sequences with a common prefix are adjacent.
     order = _sorted_sequences(input_ids, lengths)
@@ -93,7 +96,6 @@ def build_prefix_tree(
     sequences: list[IntArray] = []  # sequences that contain the run, per run
 
     def add(start: int, end: int, parent: int, owners: IntArray) -> int:
-        """Add a run unless it is empty, and return its index."""
         if end > start:
             runs.append((start, end - start, parent))
             sequences.append(owners)
@@ -129,9 +131,10 @@ def build_prefix_tree(
 
 
 def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -> PrefixTree | None:
-    """Build the tree of a batch, or return None if sharing saves too few tokens.
+    """Build the prefix tree of a batch. Returns None if the tree saves too few tokens.
 
-    Arguments as in `build_prefix_tree`. Runs and unshared sequences are padded to a ``multiple``.
+    ``input_ids``: ``[b, S]``, right-padded. ``lengths``: ``[b]``. ``multiple``: runs of the tree,
+    or sequences without a tree, are padded to multiples of this length.
     """
     if len(lengths) < 2:
         return None
@@ -142,7 +145,7 @@ def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -
 
 
 def _sorted_sequences(input_ids: IntArray, lengths: IntArray) -> IntArray:
-    """Sort sequences in lexicographic order, a prefix first. The sort is stable."""
+    """Return the order of sequences by token ids (lexicographic, stable), [b]."""
     # Non-negative integers compare like their big-endian bytes.
     rows = np.ascontiguousarray(input_ids).astype(">i8")
     keys = [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
@@ -161,11 +164,11 @@ def _common_with_previous(input_ids: IntArray, lengths: IntArray) -> IntArray:
 
 
 class RowGroup(NamedTuple):
-    """Adjacent rows of one micro-batch, and the number of tokens in the model."""
+    """Adjacent rows that are assigned to the same micro-batch."""
 
     rows: range
-    tokens: int
-    shares: bool  # common prefixes are computed once. If not, ``tokens`` counts every row
+    tokens: int  # number of tokens to compute. Without ``shares``, the sum over rows
+    shares: bool  # whether common prefixes are computed once
 
 
 def prefix_groups(
@@ -178,14 +181,19 @@ def prefix_groups(
     max_tokens: int,
     shards: int,
 ) -> list[list[RowGroup]]:
-    """Group adjacent rows with a common prefix in every global batch.
+    """Group adjacent rows with a common prefix. Returns the groups of each global batch.
 
-    A group ends before it exceeds ``max_tokens`` of a micro-batch, and before its rows, each with
-    its prefix, exceed a shard's part of the batch.
+    A group has at most ``max_tokens`` tokens, with the prefix counted once. Its rows have at most
+    1 / ``shards`` of the tokens of the global batch, with the prefix counted in every row.
 
-    ``input_ids``: token ids ``[B, S]``, right-padded, or None for no common prefixes. ``lengths``:
-    ``[B]``. ``batches``: rows of each global batch. ``rows_per_group``: adjacent rows that always
-    stay together. ``multiple``: to which runs and unshared sequences are padded.
+    Args:
+        input_ids: token ids ``[B, S]``, right-padded. None: ignore common prefixes.
+        lengths: number of tokens of each row, ``[B]``.
+        batches: row indices of each global batch.
+        rows_per_group: number of adjacent rows that always stay together.
+        multiple: prefixes, their continuations and other rows are padded to multiples of it.
+        max_tokens: token budget of a micro-batch.
+        shards: number of shards of a global batch.
     """
     common = np.zeros_like(lengths)
     if input_ids is not None:

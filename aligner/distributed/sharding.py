@@ -1,8 +1,8 @@
-"""Assignment of the rows of a global batch to shards and micro-batches.
+"""Assigns the rows of a global batch to shards and micro-batches, by their numbers of tokens.
 
-All processes of a group compute the same plan from the same lengths. Shards have balanced tokens,
-in any number of rows, and the same number of micro-batches, some of them without rows. The unit of
-assignment is an item: a row, or adjacent rows that are compared or share prefixes.
+Shards get about equal numbers of tokens, and equal numbers of micro-batches, some without rows.
+Rows are assigned as items. An item is a row, or adjacent rows that stay together, because the loss
+compares them or they share a prefix.
 """
 
 import heapq
@@ -20,7 +20,7 @@ from aligner.errors import DataError
 
 
 class MicrobatchPlan(NamedTuple):
-    """Row indices of one forward pass."""
+    """Row indices of one micro-batch, and its length."""
 
     rows: list[int]
     length: int  # padded width of a micro-batch, or padded tokens of a packed row. 0 without rows
@@ -31,10 +31,10 @@ ShardPlan = list[list[MicrobatchPlan]]
 
 
 def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> list[list[int]]:
-    """Assign ``rows`` to shards with about equal sums of ``weights[row]``, in order of rows.
+    """Assign ``rows`` to shards with about equal sums of ``weights[row]``.
 
-    Longest processing time first (Graham 1969): each row, heaviest first, goes to the lightest
-    shard.
+    Longest processing time first (Graham 1969): each row, heaviest first, is assigned to the
+    lightest shard. Returns the sorted rows of each shard.
     """
     parts: list[list[int]] = [[] for _ in range(shards)]
     # Weight, number of rows, shard. The number of rows breaks ties, so that empty rows spread too.
@@ -54,7 +54,7 @@ def _plan(
     form: Callable[[list[list[int]]], list[list[list[int]]]],
     length: Callable[[list[int]], int],
 ) -> list[ShardPlan]:
-    """Balance the weights of items over shards, and split each shard into micro-batches."""
+    # `form` assigns each shard's items to micro-batches. `length` is of a micro-batch of items.
     plans: list[ShardPlan] = [[] for _ in range(shards)]
     for batch in batches:
         formed = form(balance_rows(batch, weights, shards))
@@ -82,11 +82,11 @@ def _padded(lengths: Sequence[int], multiple: int, max_tokens: int) -> list[int]
 
 
 class LengthGroups:
-    """Partition of rows into groups of at most ``max_tokens`` tokens with the least padding.
+    """Partitions rows into groups of at most ``max_tokens`` tokens with the least padding.
 
-    For a given number of groups, an optimal solution consists of neighbours in length order.
-    Dynamic programming over the suffixes of that order finds the optimum. ``padded``: padded length
-    of every row. A group has (its rows) times (its largest padded length) tokens.
+    ``padded``: padded length of every row. The tokens of a group are its number of rows times its
+    largest padded length. In an optimal partition the rows of a group are neighbours in the order
+    of lengths. Dynamic programming over the suffixes of this order finds the optimum.
     """
 
     def __init__(self, rows: Sequence[int], padded: Sequence[int], max_tokens: int) -> None:
@@ -103,11 +103,11 @@ class LengthGroups:
 
     @property
     def fewest(self) -> int:
-        """The smallest number of groups within the budget."""
+        """Minimum number of groups within the token budget."""
         return int(self._min_groups[0])
 
     def cut(self, count: int) -> list[list[int]]:
-        """Return ``count`` groups (or one per row) with the fewest tokens, longest rows first."""
+        """Return ``count`` groups (at most one per row) with minimum tokens, longest rows first."""
         count = min(count, len(self._rows))
         best_end = self._solve(count - self.fewest)
         groups = []
@@ -119,9 +119,9 @@ class LengthGroups:
         return groups
 
     def _solve(self, spare: int) -> IntArray:
-        """Return at ``[j, t]`` the first group's end in rows ``j`` on, cut with t spare groups."""
+        # best_end[j, t]: end of the group that starts at row j, if t groups more than the minimum
+        # are left for rows j.., as for the minimum tokens[j, t + 1] (t = -1 is impossible).
         rows = len(self._rows)
-        # tokens[j, t + 1]: minimum for rows j.. in min_groups[j] + t groups (t = -1 is impossible).
         tokens = np.full((rows + 1, spare + 2), np.inf)
         tokens[rows, 1] = 0.0
         best_end = np.zeros((rows, spare + 1), dtype=np.int64)
@@ -165,7 +165,7 @@ class SequencePackingArgs(_TokenBudget):
 
 
 class MicroBatching(TypedDict, total=False):
-    """Arguments for micro-batches by tokens. At most one of the two keys is present."""
+    """Arguments of `shard_by_batch_size` with a token budget. At most one key is set."""
 
     dynamic_batching_args: DynamicBatchingArgs
     sequence_packing_args: SequencePackingArgs
@@ -174,10 +174,11 @@ class MicroBatching(TypedDict, total=False):
 def dynamic_plan(
     columns: Mapping[str, Any], args: DynamicBatchingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Plan padded micro-batches of at most ``max_tokens_per_microbatch`` tokens with padding.
+    """Plan padded micro-batches within the token budget, for each shard.
 
-    Items with shared prefixes are packed into separate micro-batches. ``batches``: rows of each
-    global batch. Raises `DataError` if an item exceeds the token budget.
+    Items with shared prefixes get separate micro-batches, in which they are packed. ``columns``:
+    columns of the batch. ``batches``: row indices of each global batch. Raises `DataError` if an
+    item exceeds the token budget.
     """
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
     tokens = args["max_tokens_per_microbatch"]
@@ -218,7 +219,7 @@ def dynamic_plan(
 def packed_plan(
     columns: Mapping[str, Any], args: SequencePackingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Plan micro-batches of one packed row each. Arguments and errors as in `dynamic_plan`."""
+    """Plan micro-batches of one packed row each, for each shard. Arguments: see `dynamic_plan`."""
     capacity = at_least("max_tokens_per_microbatch", args["max_tokens_per_microbatch"], 1)
     multiple = at_least("sequence_length_pad_multiple", args["sequence_length_pad_multiple"], 1)
     # Items, packer, and padded lengths.
@@ -254,7 +255,7 @@ def _items(
     multiple: int,
     shards: int,
 ) -> tuple[list[RowGroup], list[range], list[int]]:
-    """Return all items, the item indices of each global batch, and the lengths of the rows."""
+    """Form the items. Return them, their indices per global batch, and the length of each row."""
     lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
     size, rows = at_least("rows_per_group", args.get("rows_per_group", 1), 1), len(lengths)
     if rows % size:

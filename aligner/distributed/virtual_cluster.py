@@ -1,6 +1,7 @@
-"""Bundles on the nodes of a Ray cluster, each with CPUs and optionally a GPU, for workers.
+"""`RayVirtualCluster`: resources on the nodes of a Ray cluster, in which worker groups start.
 
-Up to ``max_colocated_worker_groups`` groups share a bundle. Each node has one placement group.
+A bundle is a number of CPUs and optionally a GPU, for one worker of each group. Each node has one
+placement group of bundles.
 """
 
 import contextlib
@@ -19,12 +20,12 @@ from aligner.distributed.named_sharding import NamedSharding, layout_of
 from aligner.distributed.worker_groups import Bundle, RayWorkerBuilder, RayWorkerGroup
 from aligner.errors import ConfigError, LayoutError, WorkerError
 
-_PLACING_S = 60.0  # limit of the wait for free resources
-_ATTEMPT_S = 10.0  # limit of one attempt to reserve bundles on selected nodes
+_PLACING_S = 60.0  # time limit of the wait for free resources
+_ATTEMPT_S = 10.0  # time limit of one attempt to reserve bundles on selected nodes
 
 
 class RayVirtualCluster:
-    """Bundles on the nodes of the Ray cluster that this process is connected to."""
+    """Reserves bundles on the nodes of the connected Ray cluster, and starts worker groups."""
 
     engine = "ray"
 
@@ -42,18 +43,18 @@ class RayVirtualCluster:
         log_dir: Path | None = None,
         env_vars: Mapping[str, Any] | None = None,
     ) -> None:
-        """Reserve the bundles. Raises `WorkerError` if the resources are not free in a minute.
+        """Reserve the bundles. Raises `WorkerError` if resources are not free within a minute.
 
         Args:
-            bundle_ct_per_node_list: number of bundles per node.
-            use_gpus: whether to reserve one GPU per bundle. Default: true if the cluster has GPUs.
-            max_colocated_worker_groups: number of groups that share the bundles in equal parts.
+            bundle_ct_per_node_list: number of bundles on each node.
+            use_gpus: whether a bundle has one GPU. Default: true if the cluster has GPUs.
+            max_colocated_worker_groups: number of groups that share each bundle in equal parts.
             name: name of the cluster in messages.
-            cpus_per_bundle: number of CPUs of a bundle.
-            parallel: model-parallel sizes of training workers, unless `start_workers` sets others.
+            cpus_per_bundle: number of CPUs in a bundle.
+            parallel: default model-parallel sizes of worker groups.
             seed: seed of the random generators of training workers.
-            timeout_s: longest wait in seconds, of the driver for a worker and between workers.
-            log_dir: directory of logs, which all nodes must see. Default: a temporary directory.
+            timeout_s: time limit of calls, and of waits between workers, in seconds.
+            log_dir: directory of logs, visible on all nodes. Default: a temporary directory.
             env_vars: environment variables, set before the workers import anything.
         """
         import ray
@@ -92,19 +93,22 @@ class RayVirtualCluster:
         env_vars: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> RayWorkerGroup:
-        """Construct ``worker_class(parallel=..., **kwargs)`` on every bundle, concurrently.
+        """Start a worker ``worker_class(parallel=..., **kwargs)`` on every bundle, without waiting.
 
         Args:
             worker_class: dotted path of the class.
             name_prefix: name of the role in messages and logs.
             layout: layout of the workers. Default: the layout of ``parallel`` on all bundles.
-            python_executable: another interpreter for the workers. Such workers get no ``parallel``
-                and no torch.distributed world. They start after all other groups, so that their
-                measurements of free memory stay valid.
+            python_executable: another interpreter for the workers. They get no ``parallel`` and no
+                torch.distributed world. They start after all other groups are constructed, because
+                they measure free memory.
             parallel: model-parallel sizes of this group. Default: the sizes of the cluster.
             workers_per_node: number of bundles to use on each node. Default: all.
             env_vars: environment variables of this group, which override the cluster's.
-            kwargs: arguments of the class.
+            kwargs: other arguments of the class.
+
+        Raises `LayoutError` for sizes that do not divide the workers, and `WorkerError` if
+        ``max_colocated_worker_groups`` groups exist already.
         """
         sizes = parallel or self._parallel
         if layout is None:
@@ -147,7 +151,7 @@ class RayVirtualCluster:
         return sum(self._counts)
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Return the bundles of a group. ``workers_per_node``: one value, or one per node."""
+        """Return ``workers_per_node`` bundles (one number, or one per node; None: all) per node."""
         if workers_per_node is None:
             return self.bundles
         if isinstance(workers_per_node, int):
@@ -167,7 +171,7 @@ class RayVirtualCluster:
         return len(self._counts)
 
     def get_placement_groups(self) -> list[Any]:
-        """Return Ray's placement groups, one per node."""
+        """Return Ray's placement group of each node."""
         return list(dict.fromkeys(bundle.group for bundle in self.bundles))
 
     def shutdown(self) -> bool:
@@ -198,7 +202,7 @@ class RayVirtualCluster:
             time.sleep(0.5)
 
     def _select_nodes(self) -> list[str] | None:
-        """Select a different node per count, the tightest fit first, or return None."""
+        """Select a node with enough free resources for each count of bundles, or return None."""
         from ray._private.state import available_resources_per_node
 
         free = available_resources_per_node()
@@ -217,7 +221,6 @@ class RayVirtualCluster:
         return [selected[position] for position in range(len(self._counts))]
 
     def _reserve_on(self, nodes: Sequence[str]) -> list[Any] | None:
-        """Create a placement group on each node, or return None on a timeout."""
         import ray
         from ray.util.placement_group import placement_group
 

@@ -1,10 +1,7 @@
 """Groups of workers that are actors of a Ray cluster.
 
-::
-
-    driver ─ one shard per coordinate ─► Ray's object store ─► actors ─► workers
-           ◄─ one result per coordinate ─────────────────────────────────  │
-                     workers of a training group: a torch.distributed world ┘
+The driver puts one shard per data-parallel coordinate into Ray's object store, from which actors
+read. The workers of a training group form a torch.distributed world.
 """
 
 import contextlib
@@ -27,7 +24,7 @@ from aligner.distributed.batched_data_dict import SlicedDataDict
 from aligner.distributed.interfaces import WorkerFuture
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.ray.calls import WorkerHandle, wait_for
-from aligner.distributed.ray.worker import Seat, TorchWorld, WorkerProcess
+from aligner.distributed.ray.worker import TorchWorld, WorkerIdentity, WorkerProcess
 from aligner.distributed.workers import LocalCluster
 from aligner.errors import AlignerError, WorkerError, current_step
 
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalCluster", "MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
-_CLEANUP_S = 10.0  # limit of a worker's cleanup method, and of the end of its process
+_CLEANUP_S = 10.0  # time limit of a worker's cleanup method, and of the end of its process
 # Prefixes of the driver's environment variables that are set on every node.
 _FORWARDED = (
     *("ALIGNER_", "CUDA_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "NVTE_", "OMP_"),
@@ -48,15 +45,15 @@ _NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES"}
 
 @dataclass(frozen=True)
 class Bundle:
-    """Bundle ``index`` of a placement group on ``node``. It has room for a worker per group."""
+    """Resources on a node for one worker of each worker group."""
 
-    group: Any
-    index: int
-    node: str
+    group: Any  # Ray's placement group
+    index: int  # in the placement group
+    node: str  # Ray's id of the node
 
 
 class BundleCluster(Protocol):
-    """Interface of `RayVirtualCluster` for worker groups, which avoids a circular import."""
+    """The part of `RayVirtualCluster` that worker groups use. Avoids a circular import."""
 
     name: str
     timeout_s: float
@@ -66,14 +63,14 @@ class BundleCluster(Protocol):
     worker_resources: dict[str, float]
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Return the bundles of a group. ``workers_per_node``: one value, or one per node."""
+        """See `RayVirtualCluster.bundles_for`."""
 
 
 class RayWorkerBuilder:
-    """Class of a worker, which may be a dotted path, and the arguments of its constructor.
+    """Class of a worker, or its dotted path, and the arguments of the constructor.
 
-    With the keyword ``worker_sharding_annotations``, the workers of a group form a
-    torch.distributed world of that layout.
+    If the keyword argument ``worker_sharding_annotations`` is given, the workers of a group form a
+    torch.distributed world of this layout.
     """
 
     def __init__(self, worker_class: str | type, *args: Any, **kwargs: Any) -> None:
@@ -84,7 +81,7 @@ class RayWorkerBuilder:
 
     @property
     def layout(self) -> ParallelConfig | None:
-        """Layout of the workers' torch.distributed world, or None without such a world."""
+        """Layout of the workers' torch.distributed world. None if they form no world."""
         sharding: NamedSharding | None = self.kwargs.get("worker_sharding_annotations")
         if sharding is None:
             return None
@@ -97,16 +94,16 @@ class RayWorkerBuilder:
 
 
 class MultiWorkerFuture(list["ObjectRef"]):
-    """References to the results of a method call on many workers, one per worker.
+    """List of Ray's references to the results of a method call, one per worker.
 
     ``ray.get`` of the list returns all results, or raises `WorkerFailure`. ``calls``: reference and
-    seat of each worker. ``returned``: positions in ``calls`` of the results of `get_results`.
+    identity of each worker. ``returned``: positions in ``calls`` that `get_results` returns.
     """
 
     def __init__(
         self,
         method_name: str,
-        calls: "Sequence[tuple[ObjectRef, Seat]]",
+        calls: "Sequence[tuple[ObjectRef, WorkerIdentity]]",
         returned: Sequence[int],
         timeout_s: float,
     ) -> None:
@@ -115,18 +112,19 @@ class MultiWorkerFuture(list["ObjectRef"]):
         self.returned, self.timeout_s = returned, timeout_s
 
     def get_results(self) -> list[Any]:
-        """Wait for all workers and return one result per group of workers with the same output.
+        """Wait for all workers. Return their results, and equal (replicated) results once.
 
         Raises:
-            AlignerError: a worker raised this error (the type is preserved).
-            WorkerError: a worker raised another exception, timed out, or (`WorkerDiedError`) ended.
+            AlignerError: a worker raised this error. It is raised again with the same class.
+            WorkerError: a worker raised another exception, or did not answer in time.
+            WorkerDiedError: a worker's process ended.
         """
         results = wait_for(self.calls, self.method_name, self.timeout_s)
         return [results[position] for position in self.returned]
 
 
 class RayWorkerGroup:
-    """Workers on bundles of a `RayVirtualCluster`."""
+    """Workers on the bundles of a `RayVirtualCluster`. Implements the interface `WorkerGroup`."""
 
     def __init__(
         self,
@@ -141,7 +139,7 @@ class RayWorkerGroup:
         seed: int = 1234,
         python_executable: str | None = None,
     ) -> None:
-        """Start one worker on each bundle of ``cluster``, while the driver continues.
+        """Start one worker on each bundle, without waiting for the construction of the workers.
 
         `wait_until_started` or the first call raises errors of the construction.
 
@@ -152,9 +150,9 @@ class RayWorkerGroup:
             workers_per_node: bundles to use on each node, one value or one per node. Default: all.
             sharding_annotations: layout of the workers. Default: only data parallel.
             env_vars: additional environment variables, set before the workers import anything.
-            parallel: model-parallel sizes of a torch.distributed world that the workers form. They
-                are then constructed with ``parallel=ParallelState``. Default: the builder's layout.
-            seed: seed of this world.
+            parallel: model-parallel sizes of a torch.distributed world that the workers form. Each
+                gets its `ParallelState` as keyword ``parallel``. Default: the builder's layout.
+            seed: seed of the random generators in this world.
             python_executable: interpreter of the workers, with the same version of Ray.
         """
         bundles = cluster.bundles_for(workers_per_node)
@@ -171,7 +169,7 @@ class RayWorkerGroup:
         self.sharding_annotations, self.is_healthy = sharding_annotations, True
         self._timeout_s = cluster.timeout_s
         self._actors: list[Any] = []
-        self._seats: list[Seat] = []
+        self._identities: list[WorkerIdentity] = []
         self._starting: list[Any] = []
         # Start the processes, then the workers in them.
         used = bundles[: sharding_annotations.size]
@@ -190,31 +188,31 @@ class RayWorkerGroup:
 
     @property
     def workers(self) -> list[WorkerHandle]:
-        """Handles of single workers in rank order, see `WorkerHandle`."""
+        """Handles of the workers in rank order."""
         self.wait_until_started()
-        return list(map(WorkerHandle, self._actors, self._seats))
+        return list(map(WorkerHandle, self._actors, self._identities))
 
     @property
     def is_alive(self) -> bool:
-        """True if `shutdown` has not been called."""
+        """True until `shutdown` is called."""
         return bool(self._actors)
 
     def wait_until_started(self) -> None:
-        """Wait until every worker is constructed, or re-raise an error of a worker."""
+        """Wait until every worker is constructed. Raises a worker's error."""
         starting, self._starting = self._starting, []
         if starting:
             with self._unhealthy_on_error():
                 wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> MultiWorkerFuture:
-        """Call a method with the same arguments on every worker and return all results."""
+        """Start a call with the same arguments on every worker. All results are returned."""
         ranks = range(len(self._actors))
         return self._start_call(method_name, kwargs, dict.fromkeys(ranks, ()), ranks)
 
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int = 0, **kwargs: Any
     ) -> MultiWorkerFuture:
-        """Call a method on one worker."""
+        """Start a call on worker ``worker_idx``."""
         return self._start_call(method_name, kwargs, {worker_idx: ()}, [0])
 
     def run_all_workers_sharded_data(
@@ -226,14 +224,14 @@ class RayWorkerGroup:
         output_is_replicated: Sequence[str],
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> MultiWorkerFuture:
-        """Call a method on each worker. Its argument ``data`` is the shard at its coordinates.
+        """Start a call on each worker. Its argument ``data`` is the shard for its coordinates.
 
         Args:
             method_name: name of the method.
-            data: shards by coordinate of the sharded axis, for several axes nested lists.
-            in_sharded_axes: axes along which workers get different data.
-            replicate_on_axes: axes along which workers get the same data. Along all other axes only
-                the workers at coordinate 0 are called.
+            data: one shard per coordinate of the sharded axis. For several axes, nested lists.
+            in_sharded_axes: axes along which workers get different shards.
+            replicate_on_axes: axes along which workers get the same shard. Along axes in neither
+                list, only the workers at coordinate 0 are called.
             output_is_replicated: axes along which only the result at coordinate 0 is returned.
             common_kwargs: arguments that are the same for every worker.
         """
@@ -261,14 +259,14 @@ class RayWorkerGroup:
         return self._start_call(method_name, common_kwargs or {}, shards, returned)
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
-        """Wait for a call and return its results, see `MultiWorkerFuture.get_results`."""
+        """Wait for a call. Return the results of `MultiWorkerFuture.get_results`."""
         with self._unhealthy_on_error():
             return future.get_results()
 
     def recover(self) -> bool:
-        """Wait for every worker to answer, in call order, see `WorkerGroup.recover`."""
-        references = (actor.seat.remote() for actor in self._actors)
-        calls = list(zip(references, self._seats, strict=True))
+        """After a failed call, wait until workers answer again. Return whether all answered."""
+        references = (actor.identity.remote() for actor in self._actors)
+        calls = list(zip(references, self._identities, strict=True))
         try:
             wait_for(calls, f"{self.name_prefix}, after a failure", self._timeout_s)
         except WorkerError:
@@ -277,17 +275,17 @@ class RayWorkerGroup:
         return self.is_healthy
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on each worker unless a call failed. Then end the processes.
+        """Call ``cleanup_method`` on each worker, unless a call failed. Then end the processes.
 
-        Returns whether the cleanup succeeded.
+        Returns False if the cleanup failed.
         """
         if sys.is_finalizing():  # imports are impossible now. Ray ends the workers itself
             return False
         import ray
 
-        actors, seats, is_clean = self._actors, self._seats, True
+        actors, identities, is_clean = self._actors, self._identities, True
         if not ray.is_initialized():  # the workers ended with the connection
-            actors, seats = [], []
+            actors, identities = [], []
         elif cleanup_method is not None and self.is_healthy and not self._starting and self._actors:
             future = self.run_all_workers_single_data(cleanup_method)
             future.timeout_s = _CLEANUP_S
@@ -300,15 +298,14 @@ class RayWorkerGroup:
                 ray.kill(actor)
         # Wait until the local worker processes have ended, because others may need their memory.
         host, deadline = os.uname().nodename, time.monotonic() + _CLEANUP_S
-        for seat in seats:
-            while seat.host == host and psutil.pid_exists(seat.pid) and time.monotonic() < deadline:
-                time.sleep(0.05)
-        self._actors, self._seats, self._starting = [], [], []
+        local_pids = [identity.pid for identity in identities if identity.host == host]
+        while any(map(psutil.pid_exists, local_pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._actors, self._identities, self._starting = [], [], []
         return is_clean
 
     @contextlib.contextmanager
     def _unhealthy_on_error(self) -> Iterator[None]:
-        """Mark the group as failed if the block raises: workers may be waiting for one another."""
         try:
             yield
         except AlignerError:
@@ -322,13 +319,13 @@ class RayWorkerGroup:
         shards: Mapping[int, tuple[Any, ...]],
         returned: Sequence[int],
     ) -> MultiWorkerFuture:
-        """Call a method on the ranks in ``shards``, with the rank's shard if any."""
+        """Call a method on each rank in ``shards``, which maps ranks to (shard,) or ()."""
         self.wait_until_started()
         common, name = _put(dict(kwargs)) if kwargs else {}, f"{self.name_prefix}.{method_name}"
         calls = [
             (
                 self._actors[rank].call.remote(method_name, current_step(), (), common, *shard),
-                self._seats[rank],
+                self._identities[rank],
             )
             for rank, shard in shards.items()
         ]
@@ -340,7 +337,6 @@ class RayWorkerGroup:
         environment: Mapping[str, str],
         python_executable: str | None,
     ) -> None:
-        """Start one actor per bundle and wait for the seats of all actors."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -362,9 +358,9 @@ class RayWorkerGroup:
             )
             self._actors.append(actor)
             # For messages until the process reports its host and pid.
-            seat = Seat(self.name_prefix, rank, "not known yet", "", 0, log)
-            starting.append((actor.seat.remote(), seat))
-        self._seats = wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
+            identity = WorkerIdentity(self.name_prefix, rank, "not known yet", "", 0, log)
+            starting.append((actor.identity.remote(), identity))
+        self._identities = wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
 
     def _start_workers(
         self,
@@ -373,15 +369,14 @@ class RayWorkerGroup:
         parallel: ParallelConfig | None,
         seed: int,
     ) -> None:
-        """Start the construction of the workers, without waiting."""
         world = None
         if parallel is not None:
-            call = self._actors[0].free_port.remote(), self._seats[0]
+            call = self._actors[0].free_port.remote(), self._identities[0]
             ((host, port),) = wait_for([call], f"{self.name_prefix}, starting", self._timeout_s)
             world = TorchWorld(parallel, seed, self._timeout_s, len(self._actors), host, port)
         # Construct each worker with its rank in the environment.
         arguments = _put((builder.args, builder.kwargs))
-        for rank, (actor, seat) in enumerate(zip(self._actors, self._seats, strict=True)):
+        for rank, (actor, identity) in enumerate(zip(self._actors, self._identities, strict=True)):
             node = bundles[rank].node
             node_ranks = [peer for peer, bundle in enumerate(bundles) if bundle.node == node]
             rank_variables = {
@@ -392,7 +387,7 @@ class RayWorkerGroup:
                 accelerator.SHARED_DEVICE: "1" if self.cluster.shares_bundles else "0",
             }
             start = actor.start.remote(builder.worker_class, arguments, rank_variables, world)
-            self._starting.append((start, seat))
+            self._starting.append((start, identity))
 
 
 def _put(value: Any) -> Any:
@@ -402,7 +397,6 @@ def _put(value: Any) -> Any:
 
 
 def _check_shards(method_name: str, data: Any, sizes: Sequence[int]) -> None:
-    """Raise `WorkerError` unless there is one shard per coordinate."""
     if not sizes:
         return
     if len(data) != sizes[0]:

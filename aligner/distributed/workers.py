@@ -1,9 +1,10 @@
-"""Calls of worker groups by handles, and `LocalCluster`, whose worker is this process.
+"""Functions by which handles call worker groups, and `LocalCluster`, whose worker is this process.
 
-In a ``LocalWorkerGroup`` the same handle code runs in every process. An all-gather over data
+With a ``LocalWorkerGroup`` every process runs the same handle code. An all-gather over data
 parallel returns the results of all ranks, or the exception of one rank, to every rank.
 
-A handle declares methods that only forward a call to all workers or score the rows of a batch::
+A handle is an object in the driver, such as `Policy`, that calls workers. It declares methods that
+only call all workers, or score the rows of a batch::
 
     has_finite_weights = on_all_workers(RoleWorker.has_finite_weights)
     get_values = scored_rows(ValueWorker.get_values, ("input_ids", "input_lengths"))
@@ -35,7 +36,7 @@ R = TypeVar("R")
 
 
 def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Make a handle method that calls ``method`` on all workers and returns the first result."""
+    """Return a handle method that calls ``method`` on all workers. It returns the first result."""
 
     @functools.wraps(method)
     def call(handle: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -45,7 +46,7 @@ def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 
 def phase(method: Callable[[Any], R]) -> Callable[..., R]:
-    """Make a handle method like `on_all_workers`, which ignores its arguments, as published."""
+    """Return a handle method as `on_all_workers` does. It ignores arguments, as in NeMo-RL."""
 
     @functools.wraps(method)
     def call(handle: Any, /, *args: Any, **kwargs: Any) -> R:
@@ -60,10 +61,11 @@ def scored_rows(
     columns: Sequence[str],
     optional: Sequence[str] = (),
 ) -> Callable[Concatenate[Any, P], BatchedDataDict]:
-    """Make a handle method that scores the rows of a global batch and keeps their order.
+    """Return a handle method that scores the rows of a batch with all workers, in row order.
 
-    ``method`` has the parameters ``data``, a shard of the columns, and ``micro_batch_size``.
-    ``columns``: see `columns_of`. ``optional``: columns that are sent if the batch contains them.
+    ``method``: worker method with the parameters ``data`` (a shard) and ``micro_batch_size``.
+    ``columns``: columns that the workers get (`columns_of`). ``optional``: columns that they get if
+    the batch contains them.
     """
 
     @functools.wraps(method)
@@ -86,7 +88,7 @@ def scored_rows(
 
 
 def named_arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Map the parameter names of ``method``, except its first parameter, to the arguments."""
+    """Return the arguments of ``method`` by parameter name, without the first parameter (self)."""
     signature = inspect.signature(method)
     signature.bind(None, *args, **kwargs)  # raises TypeError in this process, not in a worker
     return dict(zip(list(signature.parameters)[1:], args, strict=False)) | kwargs
@@ -95,7 +97,7 @@ def named_arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> di
 def start_on_all(
     group: WorkerGroup, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
 ) -> WorkerFuture:
-    """Start a worker method with the same arguments on all workers, without waiting."""
+    """Start ``method`` with the same arguments on all workers, without waiting."""
     arguments = named_arguments(method, *args, **kwargs)
     return group.run_all_workers_single_data(method.__name__, **arguments)
 
@@ -103,7 +105,7 @@ def start_on_all(
 def run_on_all(
     group: WorkerGroup, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
 ) -> list[R]:
-    """Call a worker method with the same arguments on all workers and wait for the results."""
+    """Call ``method`` with the same arguments on all workers. Return one result per worker."""
     return group.get_all_worker_results(start_on_all(group, method, *args, **kwargs))
 
 
@@ -120,9 +122,9 @@ def run_sharded(
     Returns one result per rank, in order, and for each row of the joined results its index in
     ``data``.
 
-    ``batch_size``: rows of a global mini-batch, split evenly over the ranks. None if rows are
-    independent. Shards may then be uneven or empty. ``batching``: arguments to form micro-batches
-    in the shards. ``kwargs``: other arguments of the method.
+    ``batch_size``: number of rows in a global batch, which is split evenly over the ranks. None:
+    rows are independent, and shards may be uneven or empty. ``batching``: arguments for
+    micro-batches (`micro_batching`). ``kwargs``: other arguments of the method.
     """
     shards: Any = data.shard_by_batch_size(
         group.sharding_annotations.shape["data_parallel"],
@@ -152,10 +154,11 @@ def micro_batching(
     micro_batch_size: int | None = None,
     rows_per_group: int = 1,
 ) -> MicroBatching:
-    """Return the configured arguments for micro-batches by tokens, or none.
+    """Return the arguments of `shard_by_batch_size` for micro-batches with a token budget.
 
-    ``model``: None for workers that form micro-batches themselves. A given ``micro_batch_size``
-    turns micro-batches by tokens off.
+    The result is empty if there is no budget, if ``micro_batch_size`` is given, or if ``model`` is
+    None (the workers form micro-batches themselves). ``training``: use the budget of training, not
+    of scoring. ``rows_per_group``: number of adjacent rows that stay in one micro-batch.
     """
     if model is None or model.token_budgets is None or micro_batch_size is not None:
         return {}
@@ -201,7 +204,7 @@ class _Failure:
 
 
 class LocalWorkerGroup:
-    """Group in which each process of the world is one worker. This process calls its own worker."""
+    """Worker group of all processes of a torch.distributed world. Each calls its own worker."""
 
     is_healthy = True  # calls run in this process, so no worker can be left waiting
 
@@ -212,7 +215,7 @@ class LocalWorkerGroup:
         )
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> LocalFuture:
-        """Call ``method_name(**kwargs)`` on this process's worker. Collective."""
+        """Call ``method_name(**kwargs)`` on this process's worker. All processes must call this."""
         return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
 
     def run_all_workers_sharded_data(
@@ -224,14 +227,15 @@ class LocalWorkerGroup:
         output_is_replicated: Sequence[str],
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> LocalFuture:
-        """Call a method with this rank's shard, and gather results over data parallel."""
-        size, axes = self.parallel.dp_size, [*replicate_on_axes, *output_is_replicated]
+        """Call a method with this rank's shard. Return the results of all data-parallel ranks."""
+        size = self.parallel.dp_size
+        other_axes = [*replicate_on_axes, *output_is_replicated]
         is_data_parallel = list(in_sharded_axes) == ["data_parallel"] and len(data) == size
-        if not is_data_parallel or set(axes) - set(MODEL_AXES):
+        if not is_data_parallel or set(other_axes) - set(MODEL_AXES):
             raise WorkerError(
-                f"{method_name}: data is sharded over data_parallel alone and replicated over "
-                f"{MODEL_AXES}, got {list(in_sharded_axes)} and {axes}, {len(data)} shards for "
-                f"{size} data-parallel ranks"
+                f"{method_name}: got {list(in_sharded_axes)} and {other_axes} as sharded and "
+                f"replicated axes, and {len(data)} shards for {size} data-parallel ranks. Pass "
+                f"['data_parallel'], axes in {MODEL_AXES}, and a shard per rank"
             )
         # Call this process's worker, and exchange results or failures over data parallel.
         arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}
@@ -262,7 +266,7 @@ class LocalWorkerGroup:
         return future.get_results()
 
     def recover(self) -> bool:
-        """Return True, because a failed sharded call returns and raises on all ranks."""
+        """Return True. A failed call raises its error on all ranks, so no worker is waiting."""
         return True
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
@@ -273,7 +277,7 @@ class LocalWorkerGroup:
 
 
 class LocalCluster:
-    """Cluster of the processes of torchrun or Lightning's launcher, or of this process alone."""
+    """Cluster of the processes that torchrun or the script started, or of this process alone."""
 
     engine = "local"
 
@@ -297,23 +301,22 @@ class LocalCluster:
     ) -> LocalWorkerGroup:
         """Construct ``worker_class(parallel=..., **kwargs)`` in this process.
 
-        ``parallel`` must be the layout of the processes, else `LayoutError`, and
-        ``workers_per_node`` the number of processes of this machine, else `ConfigError`.
-        ``env_vars`` are set permanently.
+        ``env_vars`` stay set after the call. Raises `LayoutError` if ``parallel`` is not the layout
+        of the processes, and `ConfigError` if ``workers_per_node`` is not their number on this
+        machine.
         """
         # The launcher decided the layout, so the arguments must agree with it.
         if parallel is not None and parallel != self.parallel.config:
             raise LayoutError(
-                f"{name_prefix}: the layout of the processes is {self.parallel.config}, the "
-                f"configured layout is {parallel}. Use one layout, or use a RayVirtualCluster, "
-                "where every role has its own layout"
+                f"{name_prefix}: the layout {parallel} differs from the layout of the processes, "
+                f"{self.parallel.config}. Use one layout for all roles, or set cluster.engine=ray"
             )
         local_count = int(os.environ.get("LOCAL_WORLD_SIZE", self.parallel.world_size))
         counts = [workers_per_node] if isinstance(workers_per_node, int) else workers_per_node
         if counts is not None and set(counts) != {local_count}:
             raise ConfigError(
-                f"workers_per_node={workers_per_node}, but the workers are the {local_count} "
-                "processes of this machine. Leave it out, or use a RayVirtualCluster"
+                f"workers_per_node={workers_per_node}, but without Ray the workers are the "
+                f"{local_count} processes of this machine. Leave it out, or use a RayVirtualCluster"
             )
         os.environ.update({key: str(value) for key, value in (env_vars or {}).items()})
         # Construct the worker in this process.

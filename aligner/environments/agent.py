@@ -71,7 +71,7 @@ class Agent:
             )
 
     def call(self, name: str, argument: Any) -> Turn:
-        """Run the agent. ``argument``: base URL, API key, seed and columns."""
+        """Run the agent once. ``argument``: base URL, API key, seed and columns of a row."""
         assert name == "run"
         # Only the parent limits the time, as an agent's clock stops while the policy answers.
         faulthandler.cancel_dump_traceback_later()

@@ -113,11 +113,11 @@ class ChatRenderer:
         return text, ids
 
     def rewritten(
-        self, history: Sequence[Message], now: Sequence[Message], tools: Tools | None, text: str
+        self, history: Sequence[Message], chat: Sequence[Message], tools: Tools | None, text: str
     ) -> tuple[str, list[int]] | None:
         """Return the text and the tokens of a new sequence if the conversation forks, else None.
 
-        ``history``: the messages before the last answer. ``now``: all messages. ``text``: text of
+        ``history``: the messages before the last answer. ``chat``: all messages. ``text``: text of
         the current sequence. White space is not compared, because templates trim messages. Raises
         `RewrittenHistoryError` instead of a fork if ``rewritten_history`` is ``refuse``.
         """
@@ -126,13 +126,13 @@ class ChatRenderer:
         # Some templates accept calls only as `tool_calls` and render them in their own format.
         # Only the messages before the answer can then be compared.
         try:
-            chat_text, has_structured_calls = render(self.tokenizer, now, tools), False
+            chat_text, has_structured_calls = render(self.tokenizer, chat, tools), False
         except DataError:
-            chat_text = render(self.tokenizer, structured(now, self._form), tools)
+            chat_text = render(self.tokenizer, structured(chat, self._form), tools)
             has_structured_calls = True
         if has_structured_calls:
             text = render(self.tokenizer, structured(history, self._form), tools)
-        shown, expected = ("".join(each.split()) for each in (chat_text, text))
+        shown, expected = ("".join(string.split()) for string in (chat_text, text))
         if shown == expected or (has_structured_calls and shown.startswith(expected)):
             return None
         if self._rewritten_history == "fork":
@@ -154,10 +154,7 @@ class ChatRenderer:
     def _text_after_answer(
         self, history: Sequence[Message], new: Sequence[Message], tools: Tools | None
     ) -> str:
-        """Return the text after an answer: the end of its message, ``new``, and the next prompt.
-
-        If ``new`` is empty, return only the end of the answer's message.
-        """
+        """Return the text after an answer: its message's end and, if ``new`` is set, a prompt."""
         # Render a chat with a unique text as the answer, and cut after that text.
         texts = str([*history, *new])
         mark = next(text for n in count() if (text := f"⁂answer {n}⁂") not in texts)
@@ -252,7 +249,7 @@ def _has_template(tokenizer: Tokenizer) -> bool:
             continue
         if answer in chat and _ANSWER not in shown:
             raise ConfigError(
-                f"the model's chat template drops text of assistant messages: it renders a test "
+                "the model's chat template drops text of assistant messages: it renders a test "
                 f"message {_ANSWER!r} as {shown!r:.200}. Set environment.chat_template=FILE.jinja "
                 "to a template that keeps the text"
             )

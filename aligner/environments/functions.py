@@ -70,10 +70,7 @@ class ScoredTools(PromptedTools):
         ground_truth: Any = None,
         **columns: Any,
     ) -> None:
-        """Begin with ``prompt``, and offer ``tools``.
-
-        ``columns``: other columns of the row, passed to the reward function.
-        """
+        """Begin with ``prompt``. ``columns``: other columns of the row, for the reward function."""
         del seed
         self._scorer = _scorer_of(reward, reward_kwargs)
         self._truth, self._columns = ground_truth, columns

@@ -24,10 +24,7 @@ FailureReason = Literal["env_timeout", "env_error", "engine_error"]
 
 
 class Call(NamedTuple):
-    """A message to the process of ``slot``.
-
-    The docstrings of `aligner.environments.worker` and ``agent`` list the messages.
-    """
+    """A message to the process of ``slot``, one of those that ``worker`` and ``agent`` list."""
 
     slot: int
     name: CallName

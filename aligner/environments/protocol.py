@@ -146,10 +146,8 @@ def check_total(rewards: Iterable[float | None]) -> None:
     """Raise `DataError` if the absolute rewards of a conversation have no finite sum in float32."""
     total = math.fsum(abs(reward or 0.0) for reward in rewards)
     if total > _MAX_FLOAT32:
-        raise DataError(
-            f"the absolute rewards of the conversation add up to {total:g}, beyond float32. Return "
-            "smaller rewards"
-        )
+        text = f"the rewards of the conversation add up to {total:g}, beyond float32"
+        raise DataError(f"{text}. Return smaller rewards")
 
 
 def _is_scalar(value: Any) -> bool:

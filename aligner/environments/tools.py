@@ -128,10 +128,7 @@ def __getattr__(name: str) -> Any:
 def tools_in_text(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, explained: bool = True
 ) -> list[Message]:
-    """Return the messages, with a description of ``tools`` at the start of the first message.
-
-    ``explained``: whether the description also shows how to write a call.
-    """
+    """Describe ``tools`` at the start of the first message, if ``explained`` with a sample call."""
     lines = []
     for schema in tools:
         function = schema.get("function", schema)

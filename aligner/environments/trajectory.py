@@ -91,10 +91,7 @@ class Trajectory:
 
     @property
     def rewards(self) -> list[float]:
-        """Reward of each of the first `length` tokens.
-
-        The last token of a turn or step has its reward. Other tokens have 0.
-        """
+        """Rewards of the first `length` tokens. A turn or step is rewarded at its last token."""
         tokens_of_turn: dict[int, list[int]] = {}
         for index, number in enumerate(self.turn_ids):
             tokens_of_turn.setdefault(number, []).append(index)
@@ -138,7 +135,7 @@ class Trajectory:
         return "\n".join(lines)
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
-        """Append tokens that were sampled in turn ``turn``, or if it is 0, not sampled."""
+        """Append the tokens that turn number ``turn`` sampled. With 0, they were not sampled."""
         self.ids += ids
         self.logprobs += logprobs
         self.turn_ids += [turn] * len(ids)
@@ -155,10 +152,7 @@ class Trajectory:
         self.end_reason = "failed"
 
     def _step_ends(self, indices: Sequence[int], steps: Sequence[tuple[int, float]]) -> list[int]:
-        """Return for each step the index of the token that completes it.
-
-        ``indices``: indices of the turn's tokens.
-        """
+        """Return for each step the index of the token that completes it."""
         if not steps:
             return []
         # Decode in the context of the turn's sequence.

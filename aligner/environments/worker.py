@@ -67,9 +67,8 @@ def load_factory(
     """Return the class with the path ``factory``, and with the argument ``form`` if it needs one.
 
     ``form``: format of tool calls in the chat template, for a class with the attribute
-    ``reads_calls`` and the parameter ``form``. A column or a key of ``kwargs`` with the name
-    ``form`` overrides it.
-    Raises `ConfigError` if the class cannot be used with the data's ``columns`` and ``kwargs``.
+    ``reads_calls`` and the parameter ``form``. A column or key of ``kwargs`` named ``form``
+    overrides it. Raises `ConfigError` if the class does not accept ``columns`` and ``kwargs``.
     """
     factory_class = load_function(factory, key=KEY, kind="class")
     key = f"{KEY}={factory!r}"
@@ -102,8 +101,8 @@ def check_arguments(
     result of `aligner.data.prompts.columns_of_rows`. ``key``: configuration key and value of the
     function. ``call``: verb of the error message. ``reserved``: names that columns cannot have.
     """
-    own = {*names, *reserved}
-    repeated = sorted({*own, *columns} & kwargs.keys()) + sorted(own & {*columns})
+    run_names = {*names, *reserved}
+    repeated = sorted({*run_names, *columns} & kwargs.keys()) + sorted(run_names & {*columns})
     if repeated:
         raise ConfigError(
             f"{key}: {', '.join(repeated)} would be given twice. Arguments come from the run, from "
@@ -112,11 +111,11 @@ def check_arguments(
     message = (
         f"{key} {call} with {', '.join(names)}, the columns of the data and environment.kwargs"
     )
-    first = [*names, *kwargs]
-    check_call(function, [*first, *columns], message, "Add **columns to accept all columns.")
+    fixed_names = [*names, *kwargs]
+    check_call(function, [*fixed_names, *columns], message, "Add **columns to accept all columns.")
     for name, row in columns.items() if isinstance(columns, Mapping) else ():
         if row is not None:
-            arguments = [*first, *(column for column in columns if column != name)]
+            arguments = [*fixed_names, *(column for column in columns if column != name)]
             remedy = f"Add a value of {name!r} to the row, or a default to the parameter."
             check_call(function, arguments, f"{message}; {row} has no {name!r}", remedy)
     with raised_as(ConfigError, key, AlignerError):

@@ -121,7 +121,6 @@ class ServingEngine:
         return output.to("cpu")
 
     def _listener(self, slots: list[_RowSlot], is_stopping: Callable[[], bool]) -> _Listener:
-        may_abandon = not self.has_peers
         # With different limits, the engine may sample for the longest after all rows have ended.
         longest = max((slot.item.longest for slot in slots), default=0)
         is_cut = any(slot.item.longest < longest for slot in slots)
@@ -132,7 +131,7 @@ class ServingEngine:
             slot = slots[index]
             end: EndKind | None = "length" if slot.reported + 1 >= slot.item.longest else None
             _report(slot, [token], [logprob], "stop" if token in self.end_ids else end)
-            if not may_abandon or (not is_cut and all(row_slot.is_ended for row_slot in slots)):
+            if self.has_peers or (not is_cut and all(row_slot.is_ended for row_slot in slots)):
                 return  # the batch ends without intervention
             if is_stopping() or not any(row_slot.is_wanted for row_slot in slots):
                 raise _AbandonedError

@@ -27,8 +27,8 @@ def read_token(variable: str | None, file: str | None, owner: str) -> str | None
     token = (token or "").strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"{source} contains no access token of {owner}. Write a token into it: one line of "
-            "printable ASCII"
+            f"{source} contains no access token of {owner}. It must contain one line of printable "
+            "ASCII"
         )
     return token
 

@@ -1,21 +1,20 @@
-"""Products of linear layers: fast float32 products on CPUs, and products with float32 sums.
+"""Matrix products of linear layers: fast float32 products on CPUs, and products with float32 sums.
 
-`linear_product`: for float32 linears of a transformer, oneDNN is a sixth to a third faster than
-torch's MKL (benchmarks/LOG.md), but adds the terms of a sum one by one, with twice the rounding
-error in long sums. It computes gradients of inputs, and outputs with few terms. MKL computes the
-gradient of the weight.
+`linear_product`: for float32 linear layers, oneDNN is a sixth to a third faster than torch's MKL
+(benchmarks/LOG.md), but its rounding error in long sums is twice as large. oneDNN computes outputs
+that are short sums, and gradients of inputs. MKL computes other outputs, and gradients of weights.
 
-`packed_linears`: products of 16 to 64 rows in decoding. oneDNN's prepacked weights are rearranged
-once per weight update and run 1.3 to 2 times as fast, for the memory of another weight. A weight
-that fits in the processor's cache is only transposed, into the order in which MKL is fastest. A
-row's result is the same, bit for bit, for any number of rows (with torch 2.10 only if sums are
+`packed_linears`: products of 16 to 64 rows in decoding. oneDNN rearranges each weight once per
+update. Products then run 1.3 to 2 times as fast, and the copies take the memory of the weights. A
+weight that fits in the processor's cache is only transposed, because MKL is fastest in this order.
+A row's result is the same, bit for bit, for any number of rows (with torch 2.10 only if sums are
 short).
 
-`wide_linear`: sums and results are float32, also for bfloat16 matrices. A GPU returns the float32
-sums of exact bfloat16 products (`torch.mm` with ``out_dtype``), other devices convert the matrices.
-In backward the gradient of the logits is rounded to bfloat16 once, with a relative error of 2^-9.
+`wide_linear`: sums and results are float32, even for bfloat16 matrices. A GPU returns the float32
+sums of exact bfloat16 products (`torch.mm` with ``out_dtype``). Other devices convert the matrices.
+In backward, the gradient of the result is rounded to bfloat16 once (relative error 2^-9).
 
-`running_sum`: running sums as products, which are deterministic on a GPU.
+`running_sum`: running sums as matrix products, which are deterministic on a GPU.
 """
 
 import contextlib
@@ -33,9 +32,9 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Below this many multiplications the call around oneDNN's product costs more than it gains.
+# With fewer multiplications, the overhead of calling oneDNN is larger than its gain.
 _LEAST_WORK = 2**22
-_MOST_TERMS = 512  # of a sum in forward
+_MOST_TERMS = 512  # maximum number of terms of a sum that oneDNN computes in forward
 # Columns of one product in a running sum. Wider rows are cut into blocks.
 _WIDEST, _BLOCK = 2048, 512
 
@@ -50,8 +49,8 @@ def has_onednn(tensor: Tensor) -> bool:
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply ``x`` float [..., in] by ``weight`` [out, in] to [..., out], without gradients."""
-    # In bfloat16 torch itself uses oneDNN.
+    """Compute ``x @ weight^T``, float [..., in] by [out, in], without gradients."""
+    # For bfloat16, torch.matmul uses oneDNN.
     large = x.numel() * weight.shape[0] >= _LEAST_WORK
     if large and x.dtype == weight.dtype == torch.float32 and has_onednn(weight):
         return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
@@ -59,17 +58,17 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Origin(NamedTuple):
-    """A function that recomputes a tensor from saved tensors: ``function(*sources)``.
+    """How to compute a tensor again, bit for bit, as ``function(*sources)``.
 
-    The sources, float ``[...]``, are saved for backward in any case. A linear whose input, float
-    ``[..., n]``, has a known origin saves no input and recomputes it bit for bit.
+    The sources, float ``[...]``, are saved for backward in any case. A linear layer whose input has
+    a known origin does not save the input, and computes it again in backward.
     """
 
     function: Callable[..., Tensor]
     sources: tuple[Tensor, ...]
 
     def note(self, result: Tensor) -> Tensor:
-        """Attach the origin to ``result``, float ``[..., n]``, but not to its views and copies."""
+        """Attach this origin to ``result``, float ``[..., n]``. Views and copies do not have it."""
         setattr(result, _ORIGIN, self)
         return result
 
@@ -111,19 +110,19 @@ class _LinearProduct(torch.autograd.Function):
 
 
 def linear_product(x: Tensor, weight: Tensor, origin: Origin | None = None) -> Tensor:
-    """Multiply ``x`` float [..., in] of this ``origin`` by ``weight`` [out, in] to [..., out]."""
+    """Compute ``x @ weight^T``, float [..., in] by [out, in]. ``origin``: origin of ``x``."""
     if origin is None:
         return _LinearProduct.apply(x, weight, None)
     return _LinearProduct.apply(x, weight, origin.function, *origin.sources)
 
 
 class _Multiplying(nn.Module):
-    """Mixin that replaces the products of a parallel linear."""
+    """Mixin of a parallel linear layer whose float32 products on a CPU are `linear_product`."""
 
-    _origin: Origin | None = None  # of the input of the current call
+    _origin: Origin | None = None  # origin of the current call's input
 
     def forward(self, input_: Tensor, *args: Any, **arguments: Any) -> Any:
-        """Run megatron-core's forward without saving an input of known origin for backward."""
+        """Run megatron-core's forward, which does not save an input with a known origin."""
         self._origin = Origin.of(input_)
         try:
             return super().forward(input_, *args, **arguments)
@@ -133,7 +132,6 @@ class _Multiplying(nn.Module):
     def _forward_impl(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, **arguments: Any
     ) -> Tensor:
-        """Multiply ``[s, b, in]`` by this rank's part of the weight to ``[s, b, out]``."""
         exchanges = arguments["sequence_parallel"] or arguments["allreduce_dgrad"]
         if exchanges or input.device.type != "cpu" or weight.dtype != torch.float32:
             return super()._forward_impl(input, weight, bias=bias, **arguments)
@@ -142,15 +140,15 @@ class _Multiplying(nn.Module):
 
 
 class ColumnLinear(_Multiplying, ColumnParallelLinear):
-    """A linear whose outputs are split over ranks."""
+    """Linear layer whose outputs are split over tensor-parallel ranks."""
 
 
 class RowLinear(_Multiplying, RowParallelLinear):
-    """A linear whose inputs are split over ranks."""
+    """Linear layer whose inputs are split over tensor-parallel ranks."""
 
 
 def has_wide_products(*matrices: Tensor) -> bool:
-    """Return whether these matrices [n, m] are multiplied without float32 copies."""
+    """Return whether the device multiplies these matrices [n, m] without float32 copies."""
     return all(_has_kernel(matrix) and matrix.dtype == torch.bfloat16 for matrix in matrices)
 
 
@@ -159,7 +157,7 @@ def _has_kernel(matrix: Tensor) -> bool:
 
 
 def wide_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Compute ``left @ right``, [n, k] by [k, m], in float32 or wider, without gradients."""
+    """Compute ``left @ right``, [n, k] by [k, m], in float32 or float64, without gradients."""
     if has_wide_products(left, right):
         return torch.mm(left, right, torch.float32, out=out)
     dtype = torch.promote_types(left.dtype, torch.float32)
@@ -167,8 +165,6 @@ def wide_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor
 
 
 class _WideLinear(torch.autograd.Function):
-    """Linear of bfloat16 matrices on a GPU. The module explains how gradients are rounded."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -192,17 +188,18 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     return x.to(dtype) @ weight.to(dtype).t()
 
 
-# oneDNN chooses the layout by an expected number of rows. Layouts for many rows are as fast as
-# others from 1 to 64 rows, and unlike the layout for 1 row their results have the same bits.
+# oneDNN chooses the layout of a weight by an expected number of rows. A layout for many rows is as
+# fast as others for 1 to 64 rows. Its results have the same bits for any number of rows.
 _EXPECTED_ROWS = 512
 _CACHED_BYTES = 2**18  # weights up to this size remain in the cache between products
-_ROWS = 16  # their products run on a multiple of these rows, so that one kernel rounds all
+_ROWS = 16  # products of such weights are padded to multiples of this, so that one kernel runs
 
 
 class Product:
-    """``x @ weight^T`` for ``weight`` float [out, in], fast for few rows of ``x``.
+    """``x @ weight^T`` with ``weight``, float [out, in], fast for few rows of ``x``.
 
-    The first call packs a large weight. Later changes to the weight do not reach the packed copy.
+    The first call copies a large weight to another layout. Later changes of the weight have no
+    effect on the copy.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -214,13 +211,13 @@ class Product:
 
     @functools.cached_property
     def ready(self) -> Tensor:
-        """The weight in the layout of the product."""
+        """Weight in the layout that the product needs."""
         if self.packed:
             return torch.ops.mkldnn._reorder_linear_weight(self.weight, _EXPECTED_ROWS)
         return self.weight.t().contiguous() if self._in_cache else self.weight
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply ``x`` float [..., in] to [..., out]."""
+        """Compute ``x @ weight^T + bias``, float [..., out], for ``x`` [..., in]."""
         if x.numel() == 0:  # an expert without tokens
             return x.new_zeros(*x.shape[:-1], self._outputs)
         if self._in_cache:
@@ -250,14 +247,14 @@ class Product:
 
 
 class GatedProduct:
-    """SwiGLU, ``silu(x @ gate^T) * (x @ up^T)``, in two fused products. ``weight``: [2 * F, in]."""
+    """SwiGLU, ``silu(x @ gate^T) * (x @ up^T)``. ``weight``: gate and up, [2 * F, in]."""
 
     def __init__(self, weight: Tensor) -> None:
         self._both = Product(weight)
         self._gate, self._up = (Product(half) for half in weight.chunk(2))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute SwiGLU of ``x``, float [n, in] to [n, F]."""
+        """Compute SwiGLU, float [n, F], of ``x``, float [n, in]."""
         if not self._gate.packed:
             # Two separate products would be contiguous blocks, whose last elements torch rounds
             # differently from the rest.
@@ -271,7 +268,6 @@ class GatedProduct:
 
 
 def _padded_rows(x: Tensor) -> Tensor:
-    """Pad [n, in] with zero rows to a multiple of `_ROWS`."""
     missing = -x.shape[0] % _ROWS
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
@@ -285,9 +281,9 @@ def _two_rows(row: Tensor) -> Tensor:
 def packed_linears(model: nn.Module) -> Iterator[dict[nn.Module, Product]]:
     """Run megatron-core's parallel linear layers in ``model`` on packed weights, without gradients.
 
-    Yields the product of every replaced layer. Weights are packed on entry with merged adapters, so
-    enter again after every update. Experts that communicate themselves are not replaced. Sequence
-    parallelism must be off.
+    Yields the product of every replaced layer. Packed weights include adapters, and are computed at
+    entry: enter again after every update. Experts whose layers communicate are not replaced.
+    Sequence parallelism must be off.
     """
     products: dict[nn.Module, Product] = {}
     try:
@@ -311,7 +307,7 @@ def packed_linears(model: nn.Module) -> Iterator[dict[nn.Module, Product]]:
 def _packed_forward(
     module: ColumnParallelLinear | RowParallelLinear, product: Product, input_: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the output of a layer with its packed weight, and the bias that is not yet added."""
+    """Compute a layer's output with its packed weight. Also return a bias that is not added."""
     added, returned = (None, module.bias) if module.skip_bias_add else (module.bias, None)
     if isinstance(module, ColumnParallelLinear):
         output = product(input_, added)
@@ -323,9 +319,9 @@ def _packed_forward(
 
 
 def running_sum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Sum float [n, m] up to and including each column, in ``dtype``, by default the input's.
+    """Compute cumulative sums along the columns of float [n, m], in ``dtype`` (default: input's).
 
-    If deterministic operations are requested on a GPU, products replace `torch.cumsum`.
+    On a GPU with deterministic algorithms, matrix products replace `torch.cumsum`.
     """
     if values.is_cuda and torch.are_deterministic_algorithms_enabled():
         return sum_by_products(values).to(dtype or values.dtype)
@@ -335,8 +331,8 @@ def running_sum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def sum_by_products(values: Tensor) -> Tensor:
     """Compute `running_sum` as matrix products, float64 [n, m].
 
-    A row of at most 2,048 columns is one product, so that its sums never fall and zeros change
-    nothing.
+    A row of at most 2,048 columns is one product. Its sums therefore never decrease, and columns of
+    0 do not change them.
     """
     rows, columns = values.shape
     width = columns if columns <= _WIDEST else _BLOCK

@@ -1,16 +1,16 @@
-"""Log-probs and entropy from hidden states, without [N, V] logits in memory.
+"""Log-probs and entropy from hidden states, without logits [N, V] in memory.
 
-Forward: one pass over the vocabulary in tiles updates, per token, the running maximum ``m``, the
-sum ``s = Σ exp(l - m)`` and, for the entropy, ``u = Σ exp(l - m)·(l - m)`` of the logits ``l``
+Forward: one pass over tiles of the vocabulary updates, for each token, the running maximum ``m`` of
+the logits ``l``, the sum ``s = Σ exp(l - m)`` and, for the entropy, ``u = Σ exp(l - m)·(l - m)``
 (online softmax, Milakov & Gimelshein, 2018). Then ``logprob = l_target - m - log s`` and ``entropy
 = log s - u / s``.
 
-Backward: the tiles are recomputed and converted to the gradient of the logits in place::
+Backward: each tile is computed again and replaced by the gradient of its logits::
 
     dl_v = g·([v = target] - p_v) - e·p_v·(log p_v + entropy)
 
-with ``g`` and ``e`` the gradients of logprob and entropy. The vocabulary is the outer loop, so each
-row of the weight's gradient is complete after its tile and accumulates in float32 without a copy.
+with ``g`` and ``e`` the gradients of logprob and entropy. The vocabulary is the outer loop. Each
+row of the weight's gradient is therefore complete after its tile, and summed in float32.
 
 Sums are float32 (float64 for float64 inputs). A GPU multiplies bfloat16 without conversion and
 rounds the gradient of each logit to bfloat16 (`aligner.kernels.linear_product`). Other devices
@@ -36,10 +36,10 @@ from aligner.parallel.collectives import gather_first, reduce_scatter_first
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of each token over the whole vocabulary, float32 [N] (float64 for float64)."""
+    """Results of the forward pass for N tokens, float32 [N] (float64 for float64 inputs)."""
 
-    logprobs: Tensor
-    log_normalizer: Tensor  # log Σ exp(l) over the tokens within the filter
+    logprobs: Tensor  # of the targets
+    log_normalizer: Tensor  # log Σ exp(l) over the tokens that top-k and top-p keep
     entropy: Tensor | None
 
 
@@ -54,18 +54,18 @@ def row_statistics(
     keep_target: bool,
     with_entropy: bool,
 ) -> RowStatistics:
-    """Compute statistics of ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
+    """Compute log-probs of ``target``, int64 [N], and entropies.
 
-    ``tiles``: partition of the logits. ``restriction``: tokens that enter the softmax, None for
-    all. With ``keep_target`` an excluded target enters too, otherwise its log-prob is -inf.
+    ``tiles``: partition of the logits of ``hidden`` [N, H] and ``weight`` [V_local, H].
+    ``restriction``: tokens in the softmax, None for all. ``keep_target``: add an excluded target to
+    the softmax. Otherwise its log-prob is -inf.
     """
     assert hidden.shape[:1] == target.shape, (hidden.shape, target.shape)
     # Logits of the targets, which also initialise the running maximum.
     hidden = tiles.factor(hidden)
     local, owned = shard.localize(target)
     target_logits = _target_logits(tiles, hidden, weight, local, owned, shard)
-    # Any finite start is valid. The target's logit is nearer to the maximum than the smallest
-    # float.
+    # The running maximum can start at any number. The target's logit is near the final maximum.
     maximum = target_logits.clone()
     total = torch.zeros_like(maximum)
     weighted = torch.zeros_like(maximum) if with_entropy else None
@@ -103,7 +103,7 @@ def row_statistics(
 def _target_logits(
     tiles: Tiles, hidden: Tensor, weight: Tensor, local: Tensor, owned: Tensor, shard: VocabShard
 ) -> Tensor:
-    """Compute ``l_target`` of each token, [N], on the owner of the target. Other ranks add 0."""
+    """Compute each target's logit, [N], on the rank that has its column, and sum over ranks."""
     if shard.columns == 0:  # this rank stores only padding
         return shard.sum(hidden.new_zeros(hidden.shape[0], dtype=tiles.dtype))
     logits = (hidden.to(tiles.dtype) * weight[local].to(tiles.dtype)).sum(dim=1)
@@ -114,7 +114,7 @@ def _target_logits(
 def _rescale(
     maximum: Tensor, total: Tensor, weighted: Tensor | None, rows: slice, higher: Tensor
 ) -> None:
-    """Express the running sums of ``rows`` relative to a higher maximum, in place."""
+    """Change the maximum to which the running sums of ``rows`` are relative to ``higher``."""
     shift = maximum[rows] - higher
     factor = shift.exp()
     if weighted is not None:
@@ -131,7 +131,7 @@ def _add_tile(
     rows: slice,
     maximum: Tensor,
 ) -> None:
-    """Add one tile [n, v] to the running sums of ``rows``. Overwrites the tile."""
+    """Add a tile of logits [n, v] to the running sums of ``rows``. Overwrites the tile."""
     # In place and into one reused buffer, because both stay in the cache.
     shifted = logits.sub_(maximum.unsqueeze(1))
     if weighted is None:
@@ -143,14 +143,14 @@ def _add_tile(
 
 
 def _target_column(local: Tensor, owned: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return each target's column in a tile, or 0, and whether it is inside, both [n, 1]."""
+    """Return each target's column in a tile (0 if outside), and whether it is inside, [n, 1]."""
     column = local - columns.start
     is_inside = owned & (column >= 0) & (column < columns.stop - columns.start)
     return torch.where(is_inside, column, 0).unsqueeze(1), is_inside.unsqueeze(1)
 
 
 class _LogitGradient(NamedTuple):
-    """Inputs of a logit tile's gradient, ``row_factor · tile``, per token, all [N]."""
+    """Factors [N] per token. The logits' gradient is ``row_factor`` times `_gradient_tile`."""
 
     log_normalizer: Tensor
     row_factor: Tensor
@@ -170,18 +170,18 @@ def _logit_gradient(
     *,
     restricted: bool,
 ) -> _LogitGradient:
-    """Prepare the backward pass from the gradients of the two outputs, float [N] each."""
+    """Compute `_LogitGradient` from the gradients of log-probs and entropies, float [N] each."""
     logprobs, _, entropy = statistics
     local, owned = shard.localize(target)
     grad_logprobs = torch.zeros_like(logprobs) if grad_logprobs is None else grad_logprobs
-    # With a filter the tiles exclude the target, so p_target is added separately.
+    # With a filter, the tiles exclude the target. Its probability is therefore added separately.
     probability = logprobs.exp() if restricted else torch.zeros_like(logprobs)
     if grad_entropy is None or entropy is None:
-        # dl = -g·(p - [v = target]). The tile is p itself, and -g is applied to [N, H].
+        # dl = -g·(p - [v = target]). The tile is p, and -g multiplies hidden states [N, H].
         row_factor, offset, scale = -grad_logprobs, None, None
         target_value = probability - 1
     else:
-        # The factor of p_v depends on v, so there is no factor for [N, H].
+        # The factor of p_v depends on v, so that the tile includes all factors.
         row_factor, scale = torch.ones_like(logprobs), grad_entropy
         offset = grad_logprobs + grad_entropy * entropy
         surprise = grad_entropy * logprobs.clamp(min=EXCLUDED)
@@ -211,9 +211,10 @@ def input_gradients(
     *,
     requires: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute gradients of float ``hidden`` [N, H] (this shard's part) and the local ``weight``.
+    """Compute gradients of ``hidden``, float [N, H], and of the local ``weight``, [V_local, H].
 
-    ``requires``: which of the two to compute. ``grad_logprobs``, ``grad_entropy``: float [N].
+    The gradient of ``hidden`` is the summand of this vocabulary shard. ``requires``: which of the
+    two to compute. ``grad_logprobs``, ``grad_entropy``: gradients of the outputs, float [N].
     """
     requires_hidden, requires_weight = requires
     gradient = _logit_gradient(
@@ -221,9 +222,9 @@ def input_gradients(
     )
     inputs = tiles.factor(hidden)
     row_factor = (gradient.row_factor / tiles.divisor).unsqueeze(1)
-    # Rounded tiles are multiplied by the row factors, otherwise [N, H] is multiplied.
+    # Row factors multiply the tiles if these are rounded, otherwise the hidden states.
     scaled = inputs if tiles.narrow else row_factor * inputs
-    # Outputs, padding rows of the weight get gradient 0.
+    # Memory of the results. Padding rows of the weight have gradient 0.
     grad_hidden = torch.zeros_like(inputs, dtype=tiles.dtype) if requires_hidden else None
     grad_weight = torch.empty_like(weight) if requires_weight else None
     if grad_weight is not None:
@@ -232,7 +233,7 @@ def input_gradients(
         weight_tile = tiles.factor(weight[columns])
         accumulated: Tensor | None = None
         for rows in tiles.tokens():
-            # Recompute one tile and add its products to both gradients.
+            # Compute a tile again, and add its products to both gradients.
             tile = _gradient_tile(
                 tiles, inputs[rows], weight_tile, gradient, restriction, rows, columns
             )
@@ -241,7 +242,7 @@ def input_gradients(
                 tile = torch.mul(tile, row_factor[rows], out=rounded)
             if grad_hidden is not None:
                 _accumulate(grad_hidden[rows], tile, weight_tile)
-            if requires_weight:  # summed over all tokens in float32, rounded once below
+            if requires_weight:  # summed over all tokens in float32, and rounded once below
                 accumulated = _accumulate(accumulated, tile.t(), scaled[rows])
         if grad_weight is not None:
             grad_weight[columns] = 0 if accumulated is None else accumulated
@@ -253,7 +254,6 @@ def input_gradients(
 
 
 def _accumulate(total: Tensor | None, lhs: Tensor, rhs: Tensor) -> Tensor:
-    """Compute ``total + lhs @ rhs``, in place unless ``total`` is None."""
     if total is not None and lhs.dtype == total.dtype:
         return total.addmm_(lhs, rhs)
     product = wide_mm(lhs, rhs)
@@ -269,7 +269,7 @@ def _gradient_tile(
     rows: slice,
     columns: slice,
 ) -> Tensor:
-    """Compute the gradient of one tile of logits [n, v], without its row factor."""
+    """Compute the gradient of a tile of logits [n, v], divided by ``gradient.row_factor``."""
     logits = tiles.logits(hidden, weight)
     slope = None if tiles.cap is None else 1 - (logits / tiles.cap).square()  # of the soft cap
     target_column, is_inside = _target_column(
@@ -291,10 +291,7 @@ def _gradient_tile(
 
 
 class _HiddenStatesToLogprobs(torch.autograd.Function):
-    """Log-probs and entropy of (hidden, weight), differentiable in both inputs.
-
-    ``group``: ranks that hold parts of the hidden states. The gathered states are not saved.
-    """
+    """See `hidden_states_to_logprobs`. Hidden states gathered from ``group`` are not saved."""
 
     @staticmethod
     def forward(
@@ -352,28 +349,27 @@ def hidden_states_to_logprobs(
     kept_ids: Tensor | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the log-prob of each target and the entropy of the sampling distribution.
+    """Compute the log-prob of each target, and the entropy of the sampling distribution.
 
     Args:
-        hidden: float [N, H], the states that predict the targets.
-        weight: float [V_local, H], the (local) output layer.
-        target: int64 [N], global ids.
-        shard: part of the vocabulary in ``weight``. Padding rows get gradient 0.
-        sampling: its ``temperature`` divides the logits, before ``cap`` bounds them. Its filters
-            restrict the distribution, which is renormalised over the kept tokens.
-        gather_group: ranks that hold equal parts of the rows of ``hidden``, in rank order (sequence
-            parallelism). The rows are gathered in each pass, and only the local rows are saved.
-        chunk_size: maximum number of tokens per step. None derives it from the memory of a tile.
+        hidden: float [N, H], hidden states that predict the targets.
+        weight: float [V_local, H], output layer, or this rank's rows of it.
+        target: int64 [N], token ids.
+        shard: part of the vocabulary in ``weight``. Padding rows have gradient 0.
+        sampling: temperature, which divides the logits before ``cap`` bounds them, top-k and top-p.
+            Probabilities are renormalised over the tokens that top-k and top-p keep.
+        gather_group: with sequence parallelism, ranks that have equal parts of the rows of
+            ``hidden``, in rank order. Each pass gathers the rows. Only local rows are saved.
+        chunk_size: maximum number of tokens per tile. Default: as the memory limit allows.
         with_entropy: whether to compute the entropy.
-        kept_ids: int [N, K], ids that the sampler kept, padded with -1. A row with an id is
-            renormalised over its ids instead.
-        cap: bound of the logits (`soft_cap_`).
+        kept_ids: int [N, K], ids that top-k and top-p kept in sampling, padded with -1. A row with
+            an id is renormalised over these ids.
+        cap: soft cap of the logits (see `soft_cap_`).
 
-    Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs). Gradients
-    are exact for a fixed set of kept tokens, but rounded per logit for bfloat16 on a GPU. With
-    tensor parallelism every rank returns the same values and the gradient of its rows of
-    ``weight``. The gradient of ``hidden`` is the *local part*, which the caller sums over the
-    group, or with ``gather_group`` the sum for the local rows.
+    Returns log-probs [N] and entropies [N] or None, float32 (float64 for float64 inputs). Gradients
+    are exact for fixed kept tokens, but those of logits are rounded to bfloat16 if a GPU multiplies
+    bfloat16. With tensor parallelism every rank returns the same values. The gradient of ``hidden``
+    is then a summand, which the caller sums over the group, unless ``gather_group`` is given.
     """
     assert hidden.ndim == weight.ndim == 2, (hidden.shape, weight.shape)
     assert hidden.shape[1] == weight.shape[1], (hidden.shape, weight.shape)

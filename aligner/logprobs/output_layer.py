@@ -1,4 +1,4 @@
-"""The local output layer: its rows, tiled products, and modules that replace it.
+"""Output layer of this rank: its part of the vocabulary, tiled products, and replacements.
 
 Shape legend: ``N`` selected tokens, ``S`` length, ``B`` sequences, ``H`` hidden, ``V`` real
 vocabulary, ``V_local`` rows of the local weight (padding rows included).
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 
-# One tile [rows, columns] of logits is in memory at a time. On CPU a tile must fit in the cache
-# (benchmarks/LOG.md, 2026-11-21). An accelerator needs large kernels.
+# One tile [rows, columns] of logits is in memory at a time. On a CPU it should fit in the cache
+# (benchmarks/LOG.md, 2026-11-21). A GPU needs large kernels.
 _TILE_BYTES = {"cpu": 4 * 2**20}
 _TILE_BYTES_ACCELERATOR = 256 * 2**20
 _TILE_ROWS = {"cpu": 2048}
 _TILE_ROWS_ACCELERATOR = 8192
-# Existing logits are read in chunks of complete rows.
+# Logits that are in memory are processed in chunks of complete rows.
 _CHUNK_BYTES = {"cpu": 32 * 2**20}
 _CHUNK_BYTES_ACCELERATOR = 256 * 2**20
 
 
 def tile_bytes(device_type: str) -> int:
-    """Return the maximum bytes of a float32 tile of logits on devices of this type."""
+    """Return the maximum size, in bytes, of a float32 tile of logits on this type of device."""
     return _TILE_BYTES.get(device_type, _TILE_BYTES_ACCELERATOR)
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Part of the vocabulary in the local weight.
+    """Part of the vocabulary in this rank's output layer.
 
-    ``start``: global id of row 0. ``columns``: leading rows that are real tokens, before padding
-    outside the softmax. ``group``: the tensor-parallel group, None for the whole vocabulary.
+    ``start``: token id of row 0. ``columns``: number of rows that are tokens. Padding rows follow
+    them. ``group``: tensor-parallel group, None if this rank has the whole vocabulary.
     """
 
     start: int
@@ -50,7 +50,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> "VocabShard":
-        """Return the shard of float ``weight`` [V_local, H], with V_local rows on each rank."""
+        """Return the shard in ``weight``, float [V_local, H]. V_local is equal on all ranks."""
         rows = weight.shape[0]
         ranks = 1 if group is None else dist.get_world_size(group)
         assert 0 < vocab_size <= rows * ranks, (vocab_size, rows, ranks)
@@ -60,12 +60,12 @@ class VocabShard:
 
     @classmethod
     def between(cls, start: int, end: int, group: dist.ProcessGroup | None) -> "VocabShard":
-        """Return the shard of the global ids from ``start`` to ``end`` (excluded)."""
+        """Return the shard of the token ids from ``start`` to ``end`` (excluded)."""
         ranks = 1 if group is None else dist.get_world_size(group)
         return cls(start=start, columns=end - start, group=group if ranks > 1 else None)
 
     def localize(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return local rows of global ids int64 [...], 0 elsewhere, and which are local, bool."""
+        """Return local rows of token ids, int64 [...] (else 0), and bool [...]: is local."""
         local = target - self.start
         owned = (local >= 0) & (local < self.columns)
         return torch.where(owned, local, 0), owned
@@ -83,7 +83,7 @@ class VocabShard:
         return value
 
     def stack_ranks(self, value: Tensor) -> Tensor:
-        """Gather ``value`` of every rank, [ranks, ...]. Shape and dtype are equal on all ranks."""
+        """Gather ``value`` [...] of every rank to [ranks, ...]. Shapes and dtypes must be equal."""
         if self.group is None:
             return value.unsqueeze(0)
         ranks = dist.get_world_size(self.group)
@@ -93,7 +93,7 @@ class VocabShard:
 
 
 def sequence_chunks(logits: Tensor, chunk_size: int | None) -> Iterator[slice]:
-    """Yield slices of dimension -2 of [..., S, V_local], by default of bounded float32 memory."""
+    """Yield slices of S in ``logits`` [..., S, V_local], by default as large as memory allows."""
     length = logits.shape[-2]
     if chunk_size is None:
         budget = _CHUNK_BYTES.get(logits.device.type, _CHUNK_BYTES_ACCELERATOR)
@@ -104,11 +104,11 @@ def sequence_chunks(logits: Tensor, chunk_size: int | None) -> Iterator[slice]:
 
 
 class Tiles:
-    """Partition of ``hidden`` [N, H] @ ``weight`` [V_local, H]^T into tiles of reused memory.
+    """Partition of the logits ``hidden`` [N, H] @ ``weight`` [V_local, H]^T into tiles.
 
-    ``dtype`` is the type of the arithmetic, float32 at least. Inputs of lower precision are
-    converted block by block, or not at all if the device multiplies them (``narrow``). Logits are
-    divided by ``divisor`` and bounded by ``cap``.
+    All tiles use the same memory. ``dtype``: dtype of the arithmetic, float32 or float64.
+    ``narrow``: whether the device multiplies bfloat16 directly. Otherwise inputs are converted
+    block by block. Logits are divided by ``divisor`` and bounded by ``cap``.
     """
 
     def __init__(
@@ -139,24 +139,24 @@ class Tiles:
     def buffer(
         self, name: str, rows: int, columns: int, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return a contiguous [rows, columns] view of the buffer ``name``, uninitialised."""
+        """Return an uninitialised tensor [rows, columns] in the memory of the buffer ``name``."""
         if name not in self._buffers:
             size = self.rows * self.columns
             self._buffers[name] = torch.empty(size, dtype=dtype or self.dtype, device=self._device)
         return self._buffers[name][: rows * columns].view(rows, columns)
 
     def vocabulary(self) -> Iterator[slice]:
-        """Yield slices of the local vocabulary without padding."""
+        """Yield the slices of the local vocabulary, without padding."""
         for start in range(0, self.columns_total, self.columns):
             yield slice(start, min(start + self.columns, self.columns_total))
 
     def tokens(self) -> Iterator[slice]:
-        """Yield slices of the tokens."""
+        """Yield the slices of the N tokens."""
         for start in range(0, self.rows_total, self.rows):
             yield slice(start, min(start + self.rows, self.rows_total))
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Compute ``hidden [n, H] @ weight [v, H]^T``, both from `factor`, in the reused tile."""
+        """Compute the logits [n, v] of a tile. Convert both inputs by `factor` first."""
         tile = self.buffer("logits", hidden.shape[0], weight.shape[0])
         wide_mm(hidden, weight.t(), out=tile)
         return soft_cap_(tile if self.divisor == 1.0 else tile.div_(self.divisor), self.cap)
@@ -168,9 +168,9 @@ def soft_cap_(logits: Tensor, cap: float | None) -> Tensor:
 
 
 class OutputLayerBypass(nn.Module):
-    """Replacement of the output layer that returns the hidden states.
+    """Replaces the output layer, and returns the hidden states.
 
-    megatron-core reads ``weight`` on the last pipeline stage with tied embeddings.
+    With tied embeddings, megatron-core reads ``weight`` on the last pipeline stage.
     """
 
     def __init__(self, original: nn.Module | None = None) -> None:
@@ -183,17 +183,17 @@ class OutputLayerBypass(nn.Module):
         return getattr(self._original[0], "weight", None)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Return ``hidden`` float ``[S, B, H]`` and ignore the arguments of an output layer."""
+        """Return ``hidden``, float ``[S, B, H]``. Other arguments are ignored."""
         if self._original[0] is not None:
             ready_weight(self._original[0])
         return hidden, None
 
 
 class ValueHead(nn.Module):
-    """Linear map from a hidden state to ``outputs`` values, in float32 in models of any dtype.
+    """Linear head with ``outputs`` values per hidden state, in float32 in models of any dtype.
 
-    The updates from PPO's small value signal would be below the precision of bfloat16 weights. A
-    new head is zero, so that on every layout all initial values are 0.
+    In bfloat16, the small updates of a PPO critic would be lost by rounding. The weights of a new
+    head are 0, so that all initial values are 0 on every layout.
     """
 
     def __init__(
@@ -204,19 +204,19 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map ``[..., H]`` of any dtype to ``[..., outputs]`` in the head's dtype."""
+        """Compute values ``[..., outputs]`` in the head's dtype, from ``[..., H]`` in any dtype."""
         return F.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
 
 
 def ready_weight(module: nn.Module) -> Tensor:
-    """Return the module's weight after its pre-forward hooks, which wait for gathered weights."""
+    """Run the module's pre-forward hooks, which wait for gathered weights. Return its weight."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
     return module.weight
 
 
 class CapturingOutputLayer(nn.Module):
-    """Replacement of the output layer that stores hidden states ``[S, B, H]`` in a dict."""
+    """Replaces the output layer, and stores the hidden states ``[S, B, H]`` in a dict."""
 
     def __init__(self, captured_hidden: dict[str, Tensor]) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class CapturingOutputLayer(nn.Module):
 
 @contextlib.contextmanager
 def bypassed_output_layer(gpt: "GPTModel") -> Iterator[None]:
-    """Make ``gpt(...)`` return hidden states ``[B, S, H]`` (on the last pipeline stage)."""
+    """Make the last pipeline stage return hidden states ``[B, S, H]`` inside the block."""
     original = gpt._modules.get("output_layer")
     if original is None or isinstance(original, OutputLayerBypass):
         yield
@@ -243,7 +243,7 @@ def bypassed_output_layer(gpt: "GPTModel") -> Iterator[None]:
 
 
 def output_weight(gpt: "GPTModel") -> Tensor:
-    """Return this rank's rows ``[V / tp, H]`` of the output layer, or of the tied embedding."""
+    """Return this rank's rows of the output layer or tied embedding, ``[V / tp, H]``."""
     if gpt.share_embeddings_and_output_weights:
         return gpt.shared_embedding_or_output_weight()
     return gpt.output_layer.weight

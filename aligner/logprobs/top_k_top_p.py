@@ -1,8 +1,7 @@
-"""Sampling parameters for training log-probs: top-k and top-p (nucleus) filters, temperature.
+"""Temperature, top-k and top-p (nucleus) filters for the log-probs of training.
 
-A filter is one threshold per position. A token is kept if its logit is at least the threshold, so a
-tiled pass over the vocabulary can apply the filter without sorting. Tokens of equal logit are kept
-or excluded together.
+The filters become a threshold for each position. A token is kept if its logit is at least the
+threshold. A pass over tiles of the vocabulary can therefore apply the filters without sorting.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from aligner.logprobs.output_layer import Tiles, VocabShard, soft_cap_
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.parallel.collectives import gather_first
 
-# Limit of logits in memory. Sorting needs several times this memory.
+# Maximum size of the logits in memory. Sorting needs several times this memory.
 _CHUNK_BYTES = {"cpu": 64 * 2**20}
 _CHUNK_BYTES_ACCELERATOR = 256 * 2**20
 # Value of an excluded logit. Not -inf, because 0 · -inf would be NaN in the entropy.
@@ -28,11 +27,11 @@ EXCLUDED = -1e30
 
 @dataclass(frozen=True)
 class TrainingSamplingParams:
-    """Sampling parameters of a rollout, for log-probs of the same distribution.
+    """Sampling parameters of a rollout, for log-probs under the distribution of the samples.
 
-    ``top_k``: None, 0 or -1 is off. ``top_p``: 1 is off. ``temperature`` divides undivided logits.
-    ``keep_target``: an excluded target counts as kept, with a finite log-prob, as in this library's
-    trainers. By default its log-prob is -inf, as published.
+    ``top_k``: None, 0 or -1 is off. ``top_p``: 1 is off. ``temperature``: divisor of the logits.
+    ``keep_target``: a target that the filters exclude counts as kept, with a finite log-prob, as
+    in this library's trainers. By default its log-prob is -inf, as in NeMo-RL.
     """
 
     top_k: int | None = None
@@ -44,12 +43,12 @@ class TrainingSamplingParams:
         if self.temperature <= 0:
             raise ConfigError(
                 f"temperature={self.temperature} must be positive, because log-probs at "
-                "temperature 0 are undefined. Sample greedily and train at temperature 1"
+                "temperature 0 are undefined. Set temperature=1 (and sample greedily if needed)"
             )
         if (self.top_k or 0) < -1 or not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"top_k={self.top_k} must be None, 0 or -1 (off) or positive, and "
-                f"top_p={self.top_p} must be in (0, 1] (1 is off)"
+                f"top_k={self.top_k} or top_p={self.top_p} is invalid. Set top_k to a positive "
+                "number, or to None, 0 or -1 (off), and top_p to a number in (0, 1] (1 is off)"
             )
 
     @property
@@ -65,11 +64,11 @@ class TrainingSamplingParams:
 
 @dataclass(frozen=True)
 class Restriction:
-    """Tokens that enter the softmax at ``N`` positions in addition to the targets.
+    """Tokens in the softmax at N positions, in addition to the targets.
 
-    ``thresholds``: float [N], the smallest kept logit. ``kept_columns``: int64 [N, K], columns of
-    the local shard that the sampler kept, padded with values outside the shard, if recorded.
-    ``is_recorded``: bool [N], rows with a record.
+    ``thresholds``: float [N], tokens with smaller logits are excluded. ``kept_columns``: int64
+    [N, K], columns of the local shard that sampling kept, padded with values outside the shard.
+    ``is_recorded``: bool [N], rows with kept columns. Only their kept columns are in the softmax.
     """
 
     thresholds: Tensor
@@ -79,11 +78,11 @@ class Restriction:
     def exclude(
         self, logits: Tensor, rows: slice, columns: slice, target_column: Tensor, is_inside: Tensor
     ) -> None:
-        """Overwrite excluded tokens and the targets in a tile [n, v] of ``rows`` and ``columns``.
+        """Set excluded tokens and targets in a tile of logits [n, v] to `EXCLUDED`.
 
-        ``target_column``: int64 [n, 1], targets in the tile. ``is_inside``: bool [n, 1]. Targets
-        are added separately, because a target's logit is rounded twice (tile and dot product),
-        which could count it twice or never at the threshold.
+        ``rows``, ``columns``: slices of the tile. ``target_column``: int64 [n, 1], column of each
+        target in the tile. ``is_inside``: bool [n, 1], the target is in the tile. Targets are
+        excluded, because their logits are added separately, with another rounding.
         """
         logits.masked_fill_(logits < self.thresholds[rows].unsqueeze(1), EXCLUDED)
         if self.kept_columns is not None and self.is_recorded is not None:
@@ -110,14 +109,14 @@ def restriction_of(
     kept_ids: Tensor | None,
     cap: float | None = None,
 ) -> Restriction:
-    """Compute the restriction of ``hidden`` [N, H] by the filters of ``sampling``.
+    """Return which tokens the filters of ``sampling`` keep for hidden states [N, H].
 
-    Logits are divided by ``divisor`` and bounded by ``cap``. ``kept_ids``: int [N, K], global ids
-    that the sampler kept, padded with -1. Sets of rows without an id are recomputed from the
+    Logits are divided by ``divisor`` and bounded by ``cap``. ``kept_ids``: int [N, K], token ids
+    that sampling kept, padded with -1. For rows without an id, kept tokens are computed from the
     trainer's logits.
 
-    A recomputed set differs at its edge if engines round differently or weights have changed. Over
-    the recorded set, ratios and KL are exact (keep sampling mask, DeepSeek-V3.2, 2025).
+    Computed tokens can differ from those in sampling if engines round differently or weights have
+    changed. With ``kept_ids``, ratios and KL are exact (keep sampling mask, DeepSeek-V3.2, 2025).
     """
     top_k, top_p = sampling.kept_count, sampling.top_p
     if kept_ids is None:
@@ -143,16 +142,17 @@ def keep_thresholds(
     divisor: float = 1.0,
     cap: float | None = None,
 ) -> Tensor:
-    """Compute the threshold of each row's logits / ``divisor``, float [N], for ``hidden`` [N, H].
+    """Compute the `threshold` of each row's logits, float [N], from ``hidden`` [N, H].
 
-    ``cap``: see `soft_cap_`. Only the logits of a few tokens are in memory at a time.
+    Logits are divided by ``divisor`` and bounded by ``cap``. Only the logits of a few tokens are in
+    memory at a time.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     budget = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES_ACCELERATOR)
     rows = max(1, budget // (weight.shape[0] * dtype.itemsize))
     thresholds = [hidden.new_empty(0, dtype=dtype)]
     for chunk in hidden.split(rows) if hidden.shape[0] else ():
-        # As wide as the weight with padding rows, because ranks exchange equal numbers of columns.
+        # With columns for padding rows, because ranks exchange equal numbers of columns.
         logits = hidden.new_full((chunk.shape[0], weight.shape[0]), -torch.inf, dtype=dtype)
         tiles = Tiles(chunk, weight, shard.columns, None)
         states = tiles.factor(chunk)
@@ -168,9 +168,9 @@ def keep_thresholds(
 def shard_thresholds(
     logits: Tensor, group: dist.ProcessGroup | None, top_k: int, top_p: float
 ) -> Tensor:
-    """Compute the threshold of each row, [n], on every rank, overwriting ``logits`` [n, V_local].
+    """Compute the `threshold` of each row, [n], on every rank. Overwrites ``logits`` [n, V_local].
 
-    Each rank sorts complete rows of its share of tokens. Padding columns must be -inf.
+    Each rank sorts complete rows of a part of the tokens. Padding columns must be -inf.
     """
     if group is None:
         return threshold(logits, top_k, top_p)
@@ -181,10 +181,10 @@ def shard_thresholds(
 
 
 def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Compute the threshold of each row of float [n, V]: top-k, then top-p of the remaining tokens.
+    """Compute the logit from which on top-k and then top-p keep tokens, for each row of [n, V].
 
     Top-p keeps the fewest most probable tokens whose total probability is at least ``top_p``. The
-    threshold is midway between the smallest kept and the next lower logit, so that other rounding
+    threshold is midway between the smallest kept and the next lower logit, so that small rounding
     errors do not matter. Overwrites ``logits``.
     """
     columns = logits.shape[1]
@@ -193,12 +193,12 @@ def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     count = torch.full_like(ordered[:, :1], top_count, dtype=torch.int64)
     if top_p < 1.0:
         probabilities = ordered.softmax(dim=1)
-        # The token that crosses top_p is kept, so the sum of a token excludes the token itself.
+        # The token with which the sum reaches top_p is kept: compare the sum before each token.
         preceding = running_sum(probabilities) - probabilities
         count = (preceding < top_p).sum(dim=1, keepdim=True).clamp(min=1)
     smallest = ordered.gather(1, count - 1)
     next_lower = logits.masked_fill_(logits >= smallest, -torch.inf).amax(dim=1, keepdim=True)
-    # Without a lower logit the gap is infinite and any distance is valid. If a padding column is
-    # kept, all other columns are kept, too.
+    # Without a lower logit, the gap is infinite and any distance is valid. If a padding column is
+    # kept, all columns are kept.
     limit = smallest - (smallest - next_lower).clamp(max=2.0) / 2
     return torch.where(smallest.isneginf(), smallest, limit).squeeze(1)

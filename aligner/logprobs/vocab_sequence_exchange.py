@@ -1,7 +1,7 @@
-"""Conversion between logits sharded over the vocabulary and logits sharded over the tokens.
+"""Conversion between logits split over the vocabulary and logits split over the tokens.
 
-Shape legend: ``BS`` tokens (batch and sequence flattened), ``BS_local = BS / ranks``, ``V`` whole
-vocabulary, ``V_local = V / ranks``.
+Shapes: ``BS`` tokens (batch and sequence flattened), ``BS_local = BS / ranks``, ``V`` vocabulary,
+``V_local = V / ranks``.
 """
 
 import torch
@@ -13,10 +13,10 @@ from aligner.errors import LayoutError
 
 
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Exchange [BS, V_local] of each rank for [BS_local, V], complete rows of some tokens.
+    """Convert logits [BS, V_local] of each rank to [BS_local, V]: rank r gets part r of the tokens.
 
-    The dtype is any. Backward is the inverse exchange. Rank r gets the r-th part of the tokens.
-    Raises LayoutError unless logits have two dimensions and BS is a multiple of the group size.
+    The dtype is any. Backward is the inverse conversion. Raises `LayoutError` unless the logits
+    have two dimensions and BS is a multiple of the group size.
     """
     logits, ranks = vocab_parallel_logits, dist.get_world_size(tp_group)
     _check(logits, "tokens", 0, ranks)
@@ -26,7 +26,7 @@ def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup)
 
 
 def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Convert [BS_local, V] of each rank to [BS, V_local], the inverse of `all_to_all_vp2sq`."""
+    """Convert logits [BS_local, V] of each rank to [BS, V_local], inverse of `all_to_all_vp2sq`."""
     logits, ranks = seq_parallel_logits, dist.get_world_size(tp_group)
     _check(logits, "vocabulary columns", 1, ranks)
     rows, columns = logits.shape
@@ -35,7 +35,6 @@ def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -
 
 
 def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send the r-th equal part of ``blocks`` to rank r. Return received parts in rank order."""
     return all_to_all_single(torch.empty_like(blocks), blocks, group=group)
 
 
@@ -43,7 +42,7 @@ def _check(logits: Tensor, dimension_name: str, dimension: int, ranks: int) -> N
     if logits.ndim != 2:
         raise LayoutError(
             f"logits of shape {list(logits.shape)} must have two dimensions. Flatten batch and "
-            "sequence into one"
+            "sequence into one dimension"
         )
     if logits.shape[dimension] % ranks:
         raise LayoutError(

@@ -24,7 +24,7 @@ def token_rewards(
     ``rewards``: float [B], R of each sample, or float [B, S], a reward for each token instead.
     ``kl``: float [B, S], the estimated KL divergence, or None for no penalty. ``token_mask``:
     [B, S], 1 for generated tokens, the result is 0 elsewhere. ``turn_ids``: int64 [B, S], the turn
-    that generated a token. With it, the last token is the last one of the last turn.
+    that generated a token. The last token is then that of the last turn, not of the last column.
     """
     assert rewards.ndim in (1, 2), rewards.shape
     assert token_mask.ndim == 2, token_mask.shape

@@ -106,10 +106,9 @@ def correct(
     """Compute token weights for a micro-batch, float [B, S], and metrics.
 
     None in place of weights means that all weights are 1. ``log_ratio``: float [B, S], the
-    trainer's log-prob minus the sampler's, without gradient. ``average``: adds this micro-batch to
-    means over the unmasked tokens of the global batch, and contains the micro-batch's mask.
-    ``moment_mask``: [B, S], result of `second_moment_masks`, required if
-    ``correction.second_moment`` is set.
+    trainer's log-prob minus the sampler's, without gradient. ``average``: averages over the
+    unmasked tokens of the global batch. ``moment_mask``: [B, S], result of `second_moment_masks`,
+    required if ``correction.second_moment`` is set.
 
     Metrics are means over tokens: ``importance_weight`` and its square
     ``importance_weight_square``, and the shares ``weights_outside`` (tokens with a weight outside
@@ -145,11 +144,10 @@ def correct(
 
 
 def gap_metrics(log_ratio: Tensor, average: BatchAverage) -> dict[str, Tensor]:
-    """Compute metrics that compare the sampler's with the trainer's log-probs, scalars.
+    """Compute scalar metrics that compare the log-probs of sampler and trainer.
 
-    ``log_ratio``: float [B, S], the trainer's log-prob minus the sampler's. With
-    ``d = log_ratio`` and ``r = exp(d)``, these are means over sampled tokens, except for the
-    maximum:
+    With ``d = log_ratio``, float [B, S], the trainer's log-prob minus the sampler's, and
+    ``r = exp(d)``, these are means over sampled tokens, except for the maximum:
 
     - ``logprob_gap_mean``: ``|d|``. ``logprob_gap_max``: the largest ``|d|``, or 0 for no tokens.
     - ``kl_k1``, ``kl_k3``: KL(sampler ‖ trainer), ``-d`` and ``r - 1 - d`` (verl's kl, k3_kl).

@@ -31,8 +31,8 @@ class DistillationLoss:
     the k tokens and ``rest = 0``.
 
     The formulas are those of NeMo-RL's `DistillationLossFn`, where backward is called ``reverse``.
-    Papers: Hinton et al., 2015 (forward), Gu et al., 2023 (MiniLLM, backward), Agarwal et al., 2023
-    (GKD, mixed).
+    Papers: Hinton et al., 2015 (forward), and for backward and mixed Gu et al., 2023 (MiniLLM) and
+    Agarwal et al., 2023 (GKD).
 
     Metrics are means over all tokens: ``loss``, ``forward_kl``, ``backward_kl`` (absent with
     ``kl="forward"``) and ``topk_probability``, the student's total probability of the k tokens.
@@ -88,7 +88,7 @@ class DistillationLoss:
             "forward_kl": average(forward),
             "topk_probability": average(logprobs.exp().sum(dim=-1)),
         }
-        if self.kl != "forward":  # the rest would need the entropy
+        if self.kl != "forward":  # with forward, the entropy for ``rest`` is not computed
             metrics["backward_kl"] = average(backward)
         return loss, {name: value.detach() for name, value in metrics.items()}
 

@@ -52,8 +52,8 @@ def _compare_turns(
     ``returns``, ``penalised_returns``: float64 [B, K], without and with the KL penalty.
     ``has_turn``: bool [B, K], True if the sample reaches the turn. ``groups``: int64 [B].
 
-    Returns advantages, float64 [B, K], 0 where the compared returns are equal. Also returns,
-    float64 [B, 1], the standard deviation over the group's samples, the largest of all turns.
+    Returns advantages, float64 [B, K], 0 where the compared returns are equal, and the group's
+    standard deviation, the largest of all turns, float64 [B, 1].
     """
     index = torch.arange(has_turn.shape[1], device=has_turn.device).expand(has_turn.shape)
 
@@ -226,7 +226,7 @@ def turn_advantages(
 
     The advantage of turn t is its return (the rewards from turn t on) minus a baseline. The
     baseline is the mean return from turn t on, over the other samples of the group. If no other
-    sample has turn t, the latest earlier turn that another sample has is used. ``reinforce`` has no
+    sample has turn t, it is computed from the latest earlier turn of others. ``reinforce`` has no
     baseline. ``dr_grpo`` and ``grpo`` multiply the advantage by (n - 1)/n with n samples in the
     group. ``grpo`` also divides by the standard deviation of returns in the group, the largest over
     the turns, so that no advantage is above sqrt(n). The advantage is exactly 0 if the compared

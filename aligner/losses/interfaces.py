@@ -70,10 +70,7 @@ class PublishedLoss:
 
     @property
     def input_type(self) -> LossInputType:
-        """What the function gets as input: its attribute ``input_type`` if there is one.
-
-        Otherwise ``LOGPROB`` if a parameter is named ``next_token_logprobs``, else ``LOGIT``.
-        """
+        """Input of the function: its attribute ``input_type``, or by a parameter's name."""
         declared = getattr(self.function, "input_type", None)
         if declared is None:
             is_logprob = self._input_name() == "next_token_logprobs"
@@ -87,10 +84,7 @@ class PublishedLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Call the function for one micro-batch.
-
-        ``outputs.values_or_logprobs``: values or log-probs [B, S], or logits [B, S, V].
-        """
+        """Call the function on logits [B, S, V], values [B, S] or log-probs [B, S]."""
         model_output = outputs.values_or_logprobs
         if self.input_type is LossInputType.LOGPROB:
             model_output = model_output[:, 1:]
@@ -134,9 +128,8 @@ def loss_and_metrics(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Check the ``result`` of a user's loss function, and convert its metrics to tensors.
 
-    Returns the loss, a scalar tensor, and metrics, detached float32 scalar tensors. Raises
-    ``error`` if ``result`` is not a pair of a scalar tensor and a mapping of numbers. The message
-    begins with ``who``.
+    Returns the loss, a scalar tensor, and metrics, detached float32 scalars. Raises ``error``,
+    beginning with ``who``, unless ``result`` is a pair of a scalar tensor and a mapping of numbers.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise error(

@@ -42,11 +42,11 @@ def masked_whiten(values: Tensor, mask: Tensor, *, over: Tensor | None = None) -
     ``over`` is 1, by default where ``mask`` is 1. The variance of one element is 0. ``values``:
     float [...]. ``mask``, ``over``: [...], the shape of ``values``.
     """
-    over = mask if over is None else over
-    count = over.bool().sum().double()
-    mean = _sum64(values, over) / count.clamp(min=1)
-    variance = _sum64(_subtract(values, mean).square(), over) / (count - 1).clamp(min=1)
-    scale = torch.rsqrt(variance + 1e-8)
+    over = (mask if over is None else over).bool()
+    count = over.sum().double()
+    mean = torch.where(over, values, 0).sum(dtype=torch.float64) / count.clamp(min=1)
+    squares = torch.where(over, _subtract(values, mean).square(), 0).sum(dtype=torch.float64)
+    scale = torch.rsqrt(squares / (count - 1).clamp(min=1) + 1e-8)
     return torch.where(mask.bool(), _subtract(values, mean) * scale.to(values.dtype), 0)
 
 
@@ -58,10 +58,6 @@ def _subtract(values: Tensor, mean: Tensor) -> Tensor:
     """
     rounded = mean.to(values.dtype)
     return values - rounded - (mean - rounded).to(values.dtype)
-
-
-def _sum64(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask.bool(), values, 0).sum(dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -80,12 +76,10 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 
 @dataclass(frozen=True)
 class BatchAverage:
-    """Average over the tokens of the global batch, computed in parts by micro-batch.
+    """Average over the tokens of the global batch, as a sum of contributions of micro-batches.
 
-    A call returns the contribution of one micro-batch. The sum of all contributions is the average.
     ``mask``: bool [B, S], True for generated tokens of samples that are not excluded.
-    ``max_response_length``: maximum number of tokens in a response, only needed if ``aggregation``
-    is ``fixed_length``.
+    ``max_response_length``: maximum number of tokens in a response, for ``fixed_length``.
     """
 
     mask: Tensor
@@ -94,7 +88,7 @@ class BatchAverage:
     max_response_length: int | None = None
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the contribution of float ``values`` [B, S], a scalar."""
+        """Return what ``values``, float [B, S], contribute to the average, a scalar."""
         if self.aggregation == "token_mean":
             return masked_sum(values, self.mask) / self.denominators.valid_tokens
         if self.aggregation == "sequence_mean":
@@ -105,10 +99,7 @@ class BatchAverage:
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Return float [B], the mean of each row of ``values`` [B, S] where ``mask`` [B, S] is 1.
-
-    A row without such positions gets 0.
-    """
+    """Return float [B], the mean of each row of [B, S] over unmasked positions, 0 if all masked."""
     return masked_sum(values, mask, dim=1) / mask.sum(1).clamp(min=1)
 
 

@@ -26,7 +26,7 @@ class Pairs:
     total: Tensor
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return this micro-batch's summand of a mean over pairs. ``values``: float [B / 2]."""
+        """Return this micro-batch's part of a mean over pairs. ``values``: float [B / 2]."""
         return torch.where(self.mask, values, 0).sum() / self.total
 
     def rows(self) -> Tensor:
@@ -59,9 +59,8 @@ def reward_metrics(
 ) -> dict[str, Tensor]:
     """Compute ``rewards_chosen``, ``rewards_rejected``, ``rewards_margin`` and ``accuracy``.
 
-    ``chosen``, ``rejected``: float [B / 2], rewards of the two responses. Results are means over
-    pairs, scalars. The margin is ``chosen - rejected``. ``accuracy`` is the share of pairs with a
-    margin above ``tie``.
+    Results are means over pairs, scalars. ``chosen``, ``rejected``: rewards, float [B / 2]. The
+    margin is their difference. ``accuracy`` is the share of pairs with a margin above ``tie``.
     """
     chosen, rejected = chosen.detach(), rejected.detach()
     return {

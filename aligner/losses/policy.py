@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -151,7 +150,7 @@ class PPOPolicyLoss:
         logprobs, advantages = outputs.values_or_logprobs, batch["advantages"]
         prev_logprobs = batch.get("prev_logprobs", logprobs.detach())
         mask = counted_tokens(batch, logprobs, advantages, prev_logprobs)
-        token_mean = BatchAverage(mask, denominators)  # of metrics, with every aggregation
+        token_mean = BatchAverage(mask, denominators)  # for metrics, whatever the aggregation
         average = BatchAverage(mask, denominators, self.aggregation, self.max_response_length)
 
         # Masked before exp, not after: a masked position may contain a difference that overflows,
@@ -162,7 +161,8 @@ class PPOPolicyLoss:
             level_log_ratio = row_means(log_ratio, mask).unsqueeze(1).expand_as(log_ratio)
         ratio = level_log_ratio.exp()  # 1 at masked positions
         advantages = torch.where(mask, advantages, 0)
-        surrogate, metrics = self._surrogate_function(self, ratio, advantages, logprobs, token_mean)
+        function: SurrogateFunction = imported(SURROGATES[self.surrogate].function)
+        surrogate, metrics = function(self, ratio, advantages, logprobs, token_mean)
 
         # Correct for the difference between trainer and sampler.
         correction = self._correction
@@ -177,7 +177,7 @@ class PPOPolicyLoss:
         loss = average(surrogate)
 
         if self.kl_coefficient != 0:
-            # Equal inputs at masked positions keep the estimate finite there, gradient included.
+            # Inputs are 0 at masked positions, so the estimate and its gradient are finite there.
             kl = kl_estimate(
                 torch.where(mask, logprobs, 0),
                 torch.where(mask, batch["ref_logprobs"], 0),
@@ -199,10 +199,6 @@ class PPOPolicyLoss:
         metrics["ppo_ratio_max"] = largest
         metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
-
-    @cached_property
-    def _surrogate_function(self) -> "SurrogateFunction":
-        return imported(SURROGATES[self.surrogate].function)
 
     @property
     def _correction(self) -> CorrectionConfig:

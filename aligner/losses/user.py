@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.importing import check_call, construct, load_function, named_by, user_errors
+from aligner.importing import accepted_keywords, check_call, construct, load_function, user_errors
 from aligner.losses.interfaces import loss_and_metrics
 from aligner.types import Denominators, TokenOutputs
 
@@ -73,16 +73,13 @@ class UserPolicyLoss:
     rows_per_group: ClassVar[int] = 1
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        """Import the class ``name`` and construct a loss with the keywords ``options``.
-
-        Raises ConfigError if this fails.
-        """
+        """Import the class ``name`` and construct a loss with the keywords ``options``."""
         self.name, self.options = name, dict(options)
         self._loss = _construct(load_function(name, key=KEY, kind="class"), name, self.options)
         self.needs_entropy = bool(getattr(self._loss, "needs_entropy", False))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by path, because other processes cannot import a file's classes by module."""
+        """Pickle the path, because other processes cannot import classes of a file by module."""
         return type(self), (self.name, self.options)
 
     def __call__(
@@ -109,14 +106,14 @@ def user_policy_loss(
     ``name``: ``package.module:Class`` or ``path/to/file.py:Class``. ``kwargs``: arguments of the
     constructor. ``built_in``: options of the built-in loss, passed if the constructor has such
     parameters. ``changed_settings``: maps each setting (``key=value``) that is not the default to
-    the options that it changes. The constructor must have one of them as a parameter.
+    the options that it changes. The constructor or ``kwargs`` must name one of these options.
     ``has_reference``: whether batches contain ``ref_logprobs``.
 
     Raises ConfigError if the loss cannot be constructed, ignores a changed setting, raises an
     error, has no gradient, or depends on the split into micro-batches or on masked tokens.
     """
     factory = load_function(name, key=KEY, kind="class")
-    option_names = named_by(factory, built_in)
+    option_names = accepted_keywords(factory, built_in)
     for setting, options in changed_settings.items():
         if not set(options) & (option_names | kwargs.keys()):
             raise ConfigError(

@@ -128,6 +128,6 @@ class RightShiftedLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Call ``loss_fn`` with ``outputs.values_or_logprobs``, float32 ``[B, S]``, shifted."""
+        """Call ``loss_fn`` with ``outputs.values_or_logprobs``, float32 [B, S], shifted right."""
         shifted = TokenOutputs(right_shift_values(outputs.values_or_logprobs))
         return self.loss_fn(shifted, batch, denominators)

@@ -1,4 +1,4 @@
-"""`RoleHandle`, the base class of the handles of policy, critic and reward model."""
+"""`RoleHandle`: base class of the handles `Policy`, `Value` and `RewardModel`."""
 
 import contextlib
 import logging
@@ -29,9 +29,9 @@ TRAINED_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
 
 class RoleHandle:
-    """Handle of a group of workers of one role, which accepts and returns global batches.
+    """Starts and calls the workers of one role. Its methods accept and return global batches.
 
-    The workers get data-parallel shares.
+    Each data-parallel rank gets a part of the rows.
     """
 
     workers: ClassVar[Mapping[str, str]]  # dotted path of the worker class for each backend
@@ -51,7 +51,7 @@ class RoleHandle:
         """Start the workers on ``cluster``.
 
         ``config``: the role's section, with the default batch sizes of `train`. ``model``: the
-        policy's section, with layout and token budgets that all roles share. ``arguments``: other
+        policy's section, with layout and token budgets for all roles. ``arguments``: additional
         arguments of `Cluster.start_workers` and of the worker class. For the others see `Policy`.
         """
         if backend not in self.workers:
@@ -72,23 +72,23 @@ class RoleHandle:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Run one pass over ``data``, with one optimizer step for every ``gbs`` rows.
+        """Run one epoch over ``data``, with one optimizer step for every ``gbs`` rows.
 
         Args:
-            data: columns that ``loss_fn`` and the role read. A missing one raises `DataError`.
-            loss_fn: a loss of `aligner.losses`, or of the type that NeMo-RL publishes
+            data: columns that ``loss_fn`` and the role read. A missing column raises `DataError`.
+            loss_fn: a loss of `aligner.losses`, or a loss with NeMo-RL's interface
                 (see `aligner.losses.interfaces`).
             eval_mode: whether to run forward passes only, without updates.
             gbs: number of rows of a global mini-batch, over all ranks. Default: as configured.
-            mbs: number of rows per forward-backward pass, which must not separate rows that
-                ``loss_fn`` compares. Default: as configured.
+            mbs: number of rows per micro-batch. Rows that ``loss_fn`` compares must be in one
+                micro-batch. Default: as configured.
 
         Returns:
-            ``loss`` and ``grad_norm`` (means over the pass's steps), ``lr`` of the last step,
-            ``skipped`` (whether a step was skipped because it was not finite) and
-            ``all_mb_metrics`` (dict of lists with one value per step, over the global mini-batch).
+            ``loss`` and ``grad_norm`` (means over the steps), ``lr`` of the last step, ``skipped``
+            (whether a step was skipped because loss or gradient was not finite) and
+            ``all_mb_metrics`` (for each metric a list with one value per step).
         """
-        # Micro-batches: by token budget or by rows, without separating compared rows.
+        # Rows that the loss compares stay in one micro-batch, of a token budget or of ``mbs`` rows.
         check_columns(data, TRAINED_COLUMNS)
         gbs = gbs or self.config.global_batch_size
         group = int(getattr(loss_fn, "rows_per_group", 1))
@@ -98,7 +98,7 @@ class RoleHandle:
         mbs = mbs or self.config.micro_batch_size
         if not batching:
             check_whole_groups(self.worker_group, gbs, mbs, group)
-        # Every worker trains on its share, and all return the same result.
+        # Every worker trains on its rows, and all return the same result.
         results, _ = run_sharded(
             self.worker_group,
             RoleWorker.train,
@@ -124,16 +124,16 @@ class RoleHandle:
     stop_gpu_profiling = on_all_workers(RoleWorker.stop_gpu_profiling)
 
     def device_info(self) -> DeviceInfo:
-        """Describe the device of the first worker, with the minimum free memory of all workers."""
+        """Return the first worker's device, with the minimum of the workers' free memory."""
         devices = run_on_all(self.worker_group, RoleWorker.device_info)
         return replace(devices[0], free_bytes=min(device.free_bytes for device in devices))
 
     def way_in_words(self) -> str:
-        """Describe how the model runs, for the start-up report."""
+        """See `RoleModel.way_in_words`."""
         return run_on_all(self.worker_group, RoleWorker.way_in_words)[0]
 
     def memory_use(self) -> list[MemoryUse]:
-        """Measure the memory of this process's workers, with peaks since `reset_peak_memory`."""
+        """Measure each worker's memory use, with peaks since `reset_peak_memory`."""
         return run_on_all(self.worker_group, RoleWorker.memory_use)
 
     # State ------------------------------------------------------------------------------------
@@ -142,20 +142,21 @@ class RoleHandle:
 
     @property
     def num_shares(self) -> int:
-        """Count of workers, each of which writes a share of a run state."""
+        """Number of workers. Each of them writes a part of a run state."""
         return self.sharding_annotations.size
 
     def begin_saving(self, folder: Path, in_background: bool) -> None:
-        """Write the present state of every worker's share (see `ShareWriter`).
+        """Write the present run state of every worker to ``folder`` (see `ShareWriter`).
 
-        With ``in_background`` the call returns after copying. The caller seals the folder.
+        ``in_background``: copy the state and return. Threads of the workers write the copy, and
+        `check_saving` raises their errors.
         """
         run_on_all(
             self.worker_group, RoleWorker.begin_saving, str(folder.absolute()), in_background
         )
 
     def check_saving(self, wait: bool) -> None:
-        """Raise the error of writing in the background, if any. ``wait``: wait for its end."""
+        """Raise an error of writing in the background. ``wait``: first wait until it has ended."""
         if not self.worker_group.is_healthy:
             return
         for failure in run_on_all(self.worker_group, RoleWorker.saving_failure, wait):
@@ -163,7 +164,7 @@ class RoleHandle:
                 raise StorageError(failure)
 
     def load_state(self, folder: Path) -> None:
-        """Load a folder of `begin_saving`, written on any layout."""
+        """Load a run state from a folder that `begin_saving` wrote, on any parallel layout."""
         run_on_all(self.worker_group, RoleWorker.load_state, str(folder.absolute()))
 
     def save_checkpoint(
@@ -172,11 +173,11 @@ class RoleHandle:
         optimizer_path: str | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
-        """Write the role from the workers, so that every machine needs access to these paths.
+        """Write model, optimizer state and tokenizer to paths that all machines can access.
 
-        ``weights_path``: a ``.nemo`` file, or without that suffix a Hugging Face directory.
-        ``optimizer_path``: directory for the float32 weights, moments and step, a file per worker.
-        A handle started with both paths continues from that state, on any layout.
+        ``weights_path``: a ``.nemo`` file, or without this suffix a Hugging Face directory.
+        ``optimizer_path``: directory for float32 weights, moments and step, one file per worker. A
+        handle started with both paths continues from this state, on any layout.
         ``tokenizer_path``: directory for the tokenizer's files.
         """
         paths = absolute_paths(
@@ -203,7 +204,7 @@ class RoleHandle:
 def check_whole_groups(
     group: WorkerGroup, batch_size: int, micro_batch_size: int, rows_per_group: int
 ) -> None:
-    """Raise if micro-batches would separate groups of adjacent rows."""
+    """Raise `ConfigError` if micro-batches would separate rows of a group of adjacent rows."""
     if rows_per_group == 1:
         return
     ranks = group.sharding_annotations.get_axis_size("data_parallel")
@@ -211,11 +212,11 @@ def check_whole_groups(
         raise ConfigError(
             f"{rows_per_group} adjacent rows must stay together. They would be split by "
             f"global_batch_size={batch_size}, {ranks} data-parallel ranks and "
-            f"micro_batch_size={micro_batch_size}. Make global_batch_size a multiple of "
-            f"{ranks * rows_per_group} and micro_batch_size a multiple of {rows_per_group}"
+            f"micro_batch_size={micro_batch_size}. Set global_batch_size to a multiple of "
+            f"{ranks * rows_per_group} and micro_batch_size to a multiple of {rows_per_group}"
         )
 
 
 def absolute_paths(**paths: str | os.PathLike[str] | None) -> dict[str, str]:
-    """Return the paths that are not None as absolute paths, which workers can use anywhere."""
+    """Return absolute paths, which workers can use in any directory, without those of None."""
     return {name: os.path.abspath(path) for name, path in paths.items() if path is not None}

@@ -1,7 +1,7 @@
 """Interfaces of the roles, on any backend.
 
-Lightning-style roles use batches of one process, handles global batches. `aligner.types` defines
-keys, shapes and masks.
+The first classes have methods for the rows of one process. Classes of handles, from
+`LogprobOutputSpec` on, have methods for global batches. `aligner.types` defines the columns.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ class TrainingPhases(ABC):
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Enter training: optimizer state on the device, training mode."""
+        """Enter training: move optimizer state to the device, and set training mode."""
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class Inferrable(ABC):
 
     @abstractmethod
     def prepare_for_inference(self) -> None:
-        """Enter inference: evaluation mode, optimizer state off the device."""
+        """Enter inference: set evaluation mode, and move optimizer state off the device."""
 
     @abstractmethod
     def infer(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,15 +67,15 @@ class Inferrable(ABC):
 
 
 class AlignableGenerativeInterface(SupervisedInterface, TrainingPhases, Inferrable):
-    """A policy that generates, scores tokens under its and the reference's weights, and trains."""
+    """A policy that samples responses, scores tokens, and trains."""
 
     @abstractmethod
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
-        """Return log-probs of int64 ``[B, S]`` under the current weights, float32 ``[B, S]``."""
+        """Return log-probs under the current weights, float32 ``[B, S]``, of int64 ``[B, S]``."""
 
     @abstractmethod
     def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
-        """Return log-probs of int64 ``[B, S]`` under the initial weights, float32 ``[B, S]``."""
+        """Return log-probs under the initial weights, float32 ``[B, S]``, of int64 ``[B, S]``."""
 
 
 class CriticModelInterface(SupervisedInterface, TrainingPhases, Inferrable):
@@ -99,7 +99,7 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
 
 class ValueOutputSpec(TypedDict):
-    """Values of a critic. ``values``: float32 ``[B, S]``, right-shifted."""
+    """Values of a critic. ``values``: float32 ``[B, S]``, column t before token t."""
 
     values: Tensor
 
@@ -108,7 +108,7 @@ class GenerationDatumSpec(TypedDict):
     """Input of a policy for generation or scoring.
 
     ``input_ids``: int64 ``[B, S]``, right-padded. ``input_lengths``: int64 ``[B]``.
-    ``sample_ids``: int64 ``[B]``, distinguishes the samples of equal prompts.
+    ``sample_ids``: int64 ``[B]``. Samples of equal prompts have different numbers.
     """
 
     input_ids: Tensor
@@ -120,9 +120,10 @@ class GenerationOutputSpec(TypedDict):
     """Output of a sampling engine.
 
     ``output_ids``: int64 ``[B, S]``, prompt and response, right-padded. ``generation_lengths``:
-    int64 ``[B]``, generated tokens. ``unpadded_sequence_lengths``: int64 ``[B]``, prompt +
-    response. ``logprobs``: float32 ``[B, S]``, 0 outside the response. ``is_end``: bool ``[B]``.
-    If recorded, ``kept_ids`` int32 ``[B, S, K]`` (`aligner.types`) is an additional column.
+    int64 ``[B]``, length of the response. ``unpadded_sequence_lengths``: int64 ``[B]``, length of
+    prompt and response. ``logprobs``: float32 ``[B, S]``, 0 outside the response. ``is_end``: bool
+    ``[B]``, the response ended by EOS or a stop string. If they are recorded, ``kept_ids``, int32
+    ``[B, S, K]`` (see `aligner.types`), is an additional column.
     """
 
     output_ids: Tensor
@@ -133,11 +134,11 @@ class GenerationOutputSpec(TypedDict):
 
 
 class GenerationInterface(ABC):
-    """A sampling engine over global batches."""
+    """A sampling engine whose methods take and return global batches."""
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Prepare to generate."""
+        """Make the engine ready to generate with the policy's current weights."""
 
     @abstractmethod
     def generate(
@@ -150,21 +151,22 @@ class GenerationInterface(ABC):
     ) -> "BatchedDataDict":
         """Sample responses to prompts (see `GenerationOutputSpec`).
 
-        Without a seed, every call of a run samples anew, and a repeated run samples the same
-        tokens. ``sampling_options`` override the configured lengths and sampling.
+        ``seed``: seed of the random numbers. By default every call of a run has another seed, and a
+        repeated run has the same seeds. ``greedy``: choose the most likely tokens.
+        ``sampling_options``: length limits and sampling that replace the configured ones.
         """
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """Mark the policy's weights as changed. The next `prepare_for_generation` fetches them."""
+        """Record that training changed the policy. `prepare_for_generation` loads the weights."""
 
     def recover(self) -> bool:
-        """Clean up on every rank after an error in `generate`. Return whether it may be called."""
+        """Clean up after an error in `generate`. Return whether `generate` may be called again."""
         return False
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Release the memory that only generation needs."""
+        """Free the memory that only generation needs."""
 
     def in_words(self) -> str:
         """Describe the engine's settings for the start-up report, or return an empty string."""
@@ -183,7 +185,7 @@ class PendingGeneration(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Cancel the batch."""
+        """Stop sampling the batch."""
         ...
 
 
@@ -194,11 +196,11 @@ class BackgroundGeneration(GenerationInterface):
     def generate_in_background(
         self, data: "BatchedDataDict", *, seed: int = 0
     ) -> PendingGeneration:
-        """Start generating a batch. No other call is allowed until the batch has ended."""
+        """Start to sample a batch. Other methods must not be called until it has ended."""
 
 
 class PolicyInterface(TrainingPhases):
-    """A policy over global batches."""
+    """A policy whose methods take and return global batches."""
 
     @abstractmethod
     def get_logprobs(self, data: "BatchedDataDict") -> "BatchedDataDict":
@@ -212,15 +214,15 @@ class PolicyInterface(TrainingPhases):
 
 
 class ColocatablePolicyInterface(PolicyInterface):
-    """A policy that shares its devices with a sampling engine and transfers weights to it."""
+    """A policy that sends its weights to sampling engines, on its own or other devices."""
 
     @abstractmethod
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Enter log-prob inference."""
+        """Enter the computation of log-probs: set evaluation mode."""
 
     @abstractmethod
     def offload_before_refit(self) -> None:
-        """Free device memory for an engine that loads the weights."""
+        """Free device memory for an engine on the same device that will load the weights."""
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any]:
@@ -230,25 +232,25 @@ class ColocatablePolicyInterface(PolicyInterface):
     def prepare_weights_for_ipc(
         self, _refit_buffer_size_gb: float | None = None
     ) -> list[list[str]]:
-        """Return the names of all weights, in groups of at most the given size in GiB."""
+        """Return all weight names, in groups of at most ``_refit_buffer_size_gb`` GiB each."""
 
     @abstractmethod
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Return handles with which the engines ``readers`` on this machine open weights."""
+        """Return shared-memory handles of weights, for the engines ``readers`` on this machine."""
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> "WorkerFuture":
-        """Start to connect to remote engines at ``ip:port``."""
+        """Start to connect to remote engines at ``ip:port``, as a group of ``world_size``."""
 
     @abstractmethod
     def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> "WorkerFuture":
-        """Start to send weights (default: all) to the connected engines."""
+        """Start to send the weights ``keys`` (default: all) to the connected engines."""
 
     @abstractmethod
     def offload_after_refit(self) -> None:
-        """Invalidate the handles."""
+        """Close the handles of `get_weights_ipc_handles`."""
 
 
 class ValueInterface(TrainingPhases):

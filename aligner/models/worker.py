@@ -1,4 +1,4 @@
-"""`RoleWorker`, one process's share of a role on any backend, with batch-level methods."""
+"""`RoleWorker`: base class of the workers. A worker is one process of a role."""
 
 import pkgutil
 import warnings
@@ -41,7 +41,7 @@ RoleT = TypeVar("RoleT", bound=RoleModel)
 
 
 def tensors_on_device(data: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copy the tensors of a batch to this process's device."""
+    """Return the tensors of a batch, copied to this process's device."""
     return {
         key: accelerator.to_device(value)
         for key, value in data.items()
@@ -52,7 +52,7 @@ def tensors_on_device(data: Mapping[str, Any]) -> dict[str, Tensor]:
 def passes_over(
     data: Mapping[str, Any], size: int | None
 ) -> tuple[dict[str, Tensor], MicroBatches | None]:
-    """Return the tensors of a batch on the device, and its micro-batches or else their size."""
+    """Return a batch's tensors on the device, and its micro-batches, or ``size`` without any."""
     indices = data.micro_batch_indices if isinstance(data, BatchedDataDict) else None
     return tensors_on_device(data), size if indices is None else indices[0]
 
@@ -63,9 +63,9 @@ def place_of(
     parallel: ParallelState | None,
     seed: int,
 ) -> ParallelState:
-    """Return this process's place in ``layout``: ``parallel`` if it matches, or else a new one.
+    """Return ``parallel`` if its layout is ``layout``, or else initialise process groups for it.
 
-    Raises `LayoutError` if ``annotations`` differ from ``layout``.
+    ``annotations``: layout of the workers. Raises `LayoutError` if it differs from ``layout``.
     """
     if annotations is not None:
         sizes = {
@@ -77,8 +77,8 @@ def place_of(
             annotated_size = annotations.shape.get(axis, 1)
             if annotated_size != size:
                 raise LayoutError(
-                    f"worker_sharding_annotations: {axis} is {annotated_size}, but {size} in the "
-                    "configuration. Use the same layout in both"
+                    f"worker_sharding_annotations have {axis}={annotated_size}, but the "
+                    f"configuration has {size}. Use the same layout in both"
                 )
     if parallel is not None and parallel.config == layout:
         return parallel
@@ -88,7 +88,7 @@ def place_of(
 def read_published(
     config: Mapping[str, Any], name: Literal["policy", "value"] = "policy"
 ) -> PublishedRole:
-    """Parse `published_role`, and check the keys of experts against the model."""
+    """Parse NeMo-RL's mapping of a role, and check its keys for experts against the model."""
     role = published_role(config, name)
     if role.dense_only:
         with open_model(role.model.restore_from_path) as source:
@@ -97,7 +97,7 @@ def read_published(
 
 
 def note_unused(caller: str, arguments: Mapping[str, Any]) -> None:
-    """Warn about keyword arguments that have no effect."""
+    """Warn that ``caller`` ignores these keyword arguments."""
     if arguments:
         warnings.warn(f"{caller}: not used here: {', '.join(sorted(arguments))}", stacklevel=3)
 
@@ -105,11 +105,11 @@ def note_unused(caller: str, arguments: Mapping[str, Any]) -> None:
 class RoleWorker(Generic[RoleT]):
     """Base class of the workers of all roles: trains, changes phases, and saves the run state.
 
-    Each method receives one data-parallel rank's share of a global batch from a worker handle.
-    Results are the same on every process of a model-parallel group.
+    A handle calls the methods with the rows of this data-parallel rank. Every process of a
+    model-parallel group returns the same results.
     """
 
-    model_path: ClassVar[str]  # of the backend's model of the role, ``module:class``
+    model_path: ClassVar[str]  # class of the role's model on the backend, ``module:class``
 
     def __init__(
         self,
@@ -121,11 +121,11 @@ class RoleWorker(Generic[RoleT]):
         weights_path: str | None = None,
         optimizer_path: str | None = None,
     ) -> None:
-        """Set up ``model`` on the groups ``parallel``, and load its state if paths are given.
+        """Store ``model``, create its optimizer, and load its state if paths are given.
 
-        ``offloads``: move all memory off the device between phases. ``init_optimizer``: False for a
-        frozen role. ``weights_path``, ``optimizer_path``: files of `save_checkpoint` to continue
-        from.
+        ``parallel``: process groups of the model. ``offloads``: free the device between phases.
+        ``init_optimizer``: False for a frozen role. ``weights_path``, ``optimizer_path``: files
+        that `save_checkpoint` wrote.
         """
         self.model = model
         self.parallel = parallel
@@ -141,12 +141,12 @@ class RoleWorker(Generic[RoleT]):
 
     @classmethod
     def model_class(cls) -> type[Any]:
-        """Import the backend's model of the role."""
+        """Import the class at `model_path`."""
         return pkgutil.resolve_name(cls.model_path)
 
     @classmethod
     def load_model(cls, settings: RoleSettings, path: str, tokenizer: Tokenizer) -> RoleT:
-        """Load the backend's model from a `.nemo` file or a Hugging Face directory."""
+        """Load the role's model from a `.nemo` file or a Hugging Face directory."""
         model_class, trusted = cls.model_class(), settings.trust_remote_code
         has_lora = settings.lora is not None
         with open_model(path, model_class.backend, has_lora, trusted=trusted) as source:
@@ -164,12 +164,12 @@ class RoleWorker(Generic[RoleT]):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Run one pass over this rank's rows (see `RoleHandle.train`).
+        """Run one epoch over this rank's rows (see `RoleHandle.train`).
 
-        ``data``: a shard from `BatchedDataDict.shard_by_batch_size`. ``mbs`` applies if the shard
-        defines no micro-batches. The result has the key ``global_loss`` in place of ``loss``.
+        ``data``: a result of `BatchedDataDict.shard_by_batch_size`. ``mbs`` is used if ``data``
+        defines no micro-batches. In the result, ``loss`` has the name ``global_loss``.
         """
-        # Metrics of every step, reduced over the ranks by the model.
+        # Metrics of every step, which the model has reduced over the ranks.
         history: dict[str, list[float]] = defaultdict(list)
         for index, part in enumerate(self._global_batches(data, gbs)):
             batch, passes = passes_over(part, mbs)
@@ -188,16 +188,15 @@ class RoleWorker(Generic[RoleT]):
         }
 
     def _global_batches(self, data: SlicedDataDict, gbs: int | None) -> Iterator[SlicedDataDict]:
-        """Yield this rank's share of each global mini-batch."""
         if data.elem_counts_per_gb is not None:
             yield from (data.get_batch(index) for index in range(len(data.elem_counts_per_gb)))
             return
-        # Otherwise every rank has an equal share of rows.
+        # Otherwise every rank has the same number of rows.
         gbs = gbs or self.model.settings.global_batch_size
         if gbs % self.parallel.dp_size:
             raise ConfigError(
-                f"global_batch_size={gbs} must be a multiple of the {self.parallel.dp_size} "
-                "data-parallel ranks"
+                f"global_batch_size={gbs} must be a multiple of {self.parallel.dp_size}, the "
+                "number of data-parallel ranks"
             )
         rows = gbs // self.parallel.dp_size
         yield from (data.get_batch(index, rows) for index in range(-(-data.size // rows)))
@@ -210,24 +209,24 @@ class RoleWorker(Generic[RoleT]):
         self.model.prepare_for_training()
 
     def finish_training(self) -> None:
-        """Leave training. With ``offload_weights`` all memory of the role moves to the host."""
+        """End training. With ``offload_weights``, move all memory of the role to the host."""
         self._gather_weights()
         self.model.finish_training()
         self._park()
         accelerator.release_shared_memory()
 
     def prepare_for_inference(self) -> None:
-        """Enter evaluation mode: weights on the device, optimizer state off if configured."""
+        """Move weights to the device (optimizer state off if configured), and enter evaluation."""
         self._restore_weights()
         self.model.prepare_for_inference()
 
     def finish_inference(self) -> None:
-        """Leave inference. With ``offload_weights`` all memory of the role moves to the host."""
+        """End inference. With ``offload_weights``, move all memory of the role to the host."""
         self.model.finish_inference()
         self._park()
 
     def move_to_device(self) -> None:
-        """Move the weights to the device in any phase."""
+        """Move the weights to the device, whatever the phase."""
         for module in self._modules_with_weights():
             if module in self._offloads_by_module:
                 self.offload_of(module).to_device()
@@ -236,7 +235,7 @@ class RoleWorker(Generic[RoleT]):
         """With ``offload_weights``, move all memory to the host."""
         if not self._offloads:
             return
-        # Memory outside of weights first: graphs of passes, of sampling, and the optimizer's.
+        # Memory other than weights first: autograd graphs, CUDA graphs, optimizer state.
         self.model.drop_reused_forward()
         self.model.release_generator()
         if self.model.optimizer is not None:
@@ -245,26 +244,25 @@ class RoleWorker(Generic[RoleT]):
             self.move_model(module, "cpu")
 
     def _modules_with_weights(self) -> list[nn.Module]:
-        """Return the modules whose parameters the role keeps on its device."""
         return [self.model.model]
 
     def _gather_weights(self) -> None:
-        """Gather the weights, if updates defer it. By default they do not."""
+        """Gather weights that other ranks updated. By default, updates gather them."""
 
     def _restore_weights(self) -> None:
-        """Move the weights to the device and gather them, in training and in inference."""
+        """Move full weights to the device, whatever the phase."""
         self._gather_weights()
         self.move_to_device()
 
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this process's exact share of weights and optimizer state."""
+        """Return this process's shards of weights and optimizer state."""
         self._restore_weights()
         return self.model.run_state()
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore a `state_dict` from the shares of all processes of the saved run."""
+        """Restore this process's shards. ``states``: `state_dict` of all processes that saved."""
         self._restore_weights()
         self.model.load_run_state(states)
 
@@ -273,7 +271,7 @@ class RoleWorker(Generic[RoleT]):
         self._share_writer.prepare()
 
     def begin_saving(self, folder: str, in_background: bool) -> None:
-        """Write the present state of this process's share (see `ShareWriter.begin`)."""
+        """Begin to write this process's run state (see `ShareWriter.begin`)."""
         self._share_writer.begin(folder, in_background)
 
     def saving_failure(self, wait: bool) -> str | None:
@@ -281,7 +279,7 @@ class RoleWorker(Generic[RoleT]):
         return self._share_writer.failure(wait)
 
     def load_state(self, folder: str) -> None:
-        """Load a folder of `begin_saving`, written on any layout."""
+        """Load a run state from a folder that `begin_saving` wrote, on any parallel layout."""
         load_worker_state(self, folder)
 
     def save_checkpoint(
@@ -291,7 +289,7 @@ class RoleWorker(Generic[RoleT]):
         tokenizer_path: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the role, each part atomically (see `RoleHandle.save_checkpoint`).
+        """Write model, optimizer state and tokenizer (see `RoleHandle.save_checkpoint`).
 
         Adapters are merged into the weights, and also written next to them. ``kwargs``: ignored.
         """
@@ -302,8 +300,8 @@ class RoleWorker(Generic[RoleT]):
         is_nemo = weights_path.endswith(".nemo")
         if is_nemo and not architecture.has_table:
             raise ConfigError(
-                f"{weights_path}: a .nemo cannot contain a {architecture.family} model of "
-                "transformers. Give the name of a directory"
+                f"{weights_path}: a .nemo file cannot contain a {architecture.family} model of "
+                "transformers. Pass the path of a directory, without the suffix .nemo"
             )
         if is_nemo:
             self.model.save_to(weights_path)
@@ -320,7 +318,7 @@ class RoleWorker(Generic[RoleT]):
             save_tokenizer(self._tokenizer(), tokenizer_path)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Load files of `save_checkpoint`, on any layout. Unless given, moments do not change.
+        """Load files that `save_checkpoint` wrote, on any layout. Default: moments do not change.
 
         A role with adapters keeps its frozen weights and loads the adapters next to
         ``weights_path``.
@@ -338,8 +336,8 @@ class RoleWorker(Generic[RoleT]):
     def _tokenizer(self) -> Tokenizer:
         if self.model.tokenizer is None:
             raise TokenizerError(
-                f"the {self.model.role_name} was built without a tokenizer. Pass a tokenizer, or "
-                "save without tokenizer_path"
+                f"the {self.model.role_name} was built without a tokenizer. Pass a tokenizer to "
+                "its constructor, or save without tokenizer_path"
             )
         return self.model.tokenizer
 
@@ -348,11 +346,11 @@ class RoleWorker(Generic[RoleT]):
     def move_model(
         self, model: nn.Module, device: str, move_params: bool = True, move_grads: bool = True
     ) -> nn.Module:
-        """Move ``model``'s weights and gradient buffers to host memory, or back to the device.
+        """Move weights and gradient buffers of ``model`` to host memory, or back to the device.
 
-        ``device``: ``"cpu"`` offloads the model to host memory (without a GPU it has no effect),
-        any other device restores all memory. ``move_params``, ``move_grads``: what to move.
-        Gradients are restored as zeros.
+        ``device``: ``"cpu"`` frees device memory (no effect without a GPU). Any other device
+        restores all memory, with gradients of 0. ``move_params``: free the weights.
+        ``move_grads``: free the gradient buffers.
         """
         offload = self.offload_of(model)
         if torch.device(device).type == "cpu":
@@ -362,13 +360,13 @@ class RoleWorker(Generic[RoleT]):
         return model
 
     def offload_of(self, model: nn.Module) -> ModelOffload:
-        """Return the `ModelOffload` that moves the weights of ``model``."""
+        """Return the `ModelOffload` of ``model``, created at the first call."""
         if model not in self._offloads_by_module:
             self._offloads_by_module[model] = ModelOffload(model)
         return self._offloads_by_module[model]
 
     def move_optimizer(self, device: str) -> None:
-        """Move the moments to host memory (``"cpu"``) or back to the device."""
+        """Move Adam's moments to host memory (``"cpu"``), or back to the device."""
         if self.model.optimizer is None:
             return
         if torch.device(device).type == "cpu":
@@ -377,7 +375,7 @@ class RoleWorker(Generic[RoleT]):
             self.model.optimizer.restore()
 
     def has_finite_weights(self) -> bool:
-        """Return whether all weights of the role are finite. All its workers must call it."""
+        """Return whether all weights are finite on all workers, which must all call this."""
         self._restore_weights()
         shares = (
             p.to_local() if isinstance(p, DTensor) else p for p in self.model.model.parameters()
@@ -385,11 +383,11 @@ class RoleWorker(Generic[RoleT]):
         return all(gather_objects(all(bool(share.isfinite().all()) for share in shares)))
 
     def device_info(self) -> accelerator.DeviceInfo:
-        """Describe this worker's device."""
+        """Return name and memory of this worker's device."""
         return accelerator.device_info()
 
     def way_in_words(self) -> str:
-        """Describe how the model runs, for the start-up report."""
+        """See `RoleModel.way_in_words`."""
         return self.model.way_in_words()
 
     def memory_use(self) -> accelerator.MemoryUse:
@@ -409,7 +407,7 @@ class RoleWorker(Generic[RoleT]):
         accelerator.gpu_profiler("stop")
 
     def shutdown(self) -> bool:
-        """Return True. The process is stopped by its owner."""
+        """Return True. The process that started this process stops it."""
         return True
 
 

@@ -197,8 +197,7 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         empty_flags = metrics.pop("empty", [])  # may be absent: no update was empty
         empty_updates += sum(empty_flags)
         for name, values in metrics.items():
-            pairs = zip_longest(values, empty_flags)
-            nonempty = [value for value, is_empty in pairs if not is_empty]
+            nonempty = [x for x, is_empty in zip_longest(values, empty_flags) if not is_empty]
             values_by_name.setdefault(name, []).extend(values if name == "lr" else nonempty)
     skipped = values_by_name.pop("skipped", [])
     learning_rates = values_by_name.pop("lr", [])
@@ -229,10 +228,7 @@ def idle_roles(**passes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def count_updates(results: Sequence[Mapping[str, Any]]) -> int:
-    """Count a step's optimizer updates, with skipped but without empty updates.
-
-    ``results``: what training returned in each pass over the rollout.
-    """
+    """Count a step's optimizer updates, with skipped updates but without empty ones."""
     passes = [result["all_mb_metrics"] for result in results]
     return sum(
         len(metrics.get("loss", [])) - int(sum(metrics.get("empty", []))) for metrics in passes

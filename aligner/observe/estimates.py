@@ -21,10 +21,7 @@ class Estimate(NamedTuple):
 
 
 def mean_over_prompts(values: Sequence[float]) -> Estimate:
-    """Compute the mean of P values, one per prompt, and its standard error ``sqrt(var / P)``.
-
-    ``var`` is the unbiased variance.
-    """
+    """Compute the mean of P values, one per prompt, and ``sqrt(unbiased variance / P)``."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
@@ -47,11 +44,10 @@ def pass_at_k(right: Sequence[float], k: int) -> float:
 def majority_at_k(right: Sequence[float], answers: Sequence[Hashable | None], k: int) -> float:
     """Compute the accuracy of the most frequent of ``k`` answers (self-consistency).
 
-    Wang et al. 2022. ``right``: verdict from 0 to 1 on each of n responses. ``answers``: their
-    final answers. Adjacent responses form ``n // k`` groups. The result is the mean over the groups
-    of the verdict on the group's most frequent answer. If several answers are equally frequent, or
-    the verdicts on one answer differ, their mean is used. Responses with the answer None are left
-    out. A group of such responses has accuracy 0.
+    Wang et al. 2022. ``right``: verdict from 0 to 1 on each of n responses, with ``answers``.
+    Adjacent responses form ``n // k`` groups. The result is the mean over groups of the verdict on
+    the most frequent answer, and of equally frequent answers the mean. Responses with the answer
+    None are left out. A group of such responses has accuracy 0.
     """
     starts = range(0, len(right) - k + 1, k)
     return math.fsum(

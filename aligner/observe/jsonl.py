@@ -38,10 +38,7 @@ class JsonLines:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append one line per record.
-
-        Raises StorageError if writing fails. The file then has none of the new lines.
-        """
+        """Append one line per record. If this raises `StorageError`, no line was appended."""
         records = list(records)
         if not records:
             return

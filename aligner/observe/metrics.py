@@ -106,10 +106,7 @@ class PhaseTimers:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start
 
     def flush(self) -> dict[str, float]:
-        """Return the seconds since the last flush as metrics, and reset all timers.
-
-        Metrics are ``timers/<phase>`` and ``timers/total``, the whole time since the last flush.
-        """
+        """Return ``timers/<phase>`` and ``timers/total`` since the last flush, and reset them."""
         now = self._clock()
         metrics = {f"timers/{phase}": seconds for phase, seconds in self._seconds.items()}
         metrics["timers/total"] = now - self._start
@@ -135,7 +132,7 @@ class Sample:
 
 
 class MetricsWriter:
-    """Writer of ``metrics.jsonl`` and ``samples.jsonl`` in ``folder``, for TensorBoard and W&B too.
+    """Writer of ``metrics.jsonl`` and ``samples.jsonl`` in ``folder``, and of metrics to loggers.
 
     A line of ``metrics.jsonl`` contains ``step`` and the step's metrics by full name, sorted. A
     line of ``samples.jsonl`` contains a `Sample`. Write the lines of a step before its run state is
@@ -156,17 +153,14 @@ class MetricsWriter:
         self._loggers: Sequence[Logger] | None = None
 
     def write(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Sample] = ()) -> None:
-        """Append the lines of ``step``. ``metrics``: by full name, numbers or one-element tensors.
-
-        Raises ConfigError for an unknown metric, ValueError if the step was already written.
-        """
+        """Append the lines of a new ``step``. ``metrics``: numbers or one-element tensors."""
         if not self._files:
             return
         check_names(metrics)
         scalars = {name: _scalar(name, metrics[name]) for name in sorted(metrics)}
         metric_lines, sample_lines = self._files
         if step == metric_lines.last_step:
-            raise ValueError(f"{metric_lines.path} already contains step {step}. Write it once")
+            raise ValueError(f"{metric_lines.path} already contains step {step}, write it once")
         metric_lines.append([{"step": step, **scalars}])
         sample_lines.append(asdict(sample) for sample in samples)
         if self._loggers is None:

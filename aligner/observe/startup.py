@@ -147,10 +147,7 @@ def batch_arithmetic(
 def saving_sentence(
     roles: Sequence[RoleMemory], *, in_background: bool, processes_here: int, free_bytes: int
 ) -> str:
-    """Return a sentence about how run states are written and the host memory that this needs.
-
-    ``processes_here``: number of processes on this machine. ``free_bytes``: its free memory.
-    """
+    """Return a sentence about how run states are written, and the host memory that this needs."""
     if not in_background:
         return "Run states are written in place (exp_manager.async_save=false)."
     size = sum(role.run_state for role in roles)
@@ -167,10 +164,7 @@ def saving_sentence(
 def supervised_arithmetic(
     examples: int, updates: int, batch_size: int, micro_batch_size: int, data_parallel_size: int
 ) -> list[str]:
-    """Return sentences about the batches of supervised training.
-
-    ``updates``: number of optimizer steps of the run. ``batch_size``: global batch size.
-    """
+    """Return sentences about the batches of ``updates`` optimizer steps on ``examples``."""
     per_rank = batch_size // data_parallel_size
     epochs = updates * batch_size / examples
     return [

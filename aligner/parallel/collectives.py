@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Combine scalars of micro-batches: ``_max``, ``_min`` keys by extremum, others by sum."""
+    """Combine scalars: keys that end in ``_max`` or ``_min`` by extremum, others by sum."""
     total: dict[str, Tensor] = {}
     for part in parts:
         for key, value in part.items():
@@ -31,7 +31,7 @@ def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, float]:
-    """Combine scalars of ranks in float64, as `combine_metrics` does. All ranks have equal keys."""
+    """Combine metrics of ranks, in float64, as `combine_metrics` does. Keys must be equal."""
     reduced: dict[str, float] = {}
     rules = ((dist.ReduceOp.MAX, "_max"), (dist.ReduceOp.MIN, "_min"), (dist.ReduceOp.SUM, ""))
     remaining = set(metrics)
@@ -49,9 +49,10 @@ def reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup) -> d
 def count_denominators(
     batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup
 ) -> tuple[Denominators, Tensor]:
-    """Count valid tokens and sequences of a global batch, of which ``batch`` is this rank's share.
+    """Count valid tokens and sequences of a global batch, the denominators of losses.
 
-    Also return this rank's valid tokens, a float64 scalar.
+    ``batch``: this rank's rows, with ``token_mask`` [B, S] and ``sample_mask`` [B]. Also returns
+    the number of this rank's valid tokens, a float64 scalar.
     """
     # float64, so that the counts are exact for any layout.
     mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
@@ -65,10 +66,9 @@ def count_denominators(
 def reduce_result(
     parts: Iterable[Mapping[str, Tensor]], own_tokens: Tensor, dp_group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Reduce micro-batch metrics over all ranks, and the count of valid tokens with them.
+    """Combine metrics of micro-batches over all ranks, and add the global ``valid_tokens``.
 
-    ``own_tokens``, a scalar, is copied to the host together with the metrics, which synchronises
-    once.
+    ``own_tokens``: number of this rank's valid tokens, a scalar.
     """
     return reduce_metrics({**combine_metrics(parts), "valid_tokens": own_tokens}, dp_group)
 
@@ -76,7 +76,7 @@ def reduce_result(
 def broadcast_floats(
     values: Mapping[str, float] | None, source: int, group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Send a small dictionary from global rank ``source`` to all ranks of ``group``."""
+    """Return the dictionary of global rank ``source`` on all ranks of ``group``."""
     box: list[Mapping[str, float] | None] = [values]
     if dist.get_world_size(group) > 1:
         dist.broadcast_object_list(box, src=source, group=group, device=accelerator.device())
@@ -90,12 +90,12 @@ def this_rank() -> int:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process writes files and prints."""
+    """Return whether this process has rank 0, which writes files and prints."""
     return this_rank() == 0
 
 
 def from_rank_zero(value: T) -> T:
-    """Return rank 0's ``value``, a small picklable object, on every rank."""
+    """Return the ``value`` of rank 0, a small picklable object, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]
@@ -118,7 +118,7 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return the ``value`` of every rank, a small picklable object, in order of ranks."""
+    """Return the ``value`` of each rank, a small picklable object, in rank order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[T] = [value] * dist.get_world_size()
@@ -127,9 +127,9 @@ def gather_objects(value: T) -> list[T]:
 
 
 def gather_first(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Concatenate float [n, ...] of all ranks to [ranks * n, ...].
+    """Concatenate ``local``, float [n, ...], of all ranks to [ranks * n, ...].
 
-    Differentiable: the gradients of all ranks are summed, and each rank receives its own part.
+    Backward sums the gradients of all ranks, and returns this rank's part.
     """
     if group is None or dist.get_world_size(group) == 1:
         return local
@@ -137,7 +137,7 @@ def gather_first(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def reduce_scatter_first(gathered: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum float [ranks * n, ...] over the ranks and return this rank's [n, ...]. No gradient."""
+    """Sum float [ranks * n, ...] over ranks, and return this rank's [n, ...], without gradient."""
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1:
         return gathered
@@ -147,8 +147,6 @@ def reduce_scatter_first(gathered: Tensor, group: dist.ProcessGroup | None) -> T
 
 
 class _GatherFirst(torch.autograd.Function):
-    """All-gather in forward, reduce-scatter in backward."""
-
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -163,7 +161,7 @@ class _GatherFirst(torch.autograd.Function):
 
 
 class SumGradient(torch.autograd.Function):
-    """Identity on a replicated tensor. The gradients of all ranks are summed."""
+    """Identity of a replicated tensor. Backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, replicated: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Communication of context parallelism, and the tokens of a sequence on each rank.
+"""Context parallelism: which rank has which tokens of a sequence, and a sum over ranks.
 
 A sequence is cut into ``2 * size`` chunks. Rank r gets chunks r and ``2 * size - 1 - r``, so that
 every rank computes the same amount of causal attention.
@@ -17,16 +17,16 @@ Positions = TypeVar("Positions", IntArray, Tensor)
 
 
 def local_position(offset: Positions, chunk: Positions, rank: int, size: int) -> Positions:
-    """Return the position in its sequence of the ``offset``-th token on ``rank``.
+    """Return the position, in the full sequence, of the token at ``offset`` on ``rank``.
 
-    ``chunk``: tokens per chunk of that sequence. Arguments broadcast. int64, numpy or torch.
+    ``chunk``: number of tokens per chunk. All are int64 arrays or tensors that broadcast.
     """
     in_second = (offset >= chunk) * 1
     return offset + (rank + in_second * (2 * size - 2 - 2 * rank)) * chunk
 
 
 def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions, Positions]:
-    """Return a position's rank and offset on that rank, as the inverse of `local_position`."""
+    """Return the rank of a position, and its offset on this rank: inverse of `local_position`."""
     index = position // chunk
     in_second = index >= size
     rank = index + in_second * (2 * size - 1 - 2 * index)
@@ -34,9 +34,9 @@ def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions,
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sum of a partial tensor over the ranks. All ranks then compute the same from the sum.
+    """Sum of a tensor over ranks, which all compute the same loss from the sum.
 
-    In backward each rank uses the gradient of its copy unchanged.
+    Backward therefore returns the gradient of the sum unchanged, without communication.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Process groups of every axis of the layout, as one value that is passed on explicitly."""
+"""Parallel layout of a run's processes, and the process groups of its axes."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from aligner.errors import LayoutError
 
 @dataclass(frozen=True)
 class ParallelState:
-    """Position of this process in the layout, and its process groups."""
+    """Position of this process in the parallel layout, and its process groups."""
 
     config: ParallelConfig
     rank: int
@@ -36,7 +36,7 @@ class ParallelState:
 
     @property
     def layout_in_words(self) -> str:
-        """Description by `describe_layout`."""
+        """Result of `describe_layout` for this layout."""
         return describe_layout(self.config, self.world_size)
 
     @property
@@ -51,7 +51,7 @@ class ParallelState:
 
 
 def describe_layout(config: ParallelConfig, world_size: int) -> str:
-    """Describe the number of processes and every axis. Equal texts mean equal states of ranks."""
+    """Describe the number of processes and the axes. Run states of equal layouts are equal."""
     sizes = {
         "tensor": config.tensor,
         "pipeline": config.pipeline,
@@ -67,7 +67,7 @@ def describe_layout(config: ParallelConfig, world_size: int) -> str:
 def initialize_parallel(
     config: ParallelConfig | None = None, *, seed: int = 1234, timeout_s: float = 600.0
 ) -> ParallelState:
-    """Start or join the process groups for ``config``, in torchrun's environment or alone.
+    """Create the process groups of a layout, for torchrun's processes or for a single process.
 
     A second call with the same sizes returns the same groups. A call with other sizes replaces
     megatron-core's groups. Raises `LayoutError` if the axes do not divide the world size.
@@ -91,7 +91,7 @@ def initialize_parallel(
             factors = " x ".join(f"{axis} ({size})" for axis, size in sizes.items())
             raise LayoutError(
                 f"world size {world_size} is not a multiple of {factors} = {product}. Start a "
-                f"multiple of {product} processes or make an axis smaller"
+                f"multiple of {product} processes, or lower one of these sizes"
             )
 
     from megatron.core import parallel_state, tensor_parallel
@@ -130,7 +130,7 @@ def initialize_parallel(
 
 
 def joined_parallel(*, sequence_parallel: bool = False) -> ParallelState:
-    """Return the groups that this process has joined, or start groups for a single process."""
+    """Return the existing process groups, or create groups for a single process."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():

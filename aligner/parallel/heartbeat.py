@@ -1,11 +1,12 @@
-"""Watch over the ranks of a run: if one dies, the others stop with an error that names it.
+"""Heartbeats of the ranks of a run: if a rank dies, the others stop with an error that names it.
 
     thread of rank r ── beat/r ──► store ── beat of the neighbour ──► thread of rank r
     neighbour silent or gone, or error of this rank ── failure ──► store
     store ── failure ──► thread of every rank ── message ──► stderr, then the end of the process
 
-The neighbour is the next rank that has not left. A rank that reads a failure gives its main thread
-a moment to unwind before the end, because a collective that waits for a dead rank may never return.
+The neighbour of a rank is the next rank that has not left. A rank that reads a failure first lets
+its main thread raise an error. Then it ends the process, because a collective that waits for a dead
+rank may never return.
 """
 
 import contextlib
@@ -28,9 +29,9 @@ from aligner.errors import WorkerError
 from aligner.parallel.collectives import from_rank_zero, gather_objects
 from aligner.parallel.groups import ParallelState
 
-_INTERVAL_S = 0.5  # between heartbeats
-_UNWIND_S = 5.0  # for the main thread to end by itself once a rank is known to have died
-_LINGER_S = 3.0  # for the others to read the error that this rank raised
+_INTERVAL_S = 0.5  # time between heartbeats
+_UNWIND_S = 5.0  # time in which the main thread can end by itself after another rank has died
+_LINGER_S = 3.0  # maximum wait until other ranks have read the error that this rank raised
 _LEAST_SILENCE_S = 10.0
 # Words in errors of gloo and NCCL when the other side of a connection is gone.
 _BROKEN_LINK = ("gloo", "nccl", "connection", "socket", "timed out")
@@ -43,7 +44,7 @@ def silence_limit(timeout_s: float) -> float:
 
 @dataclass(frozen=True)
 class _Process:
-    """Process of a rank. Its ``pid`` is only meaningful within its ``namespace``."""
+    """Process of a rank. Its ``pid`` is unique only within its host and ``namespace``."""
 
     rank: int
     role: str
@@ -68,7 +69,7 @@ class _Process:
         return f"rank {self.rank} ({self.role}, host {self.host}, pid {self.pid})"
 
     def is_gone(self, observer: "_Process") -> bool:
-        """Return whether the process has ended. False if ``observer`` cannot see it."""
+        """Return whether the process has ended, False if ``observer`` is on another host."""
         if (self.host, self.namespace) != (observer.host, observer.namespace):
             return False
         try:
@@ -79,14 +80,15 @@ class _Process:
 
 
 class RankWatch:
-    """Heartbeats of one rank, and its checks of a neighbour.
+    """Sends heartbeats of one rank, and checks its neighbour.
 
-    Keys of the store: ``beat/R`` (heartbeats of rank R), ``left/R`` (it has left), ``left`` (count
-    of ranks that have left), ``failure`` (first record), ``received`` (its readers).
+    Keys of the store: ``beat/R`` (number of heartbeats of rank R), ``left/R`` (rank R has left),
+    ``left`` (number of ranks that have left), ``failure`` (first failure), ``received`` (number of
+    ranks that have read it).
     """
 
     def __init__(self, parallel: ParallelState, timeout_s: float) -> None:
-        """Meet the other ranks (collective), and begin heartbeats and checks."""
+        """Begin heartbeats and checks in a thread. All ranks must create the object together."""
         self._silence_s = silence_limit(timeout_s)
         self._world_size = parallel.world_size
         self._process = _Process.current(parallel)
@@ -100,12 +102,12 @@ class RankWatch:
         self._thread.start()
 
     def failure(self, wait_s: float = 0.0) -> str | None:
-        """Wait up to ``wait_s`` for the failure of another rank and return it."""
+        """Return the failure of another rank, None if there is none within ``wait_s`` seconds."""
         self._has_failed.wait(wait_s)
         return self._failure
 
     def look(self) -> None:
-        """Report at once a rank whose process on this machine is gone."""
+        """Check all processes on this machine now, and report the first that has ended."""
         with contextlib.suppress(RuntimeError):
             for process in self._processes:
                 if process.is_gone(self._process) and not self._has_left(process):
@@ -113,7 +115,7 @@ class RankWatch:
                     return
 
     def leave(self) -> None:
-        """Record that this rank is finished, so that its silence does not count."""
+        """Record that this rank has finished, so that others do not expect its heartbeats."""
         with contextlib.suppress(RuntimeError):
             self._store.add(f"left/{self._process.rank}", 1)
             self._store.add("left", 1)
@@ -125,7 +127,7 @@ class RankWatch:
         self._end()
 
     def leave_failing(self, error: BaseException) -> None:
-        """Report this rank's error, or raise `WorkerError` if another rank died first."""
+        """Report this rank's ``error``, or raise `WorkerError` if a dead rank caused it."""
         is_broken_link = _is_broken_link(error)
         # A broken link is usually the effect of another rank's death: wait for its report.
         cause = self.failure(self._silence_s + 2 * _INTERVAL_S if is_broken_link else 0.0)
@@ -141,12 +143,12 @@ class RankWatch:
             raise WorkerError(f"{cause} (seen by rank {self._process.rank})") from error
 
     def _end(self) -> None:
-        """Stop the thread: an interpreter that ends while a thread uses the store is aborted."""
+        # An interpreter that ends while a thread uses the store is aborted.
         self._over.set()
         self._thread.join(self._silence_s)
 
     def _run(self) -> None:
-        """Send heartbeats and look for failures until the end. The body of the thread."""
+        """Send heartbeats and check for failures until `_over` is set. Runs in the thread."""
         while not self._over.wait(_INTERVAL_S):
             try:
                 self._store.add(f"beat/{self._process.rank}", 1)
@@ -165,7 +167,7 @@ class RankWatch:
                 return
 
     def _stop(self, failure: str) -> None:
-        """Print the failure, give the main thread a moment, then end the process."""
+        """Print the failure, wait until the main thread can have raised it, and end the process."""
         self._report(failure)
         with contextlib.suppress(RuntimeError):
             self._store.add("received", 1)
@@ -181,14 +183,14 @@ class RankWatch:
         self._has_failed.set()
 
     def _record(self, failure: str) -> str:
-        """Record a failure in the store. Return the first record, which counts."""
+        """Record a failure in the store, and return the first failure recorded by any rank."""
         try:
             return self._store.compare_set("failure", "", failure).decode()
         except RuntimeError:  # the store ended with its host
             return failure
 
     def _neighbour_failure(self) -> str | None:
-        """Check the next rank that has not left. Record and return its failure."""
+        """Check the next rank that has not left. Record and return its failure, if any."""
         rank = self._process.rank
         following = self._processes[rank + 1 :] + self._processes[:rank]
         neighbour = next((process for process in following if not self._has_left(process)), None)
@@ -217,10 +219,9 @@ class RankWatch:
 
 @contextlib.contextmanager
 def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
-    """End all ranks if one of them dies within the block, with a `WorkerError` that names it.
+    """End all ranks if a rank dies within the block, with a `WorkerError` that names this rank.
 
-    All ranks must enter the block. ``timeout_s``: longest wait in a collective, see
-    `silence_limit`.
+    All ranks must enter the block. ``timeout_s``: timeout of collectives, see `silence_limit`.
     """
     if parallel.world_size == 1:
         yield
@@ -241,7 +242,7 @@ def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _delayed_sigterm(watch: RankWatch) -> Iterator[None]:
-    """Delay SIGTERM, with which launchers end the other ranks, until the dead rank is known."""
+    """Delay SIGTERM, which launchers send to the remaining ranks, until a dead rank is reported."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
@@ -262,7 +263,7 @@ def _delayed_sigterm(watch: RankWatch) -> Iterator[None]:
 
 
 def _new_connection(timeout_s: float) -> dist.Store:
-    """Open a connection to the store: the default group's is busy while a collective is set up."""
+    """Open another connection to the store. A collective can block the default connection."""
     run = from_rank_zero(f"{os.getpid()}-{time.time_ns()}")
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -278,7 +279,7 @@ def _launcher_keeps_store() -> bool:
 
 
 def _is_broken_link(error: BaseException | None) -> bool:
-    """Return whether the error or one of its causes may be the effect of another rank's death."""
+    """Return whether another rank's death may have caused the error or one of its causes."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, dist.DistError):

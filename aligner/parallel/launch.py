@@ -1,7 +1,7 @@
-"""Start of a run's processes without a launcher.
+"""Start of a run's processes without a launcher such as torchrun.
 
 first process ── Fabric runs the command again ──► other processes
-thread of each other process ── parent is gone before the block ──► end of the process
+thread of each other process ── first process ends before the block ──► end of the process
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from aligner.config import ProcessConfig
 from aligner.device import accelerator
 
 _STARTER = "ALIGNER_STARTER_PID"  # environment variable: pid of the process that starts the others
-_INTERVAL_S = 0.5  # between checks of that process
+_INTERVAL_S = 0.5  # between checks whether the first process still runs
 
 
 @contextlib.contextmanager
 def started_processes(trainer: ProcessConfig, timeout_s: float) -> Iterator[None]:
     """Start ``trainer.devices`` processes on this node, unless torchrun or Slurm has started them.
 
-    Lightning Fabric runs this very command again for every other process, with its rank in the
-    environment. Each of them enters the block, or ends if the first process ends before that.
-    ``timeout_s``: longest wait for another rank in a collective.
+    Lightning Fabric runs the present command again for every other process, with the rank in its
+    environment. A process enters the block, or ends if the first process ends before that.
+    ``timeout_s``: timeout of collectives in seconds.
     """
     if trainer.world_size == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         yield
@@ -56,13 +56,13 @@ def _launch(trainer: ProcessConfig, timeout_s: float) -> None:
         strategy=DDPStrategy(timeout=timedelta(seconds=timeout_s)),
     )
     fabric.launch()
-    # Slurm and MPI do not set this variable, without which every process would use the first GPU.
+    # Slurm and MPI do not set this variable. Without it, every process would use the first GPU.
     if fabric.local_rank:
         os.environ["LOCAL_RANK"] = str(fabric.local_rank)
 
 
 def _end_with(starter: int, over: threading.Event) -> None:
-    """End this process when ``starter`` is no longer its parent, unless ``over`` is set first."""
+    """End this process if its parent ``starter`` ends before ``over`` is set."""
     while os.getppid() == starter:
         if over.wait(_INTERVAL_S):
             return

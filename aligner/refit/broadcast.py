@@ -1,11 +1,11 @@
-"""A process group of the policy's first worker and the engines, for broadcasting weights.
+"""Process group in which the policy's first worker broadcasts weights to the engines.
 
 ::
 
-    policy worker (rank 0, owns the rendezvous) ─ tensor ─► engines (ranks 1, 2, ...)
+    policy worker (rank 0, opens the rendezvous) ─ tensor ─► engines (ranks 1, 2, ...)
 
-The group is independent of torch.distributed's world, because engines are not ranks of the run. The
-start and every broadcast wait for all members, at most ``timeout_s``.
+The group is separate from torch.distributed's world, because engines are not ranks of the run. Its
+start and every broadcast wait at most ``timeout_s`` seconds for all members.
 """
 
 from datetime import timedelta
@@ -19,7 +19,7 @@ from aligner.errors import WorkerError, raised_as
 
 
 def open_rendezvous(ip: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Open the rendezvous without waiting. Port 0 chooses a free port, see ``store.port``."""
+    """Open a rendezvous without waiting for members. Port 0: a free port (``store.port``)."""
     return dist.TCPStore(
         ip,
         port,
@@ -31,17 +31,20 @@ def open_rendezvous(ip: str, port: int, world_size: int, timeout_s: float) -> di
 
 
 class WeightBroadcast:
-    """One member of the group."""
+    """One member of a group that broadcasts weights."""
 
     def __init__(self, store: dist.TCPStore, rank: int, world_size: int, timeout_s: float) -> None:
-        """Join as ``rank``, and wait for all members."""
-        self._store = store  # on rank 0 the rendezvous itself, which must stay alive
+        """Join the group as ``rank``, and wait for all ``world_size`` members.
+
+        Raises `WorkerError` if a member is missing after ``timeout_s`` seconds.
+        """
+        self._store = store  # on rank 0 the rendezvous, which must stay open
         self.rank = rank
         timeout = timedelta(seconds=timeout_s)
         prefix_store = dist.PrefixStore("weights", store)
         text = (
-            f"rank {rank} of {world_size} did not meet the others of the weight broadcast within "
-            f"{timeout_s:g} s"
+            f"rank {rank} of {world_size} could not connect to all members of the weight broadcast "
+            f"within {timeout_s:g} s"
         )
         with raised_as(WorkerError, text, RuntimeError):
             if accelerator.backend() == "gloo":
@@ -55,20 +58,20 @@ class WeightBroadcast:
 
     @classmethod
     def join(cls, ip: str, port: int, world_size: int, timeout_s: float) -> "WeightBroadcast":
-        """Join from another process. Ranks are assigned in the order of arrival, from 1."""
-        text = f"cannot reach the policy at {ip}:{port} within {timeout_s:g} s for its weights"
-        remedy = "check that this machine can reach the address"
+        """Join the group from an engine. Ranks are assigned from 1, in the order of arrival."""
+        text = f"cannot connect to the policy at {ip}:{port} for its weights within {timeout_s:g} s"
+        remedy = "check the network between this machine and the address"
         with raised_as(WorkerError, text, RuntimeError, remedy=remedy):
             store = dist.TCPStore(ip, port, world_size, False, timedelta(seconds=timeout_s))
             rank = int(store.add("members", 1))
         return cls(store, rank, world_size, timeout_s)
 
     def send(self, tensor: Tensor) -> None:
-        """Broadcast rank 0's ``tensor``, of any shape and dtype, into all members' equal tensors.
+        """Broadcast rank 0's ``tensor`` into that of all others, of equal shape and dtype.
 
-        Raises `WorkerError` if the connection failed, or a rank has died.
+        Raises `WorkerError` if the connection fails or a member has died.
         """
-        text = f"weights did not reach or leave rank {self.rank}"
+        text = f"the broadcast of weights failed on rank {self.rank}"
         with raised_as(WorkerError, text, RuntimeError):
             self._send(tensor)
 

@@ -1,11 +1,11 @@
-"""Refit: transfer of weights from a policy to the engines that sample for it (trainer's part).
+"""Refit: transfer of a policy's weights to the engines that sample for it. Part of the trainer.
 
 ::
 
-    policy workers                          engines
-      gather each tensor on all ranks         begin reload
-      group of a byte budget  ── shared memory, CUDA IPC or broadcast ──►  load layer by layer
-      next group ...                          end reload, drop caches of old keys and values
+    policy workers                             engines
+      gather a group of tensors                  begin reload
+      send the group  ── shared memory, CUDA IPC or broadcast ──►  load the group
+      next group ...                             end reload, drop caches of old keys and values
 
 Weights are not written to disk, and no process stores a second copy of the model. Names and shapes
 are those of a Hugging Face state dict.
@@ -23,12 +23,12 @@ from aligner.refit.worker import RefitWorker
 
 
 class RefitSource:
-    """A policy's part of a refit, with `RefitWorker` as workers."""
+    """Policy that sends weights. Its workers are `RefitWorker`."""
 
     worker_group: WorkerGroup
 
     def refit_ends(self) -> list[RefitEnd]:
-        """Return the location and library versions of the workers by rank."""
+        """Return location and library versions of each worker, by rank."""
         return run_on_all(self.worker_group, RefitWorker.refit_end)
 
     prepare_refit_info = on_all_workers(RefitWorker.prepare_refit_info)
@@ -36,9 +36,10 @@ class RefitSource:
     def prepare_weights_for_ipc(
         self, _refit_buffer_size_gb: float | None = None
     ) -> list[list[str]]:
-        """Return the names of all weights in groups of at most this many GiB.
+        """Return the names of all weights, in groups of at most ``_refit_buffer_size_gb`` GiB.
 
-        The default budget fits all workers. A larger tensor is a separate group.
+        The default is the largest size for which all workers have memory. A larger tensor is a
+        group of its own.
         """
         results = run_on_all(self.worker_group, RefitWorker.prepare_weights_for_ipc)
         sizes, _ = results[0]
@@ -50,27 +51,30 @@ class RefitSource:
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Offer some weights, and return handles by machine or device. See `RefitWorker`."""
+        """Return sharing key → handle. See `RefitWorker.get_weights_ipc_handles`."""
         offers = run_on_all(
             self.worker_group, RefitWorker.get_weights_ipc_handles, list(keys), readers
         )
         return {key: handle for offer in offers for key, handle in offer.items()}
 
     def open_meeting_place(self, timeout_s: float) -> tuple[str, int]:
-        """Open a rendezvous on rank 0, and return its address and port."""
+        """Open a rendezvous for the broadcast on rank 0. Returns its address and port."""
         addresses = run_on_all(self.worker_group, RefitWorker.open_meeting_place, timeout_s)
         return next(address for address in addresses if address is not None)
 
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
     ) -> WorkerFuture:
-        """Begin to join the engines' group. The caller waits, because engines join concurrently."""
+        """Start to join the broadcast group. Let the engines join before waiting for the result."""
         return start_on_all(
             self.worker_group, RefitWorker.init_collective, ip, port, world_size, timeout_s
         )
 
     def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> WorkerFuture:
-        """Begin to send weights (default all). The caller waits, because engines receive them."""
+        """Start to broadcast the weights ``keys``, by default all.
+
+        Wait for the result after the engines have started to receive.
+        """
         names = None if keys is None else list(keys)
         return start_on_all(self.worker_group, RefitWorker.broadcast_weights_for_collective, names)
 
@@ -83,12 +87,12 @@ class Refit:
     """Callable that sends a policy's current weights to engines."""
 
     policy: RefitSource
-    engines: WorkerGroup  # of `RefitReceiver`
+    engines: WorkerGroup  # its workers are `RefitReceiver`
     _: KW_ONLY
-    separate: bool  # broadcast, instead of shared memory
-    buffer_bytes: int
-    world_size: int  # members of the broadcast
-    timeout_s: float
+    separate: bool  # broadcast weights instead of sharing memory
+    buffer_bytes: int  # maximum size of a group of weights
+    world_size: int  # number of members of the broadcast group
+    timeout_s: float  # time limit of joining the group and of each broadcast
 
     def __post_init__(self) -> None:
         self._groups: list[list[str]] | None = None
@@ -100,7 +104,7 @@ class Refit:
         self.policy.offload_before_refit()
         groups = self._prepare()
         run_on_all(self.engines, RefitReceiver.begin_refit)
-        # One group at a time, so that memory stays within the budget.
+        # Send one group at a time, so that memory stays within ``buffer_bytes``.
         for keys in groups:
             if self.separate:
                 sending = self.policy.broadcast_weights_for_collective(keys)
@@ -115,14 +119,14 @@ class Refit:
         self.policy.offload_after_refit()
 
     def _prepare(self) -> list[list[str]]:
-        """Prepare constant parts in the first refit, and return the groups of weights."""
+        """Return the groups of weights. The first call also connects policy and engines."""
         if self._groups is None:
             self._groups = self.policy.prepare_weights_for_ipc(self.buffer_bytes / 1024**3)
             if self.separate:
                 self._infos = self.policy.prepare_refit_info()
                 address = self.policy.open_meeting_place(self.timeout_s)
                 arguments = (*address, self.world_size, self.timeout_s)
-                # Both sides wait for each other.
+                # Start both sides before waiting, because they wait for each other.
                 policy_joins = self.policy.init_collective(*arguments)
                 engines_join = start_on_all(self.engines, RefitReceiver.init_collective, *arguments)
                 policy_joins.get_results()
@@ -133,7 +137,10 @@ class Refit:
 
 
 def group_by_bytes(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[str]]:
-    """Return names in order, in groups of at most ``budget`` bytes or of one larger weight."""
+    """Split names into groups of at most ``budget`` bytes. A larger weight is alone in its group.
+
+    ``sizes``: name and number of bytes of each weight. The order of names is kept.
+    """
     groups: list[list[str]] = []
     free_bytes = 0
     for name, size in sizes:

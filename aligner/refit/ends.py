@@ -1,8 +1,7 @@
-"""Properties that both ends of a refit must share, compared before an engine is started.
+"""Check, before an engine is started, whether it can receive weights from the policy.
 
-Policy and engine run in different interpreters. On GPUs they exchange weights in formats of torch:
-memory handles of CUDA IPC, which another release of torch rejects or misreads, or NCCL, which
-requires the same version on all members.
+Policy and engine may run in different Python environments. On GPUs, CUDA IPC requires the same
+release of torch in both, and NCCL the same version of NCCL.
 """
 
 from collections.abc import Sequence
@@ -16,17 +15,17 @@ from aligner.errors import ConfigError
 
 @dataclass(frozen=True)
 class RefitEnd:
-    """One process that sends or receives weights."""
+    """Properties of a process that sends or receives weights."""
 
-    name: str  # "policy rank 0"
-    sharing_key: str  # `accelerator.sharing_key`: processes with this key can share memory
+    name: str  # for errors, such as "policy rank 0"
+    sharing_key: str  # `accelerator.sharing_key`: processes with equal keys can share memory
     has_gpu: bool
     torch: str  # version
     nccl: tuple[int, ...] | None  # version, None on CPU
 
     @classmethod
     def of_this_process(cls, name: str) -> "RefitEnd":
-        """Describe this process."""
+        """Return the properties of this process."""
         return cls(
             name,
             accelerator.sharing_key(),
@@ -46,24 +45,24 @@ def check_ends(
     """Raise `ConfigError` if an engine cannot receive the policy's weights.
 
     Args:
-        senders: workers of the policy by rank. Rank 0 broadcasts.
-        receiver: the engine.
-        separate: whether weights are broadcast, not passed in shared memory.
-        section: section of the engine with the keys ``python`` and ``refit``, for messages.
-        versions: advice on installing a matching torch.
+        senders: workers of the policy, by rank. Rank 0 broadcasts.
+        receiver: engine.
+        separate: whether weights are broadcast instead of passed in shared memory.
+        section: configuration section of the engine, with the keys ``python`` and ``refit``.
+        versions: advice on how to install a matching torch, for the error.
     """
-    # The sender is rank 0, or a worker on the engine's device.
+    # The sender is rank 0 for a broadcast, else a worker on the engine's device.
     if separate:
         sender = senders[0]
     else:
         sharing = [end for end in senders if end.sharing_key == receiver.sharing_key]
         sender = (sharing or senders)[0]
-    # Both ends must be able to reach the same memory. On GPUs their libraries must agree.
+    # Both ends must have access to the same memory. On GPUs their libraries must match.
     problem = ""
     if sender.has_gpu != receiver.has_gpu:
         problem = (
             f"python: {receiver} cannot receive weights from {sender}, because only one of them "
-            f"computes on a GPU. Remedy: {versions}"
+            f"uses a GPU. Remedy: {versions}"
         )
     elif not separate and sender.sharing_key != receiver.sharing_key:
         problem = (
@@ -86,5 +85,5 @@ def check_ends(
 
 
 def _release(version: str) -> list[str]:
-    """Return ``2.13`` for ``2.13.0+cu130`` and ``2.13.0a0+5f0``."""
+    """Return major and minor version, ["2", "13"] for ``2.13.0+cu130``."""
     return version.split(".")[:2]

@@ -1,4 +1,4 @@
-"""`RefitReceiver`: an engine's part of a refit, independent of the policy's environment."""
+"""Base class of engine workers that receive a policy's weights."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,39 +14,39 @@ from aligner.refit.segments import accept
 
 
 class RefitReceiver(ABC):
-    """Base of an engine's workers. It receives groups of weights, which the engine loads."""
+    """Base class of engine workers, in the engine's Python environment, that receive weights."""
 
-    section: ClassVar[str]  # of the engine, with the key ``refit``, for messages
+    section: ClassVar[str]  # configuration section of the engine, for messages
     _broadcast: WeightBroadcast | None = None
 
     @abstractmethod
     def begin_refit(self) -> None:
-        """Stop sampling and prepare for new weights."""
+        """Stop sampling, and prepare to load new weights."""
 
     @abstractmethod
     def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load complete tensors [...] by Hugging Face's names, valid during the call only."""
+        """Load weights, Hugging Face name and full tensor each. Tensors are freed afterwards."""
 
     @abstractmethod
     def finish_refit(self) -> None:
-        """Use the new weights from now on."""
+        """Complete the reload. Sampling uses the new weights from now on."""
 
     def sharing_key(self) -> str:
-        """Return the key of the machine or device on which this worker opens weights."""
+        """Return the `accelerator.sharing_key` of this worker."""
         return accelerator.sharing_key()
 
     def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
-        """Load weights that a policy worker on this machine or device offers."""
+        """Load weights. ``handles``: result of `RefitSource.get_weights_ipc_handles`."""
         self.load_weights(accept(handles, f"{self.section}.refit"))
 
     def init_collective(self, ip: str, port: int, world_size: int, timeout_s: float) -> None:
-        """Join the group in which the policy broadcasts its weights."""
+        """Join the policy's broadcast group, whose rendezvous is at ``ip:port``."""
         self._broadcast = WeightBroadcast.join(ip, port, world_size, timeout_s)
 
     def receive_weights(
         self, infos: Sequence[tuple[str, tuple[tuple[int, ...], torch.dtype]]]
     ) -> None:
-        """Receive and load weights. ``infos``: names, shapes and dtypes of the weights."""
+        """Receive a broadcast group of weights and load it. ``infos``: name, (shape, dtype)."""
         if self._broadcast is None:
             raise WorkerError("init_collective must be called before weights are received")
         weights: list[tuple[str, Tensor]] = []

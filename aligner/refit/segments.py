@@ -1,12 +1,13 @@
-"""Transfer of tensors between processes of a machine without a copy through a socket.
+"""Transfer of tensors between processes of a machine, in shared memory or GPU memory.
 
 ::
 
-    sender ─ copy ─► anonymous segment (memfd_create) ◄─ map /proc/<pid>/fd/<fd> ─ reader
-           ─ handle (pid, fd, names, shapes), through the driver ─────────────────►
+    sender ─ copy ─► shared memory (memfd_create) ◄─ map /proc/<pid>/fd/<fd> ─ reader
+           ─ handle (pid, fd, names, shapes), through the driver ───────────►
 
-The system frees a segment even if the processes are killed. A reader's mapping stays valid while
-one of its tensors is alive. On GPUs the reader opens the sender's allocation (CUDA IPC).
+Shared memory, called a segment, is freed by the system even if the processes are killed. A reader's
+mapping stays valid while one of its tensors is alive. On GPUs the reader opens the sender's memory
+with CUDA IPC instead.
 """
 
 import os
@@ -23,7 +24,7 @@ _ALIGNMENT = 64  # bytes of a cache line
 
 
 class SegmentHandle(NamedTuple):
-    """Picklable handle with which a reader maps a segment."""
+    """Picklable handle with which another process maps a segment."""
 
     pid: int
     fd: int
@@ -32,21 +33,22 @@ class SegmentHandle(NamedTuple):
 
 
 class Offer:
-    """A group of tensors that this process offers to others on its machine or device."""
+    """Group of tensors that this process offers to others on its machine, or on its GPU."""
 
     handle: Any  # picklable, for `accept`
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
-        """On CPU, copy ``tensors`` (any shape and dtype) into a segment. On a GPU, clone them.
+        """Copy ``tensors`` (name and tensor) to shared memory, or on a GPU clone them.
 
-        ``max_bytes`` limits their total size. A segment uses memory only for written pages, so a
-        generous limit costs nothing.
+        ``max_bytes``: size of the shared memory, at least the sum of their `aligned_bytes`.
+        Only pages that are written use memory.
         """
         self._fd, self._tensors = -1, list[Tensor]()
         if accelerator.has_gpu():
             self.handle = []
             for name, tensor in tensors:
-                # Clone parameters, too: their allocation is a whole buffer of parameters.
+                # Clone, because CUDA IPC exports the whole allocation, which may be a buffer of
+                # all parameters.
                 self._tensors.append(tensor.clone())
                 self.handle.append((name, accelerator.export_tensor(self._tensors[-1])))
             accelerator.synchronize()
@@ -59,21 +61,20 @@ class Offer:
             raise
 
     def _write(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> SegmentHandle:
-        """Copy the tensors into the segment, and return its handle."""
         handle, start = SegmentHandle(os.getpid(), self._fd, max(1, max_bytes), []), 0
         os.ftruncate(self._fd, handle.size)
         memory = _mapped(handle, is_shared=True)
         for name, tensor in tensors:
             end = start + tensor.nbytes
             if end > max_bytes:
-                raise WorkerError(f"weights of {end} bytes for a segment of {max_bytes}")
+                raise WorkerError(f"weights of {end} bytes exceed a segment of {max_bytes} bytes")
             memory[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             handle.entries.append((name, tensor.dtype, tuple(tensor.shape), start))
             start += aligned_bytes(tensor.nbytes)
         return handle
 
     def close(self) -> None:
-        """Withdraw the offer. Mappings stay valid on CPU, but not on a GPU."""
+        """Free the tensors. On CPU, tensors that other processes have opened stay valid."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -81,22 +82,22 @@ class Offer:
 
 
 def aligned_bytes(size: int) -> int:
-    """Return the size of a tensor of ``size`` bytes in a segment."""
+    """Return the number of bytes that a tensor of ``size`` bytes uses in a segment."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _mapped(handle: SegmentHandle, *, is_shared: bool) -> Tensor:
-    """Map a segment as uint8 [size]. Writes are private unless ``is_shared``."""
+    """Map a segment as uint8 [size]. Without ``is_shared``, writing changes a private copy."""
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     return torch.from_file(path, is_shared, handle.size, dtype=torch.uint8)
 
 
 def accept(handles: dict[str, Any], refit_key: str = "refit") -> list[tuple[str, Tensor]]:
-    """Return the tensors that are offered under this process's `accelerator.sharing_key`.
+    """Open the tensors that a process on this machine (with a GPU: on this GPU) offers.
 
-    Tensors of a segment share its memory, but writes to them are private. ``refit_key`` is the
-    engine's key of `refit`, for messages. Raises `WorkerError` if no process offers tensors here,
-    or the offering process died.
+    ``handles``: `accelerator.sharing_key` → `Offer.handle`. ``refit_key``: configuration key of the
+    engine's ``refit``, for messages. Returns name and tensor. Writing to a tensor of a segment
+    changes a private copy. Raises `WorkerError` if no process offers tensors here, or it died.
     """
     key = accelerator.sharing_key()
     if key not in handles:

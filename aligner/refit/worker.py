@@ -1,4 +1,4 @@
-"""`RefitWorker`: a policy worker's part of a refit, for every backend."""
+"""Base class of policy workers that send weights to engines."""
 
 import os
 import socket
@@ -17,34 +17,34 @@ from aligner.refit.broadcast import WeightBroadcast, open_rendezvous
 from aligner.refit.ends import RefitEnd
 from aligner.refit.segments import Offer, aligned_bytes
 
-RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
+RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name → shape, dtype
 
 
 class RefitWorker(ABC):
-    """Base of workers that send weights with Hugging Face's names, in groups of tensors.
+    """Base class of policy workers. It sends weights with Hugging Face names, in groups.
 
-    A backend gathers tensors (`hf_weights`), a collective operation: call all methods on all ranks.
+    All methods must be called on all ranks, because gathering weights is a collective operation.
     """
 
     parallel: ParallelState
     _info: RefitInfo | None = None
     _offer: Offer | None = None
     _broadcast: WeightBroadcast | None = None
-    _stores: Mapping[int, Any] = MappingProxyType({})  # rendezvous of this worker by port
+    _stores: Mapping[int, Any] = MappingProxyType({})  # port → rendezvous that this worker opened
 
     @abstractmethod
     def hf_weight_names(self) -> Sequence[str]:
-        """Return the names of all weights, as in a Hugging Face state dict, in depth order."""
+        """Return the Hugging Face names of all weights, from first to last layer."""
 
     @abstractmethod
     def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full tensor of each of ``names``, one in memory at a time.
+        """Yield name and gathered tensor of each weight in ``names``, on every worker.
 
-        All workers must iterate over the same names. Every worker gets the gathered tensors.
+        All workers must iterate over the same names. One tensor is in memory at a time.
         """
 
     def refit_end(self) -> RefitEnd:
-        """Describe this worker's location and library versions."""
+        """Return this worker's location and library versions."""
         return RefitEnd.of_this_process(f"policy rank {self.parallel.rank}")
 
     def prepare_refit_info(self) -> RefitInfo:
@@ -57,19 +57,18 @@ class RefitWorker(ABC):
     # Shared memory or a shared device ---------------------------------------------------------
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], int]:
-        """Return each weight's name and bytes, and the most bytes that an offer may have."""
+        """Return name and number of bytes of each weight, and the maximum bytes of an offer."""
         sizes = [(name, self._bytes_of(name)) for name in self.prepare_refit_info()]
         return sizes, accelerator.free_memory_bytes() // 2
 
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Offer the weights ``keys`` until the next offer, and return handles by sharing key.
+        """Offer the weights ``keys`` to other processes until the next call.
 
-        On CPU the first worker of a machine offers weights, on GPUs every worker on its device.
-        ``readers`` are the sharing keys (`accelerator.sharing_key`) of all readers, by default
-        anyone. Other devices offer nothing, because CUDA never frees exported memory that no
-        process has opened.
+        On CPU the first worker of a machine offers weights, on GPUs every worker whose sharing key
+        (`accelerator.sharing_key`) is in ``readers``, the keys of all engines (None: any key). CUDA
+        never frees exported memory that no process opens. Returns sharing key → handle, if any.
         """
         self._withdraw()
         tensors = self.hf_weights(keys)
@@ -85,26 +84,26 @@ class RefitWorker(ABC):
     # Broadcast --------------------------------------------------------------------------------
 
     def open_meeting_place(self, timeout_s: float) -> tuple[str, int] | None:
-        """Open a rendezvous on rank 0, and return its address and port."""
+        """Open a rendezvous for the broadcast. Returns address and port on rank 0, else None."""
         if self.parallel.rank != 0:
             return None
         store = open_rendezvous("0.0.0.0", 0, 1, timeout_s)
         self._stores = {**self._stores, store.port: store}
-        # Rank 0 is the master of the run's rendezvous, so other nodes have reached this address.
+        # Rank 0 is MASTER_ADDR, an address that other nodes can reach.
         address = os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
         return address, store.port
 
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
     ) -> None:
-        """Let rank 0 join the group at ``ip:port``, and open this rendezvous if it is not open."""
+        """Let rank 0 join the broadcast group. Opens the rendezvous ``ip:port`` if necessary."""
         if self.parallel.rank != 0:
             return
         store = self._stores.get(port) or open_rendezvous(ip, port, world_size, timeout_s)
         self._broadcast = WeightBroadcast(store, 0, world_size, timeout_s)
 
     def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> None:
-        """Send the weights ``keys`` to every engine, tensor by tensor. Default: all weights."""
+        """Broadcast the weights ``keys``, by default all, to the engines."""
         names = list(self.prepare_refit_info()) if keys is None else keys
         for _, tensor in self.hf_weights(names):
             if self.parallel.rank != 0:
@@ -113,14 +112,14 @@ class RefitWorker(ABC):
                 raise WorkerError("init_collective must be called before weights are broadcast")
             self._broadcast.send(tensor.contiguous())
 
-    # Before and after -------------------------------------------------------------------------
+    # Before and after a refit -----------------------------------------------------------------
 
     def offload_before_refit(self) -> None:
-        """Free memory on a device that the engine shares."""
+        """Free cached memory of the device for the engine."""
         accelerator.release_memory()
 
     def offload_after_refit(self) -> None:
-        """Withdraw the offer, because the engine has copied the weights."""
+        """Free the offered weights, which the engine has copied."""
         self._withdraw()
         accelerator.release_memory()
 

@@ -58,6 +58,7 @@ def of_form(function: Function, bound: Function) -> tuple[Form | None, Function]
     def adapted(*lists: Any, **columns: Any) -> Any:
         return form.call(bound, arguments, lists, columns)
 
+    # Prompts, responses and ground truths are positional only, so their names are not columns'.
     lists = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in "prt"]
     columns = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)

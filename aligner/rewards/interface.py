@@ -62,8 +62,8 @@ def check_weights(
         return None
     if weights is None:
         raise ConfigError(
-            f"{source} rates {count} attributes ({', '.join(attributes)}). Set reward.attribute_"
-            f"weights to {count} numbers in this order: the reward is the weighted sum"
+            f"{source} rates {count} attributes ({', '.join(attributes)}). Set "
+            f"reward.attribute_weights to {count} numbers: the reward is the weighted sum"
         )
     if len(weights) != count:
         raise ConfigError(

@@ -66,8 +66,8 @@ class VerifiedReward:
     """Rewards of one source, and metrics of a verifier, which do not affect training.
 
     The verifier's reward becomes the metric ``reward_parts/verified``. Its metric ``accuracy`` is 1
-    for a verifier reward of at least 1, unless the verifier returns ``accuracy`` itself. A metric
-    NAME that both have is ``reward_parts/rated_NAME`` for the source.
+    for a verifier reward of at least 1, unless the verifier returns ``accuracy`` itself. If both
+    have a metric NAME, that of the source becomes ``reward_parts/rated_NAME``.
     """
 
     reward: RewardInterface

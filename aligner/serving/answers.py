@@ -91,7 +91,7 @@ class Choice:
 
     @property
     def plain_text(self) -> str:
-        """The shown text without the special tokens that a buffered text still contains."""
+        """`text` without special tokens that are skipped. A buffered text contains them."""
         text = self.text
         for token in set(self.ids) & self._special if self._skips_special else ():
             text = text.replace(self._tokenizer.decode([token]), "")
@@ -125,7 +125,7 @@ class Choice:
 
 
 class Answer(ABC):
-    """Format of the answers to one request, complete or as a stream of pieces."""
+    """Formats the choices of one request, as a complete answer or as a stream of pieces."""
 
     object: str
     piece_object: str
@@ -140,10 +140,7 @@ class Answer(ABC):
         choices: Sequence[Choice],
         form: Form | None = None,
     ) -> None:
-        """Prepare an answer. ``choices`` get their tokens later.
-
-        ``form``: format of tool calls, None if the request has no tools.
-        """
+        """Prepare an answer to ``request``. ``form``: format of tool calls, None without tools."""
         self.choices = choices
         self._tokenizer, self._request, self._form = tokenizer, request, form
         unique = f"{self.prefix}-{uuid.uuid4().hex}"

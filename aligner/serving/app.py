@@ -198,7 +198,6 @@ class Service:
         return await exchange.response(self.queue, request, stream=body.stream)
 
     def _prompts(self, body: _Sampled, session: Session | None) -> list[list[int]]:
-        """Return the tokens of each prompt of a request."""
         prompts = body.prompts if isinstance(body, CompletionRequest) else [body]
         answers, limit = body.n * len(prompts), self.queue.max_items
         if answers > limit:
@@ -206,7 +205,6 @@ class Service:
         return [self._tokens(prompt, session) for prompt in prompts]
 
     def _tokens(self, prompt: ChatRequest | str | list[int], session: Session | None) -> list[int]:
-        """Return the tokens of a prompt that is a chat, text or tokens."""
         served = self.served
         if isinstance(prompt, ChatRequest):
             tools, kwargs = prompt.offered_tools, prompt.chat_template_kwargs

@@ -71,7 +71,6 @@ class Exchange:
         return Response(_json(self.answer.complete()), media_type=JSON_TYPE)
 
     async def _progress(self) -> AsyncIterator[Progress]:
-        """Yield the progress of the rows until all have ended."""
         deadline = self.began + self.timeout_s
         timeout_message = f"the answer was not complete within {self.timeout_s:g} s"
         results = self.results.of(
@@ -85,7 +84,6 @@ class Exchange:
             self._leave()
 
     def _leave(self, *, is_complete: bool = False) -> None:
-        """Stop waiting for the engine."""
         self.job.is_abandoned = True
         if not self._is_over:
             self._is_over = True

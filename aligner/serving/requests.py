@@ -74,14 +74,14 @@ class _Request(_Strict):
 
 
 class StreamOptions(_Strict):
-    """``stream_options``."""
+    """Value of the key ``stream_options``."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class _Sampled(_Request):
-    """Keys of chat completions and text completions."""
+    """Keys that chat completions and text completions share."""
 
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] = 1
     max_tokens: _Positive | None = None
@@ -109,10 +109,7 @@ class _Sampled(_Request):
         return self.logprobs is not None and self.logprobs is not False
 
     def sampling_options(self, defaults: SamplingOptions, longest: int) -> SamplingOptions:
-        """Return ``defaults`` with the request's values.
-
-        ``longest``: maximum number of new tokens. A temperature of 0 means greedy sampling.
-        """
+        """Return ``defaults`` with the request's values. ``longest``: maximum of new tokens."""
         greedy = None if self.temperature is None else self.temperature == 0
         changes: dict[str, Any] = {
             "use_greedy": greedy,
@@ -133,7 +130,7 @@ class _Sampled(_Request):
 
 
 class ChatRequest(_Sampled):
-    """``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``."""
 
     messages: _Messages
     tools: list[dict[str, Any]] = []
@@ -149,7 +146,7 @@ class ChatRequest(_Sampled):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Functions that the model may call. Raises `DataError` for another kind of tool."""
+        """Functions that the model may call. Raises `DataError` if a tool is not a function."""
         for index, tool in enumerate(self.tools):
             function = tool.get("function")
             function = function if isinstance(function, Mapping) else {}
@@ -163,14 +160,14 @@ class ChatRequest(_Sampled):
 
 
 class CompletionRequest(_Sampled):
-    """``POST /v1/completions``."""
+    """Body of ``POST /v1/completions``."""
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or token ids. Raises `DataError` without a prompt, or for others."""
+        """Each prompt, as text or token ids. Raises `DataError` for an empty or invalid list."""
         if isinstance(self.prompt, str) or (self.prompt and _is_ids(self.prompt)):
             return [self.prompt]
         if not self.prompt:
@@ -181,7 +178,7 @@ class CompletionRequest(_Sampled):
 
 
 class TokenizeRequest(_Request):
-    """``POST /tokenize``: a text, or a chat with the generation prompt."""
+    """Body of ``POST /tokenize``: a text, or a chat with the generation prompt."""
 
     prompt: str | None = None
     messages: _Messages | None = None
@@ -190,7 +187,7 @@ class TokenizeRequest(_Request):
 
     @property
     def text_prompt(self) -> str | None:
-        """The prompt, None if ``messages`` is set. Raises `DataError` for both or neither."""
+        """The prompt, None if ``messages`` is set. Raises `DataError` unless exactly one is set."""
         if (self.prompt is None) == (self.messages is None):
             state = "neither it nor" if self.prompt is None else "both it and"
             raise DataError(f"prompt: {state} messages are set. Set one of the two")
@@ -201,19 +198,19 @@ class TokenizeRequest(_Request):
 
 
 class DetokenizeRequest(_Request):
-    """``POST /detokenize``."""
+    """Body of ``POST /detokenize``."""
 
     tokens: _Ids
 
 
 class SessionRequest(_Strict):
-    """``POST /v1/sessions``."""
+    """Body of ``POST /v1/sessions``."""
 
     seed: int | None = None  # of requests that do not set one
 
 
 class RewardRequest(BaseModel):
-    """``POST /v1/reward``: a number, null (not scored), or a mapping with ``reward``."""
+    """Body of ``POST /v1/reward``: a number, null (not scored), or a mapping with ``reward``."""
 
     model_config = ConfigDict(extra="forbid")
     reward: Any = None

@@ -50,7 +50,7 @@ class Served:
         return with_bos(self.tokenizer, ids) if self.add_bos else ids
 
     def shortened(self, text: str) -> str:
-        """Cut a long text to a length that still exceeds the model's positions."""
+        """Cut a long text, which saves time, to a length that is still refused as too long."""
         length = 2 * self.positions
         while length < len(text):
             if len(self.tokenizer.encode(text[:length])) > self.positions + self.positions // 4:

@@ -181,16 +181,16 @@ class Session:
             self._drop_texts(prompts)
             if self._limits is not None:
                 self.exceeded = limit
-        size = f"{limits.max_turns} answers"
+        reason = f"limited to {limits.max_turns} answers"
         if limit == "max_tokens":
-            size = f"{limits.max_tokens} tokens, has {recorded}, and could now reach {bound}"
-        text = f"the session has ended, because it is limited to {size}"
+            reason = f"limited to {limits.max_tokens} tokens, has {recorded}, and could get {bound}"
+        text = f"the session has ended, because it is {reason}"
         if self._limits is None:
-            text = f"the session is limited to {size}. Begin another session"
+            text = f"the session is {reason}. Begin another session"
         raise DataError(text)
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
-        """Release the reserved tokens of a failed request. Its answers still count.
+        """Release the reserved tokens of a failed request. Its answers count towards the limit.
 
         ``requests``: indices from `admit`.
         """

@@ -27,7 +27,6 @@ class _Finder:
     def find_spec(
         name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the specification of a user's file, or None for other modules."""
         del path, target
         package, _, escaped = name.rpartition(".")
         if package != __name__:

@@ -1,7 +1,7 @@
 """Tokens and masks of conversations against those of renderers (Prime Intellect).
 
 renderers has the chat templates of Qwen 3 and Llama 3.2 in Python, TRL as Jinja.
-`tests/unit/environments/test_environment_families.py` has an oracle for other families.
+`tests/unit/environments/test_environment_conversation.py` has an oracle for other families.
 """
 
 import json

@@ -55,8 +55,9 @@ NOT_KEPT = "1,2,1,none,whole"  # pipeline stages have a graph each
 # Families that compute in a way of their own, and others.
 OWN = (
     *("starcoder2", "phi4_mini", "smollm3_biases", "olmo2", "granite", "gemma2", "gemma3"),
-    *("qwen2_moe", "glm4_moe"),
+    *("qwen2_moe", "glm4_moe", "deepseek_v3", "gpt_oss"),
 )
+SPLIT = {"gpt_oss": "2,1,2,none,whole"}  # megatron-core does not split experts with biases
 OTHERS = (
     *("nemotron", "stablelm_biases", "seed_oss", "arcee", "glm", "ernie4_5_biases", "helium"),
     *("glm4", "olmo3_yarn", "gemma"),
@@ -74,7 +75,7 @@ LAUNCHES = {
         *((2, "dense", layout) for layout in (*KEPT, NOT_KEPT)),
         *((2, "experts", layout) for layout in ("1,1,2,none", "1,1,1,none,overlap", "2,1,2,full")),
         *((2, "three layers", layout) for layout in (FROZEN, "1,2,1,none,frozen,uneven")),
-        *((2, family, "2,1,1,none,whole") for family in OWN),
+        *((2, family, SPLIT.get(family, "2,1,1,none,whole")) for family in OWN),
     ],
     "four": [(4, "experts", "1,2,2,selective")],
     "three": [(3, "thirds", "3,1,1,none")],
@@ -85,6 +86,7 @@ LAUNCHES = {
     "further two": [
         *((2, family, "2,1,1,none,whole") for family in OTHERS),
         *((2, family, NOT_KEPT) for family in (*OWN, *OTHERS)),
+        *((2, family, "2,1,2,full,whole") for family in ("glm4_moe", "deepseek_v3")),
     ],
 }
 CELLS = [

@@ -118,8 +118,9 @@ def estimated(script, length=64, settings=None, **changes):
     return Estimator(plan, DEVICES["h100-80g"], shapes).estimate(config).as_dict()
 
 
-def depths(script="train_gpt_ppo", **changes):
-    run = planned_run(configuration(script, **changes), PlanConfig(), {"m.nemo": SIX})
+def depths(script="train_gpt_ppo", fields=None, **changes):
+    shape = replace(SIX, **fields or {})
+    run = planned_run(configuration(script, **changes), PlanConfig(), {"m.nemo": shape})
     found = {}
     for name, role in run.roles.items():
         for stage in {0, role.parallel.pipeline - 1}:

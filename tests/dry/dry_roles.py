@@ -83,6 +83,8 @@ FAMILIES = {
     | {"activation": "geglu_tanh", "embedding_multiplier": 8.0},
     "gemma2": {"window_size": 6, "layers_without_window": (1,), "branch_norms": "both"}
     | {"attention_cap": 50.0, "logits_cap": 30.0},
+    "gpt_oss": {"num_moe_experts": 4, "activation": "clamped_swiglu", "activation_clamp": 7.0}
+    | {"bias_linear": True, "attention_sinks": True},
     "olmo2": {"branch_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True},
     "granite": {"residual_multiplier": 0.2, "logits_divisor": 8.0, "attention_scale": 0.1},
     "smollm3": {"layers_without_rope": (0, 2), "rope_scaling": RopeScaling(2.0, kind="yarn")},
@@ -90,6 +92,9 @@ FAMILIES = {
     | {"moe_shared_expert_size": 32, "moe_shared_expert_gate": True},
     "glm4_moe": {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "moe_shared_expert_size": 32}
     | {"layers_without_experts": (0,), "moe_router_sigmoid": True, "moe_router_groups": 2},
+    "deepseek_v3": {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_sigmoid": True}
+    | {"kv_lora_rank": 16, "q_lora_rank": 16, "value_channels": 4, "rotary_percent": 0.5}
+    | {"num_query_groups": TINY_ARCHITECTURE.num_attention_heads},
 }
 
 

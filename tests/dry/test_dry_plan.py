@@ -96,6 +96,10 @@ DEPTHS = {
         "critic__offload_weights": True,
     },
     "DTensor": {"trainer__devices": 2, "policy__backend": "dtensor"},
+    "dense layer first": {
+        "script": "train_gpt_sft",
+        "fields": {"num_moe_experts": 2, "layers_without_experts": (0,)},
+    },
 }
 
 
@@ -122,7 +126,7 @@ def test_a_model_that_only_transformers_builds_is_planned(dry, script):
 # A case of each family that has a table of tensors, and is not one of the first seven.
 FAMILIES = """
     smollm3 nemotron starcoder2 phi3 phi4_mini stablelm seed_oss arcee glm ernie4_5 helium glm4
-    olmo2 granite gemma olmo3 gemma2 gemma3 qwen2_moe glm4_moe
+    olmo2 granite gemma olmo3 gemma2 gemma3 qwen2_moe glm4_moe deepseek_v3 gpt_oss
 """
 
 

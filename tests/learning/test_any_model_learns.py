@@ -54,6 +54,13 @@ def test_the_reward_rises(model_type, recipe, folder_of, tmp_path):
     check_that_it_rises(trained(tmp_path / "run", folder_of(model_type), recipe, 20))
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])
+def test_the_reward_rises_with_megatron(model_type, folder_of, tmp_path):
+    model = folder_of(model_type)
+    check_that_it_rises(run(tmp_path / "run", model, "ppo_tiny_cpu", "trainer.ppo.max_steps=20"))
+
+
 def check_that_it_rises(lines):
     rewards = [line["train_rollouts/rewards"] for line in lines[1:]]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards

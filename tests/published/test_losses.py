@@ -183,7 +183,7 @@ def test_what_cannot_be_a_loss_is_refused():
                 Denominators(torch.tensor(1.0), torch.tensor(1.0)),
             )
 
-    refused(lambda *args: torch.zeros(()), "Return a pair")
+    refused(lambda *args: torch.zeros(()), r"Return a tuple \(loss, metrics\)")
     refused(lambda *args: (1.0, {}), "Return a scalar tensor")
     refused(lambda *args: (torch.zeros(2), {}), "Return a scalar tensor")
     refused(lambda *args: (torch.zeros(()), {"m": torch.zeros(2)}), "metric m=")

@@ -104,7 +104,7 @@ def test_a_configuration_of_nemo_aligner(tmp_path):
     assert (run.model.optim.name, run.model.optim.lr) == ("adam", 9e-7)
     row, ignored = [line for line in text.splitlines() if line.startswith("#")][1:]
     assert row.split()[1:3] == ["exp_manager.name", "rs"]
-    assert ignored == "#  without a counterpart here: model.optim.bucket_cap_mb"
+    assert ignored == "#  keys without effect here: model.optim.bucket_cap_mb"
 
 
 def test_a_file_of_neither_is_refused(tmp_path):

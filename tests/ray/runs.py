@@ -115,7 +115,7 @@ class Killer:
             self.step = current_step() or self.step  # a state is saved after its step
             if (self.step, group.name_prefix, method_name) in self.moments[:1]:
                 del self.moments[0]
-                self.killed.append(groups[victim]._seats[0].pid)
+                self.killed.append(groups[victim]._identities[0].pid)
                 os.kill(self.killed[-1], signal.SIGKILL)
             return answer
 

@@ -50,7 +50,7 @@ def test_a_policy_worker_killed_in_the_middle_of_conversations(
     @contextmanager
     def killed(group):
         yield
-        os.kill(group._seats[0].pid, signal.SIGKILL)
+        os.kill(group._identities[0].pid, signal.SIGKILL)
 
     calls.at = killed
     ended = train(tmp_path / "ray", tiny_nemo, ON_RAY, *OPTIONS, recipe=GAME)

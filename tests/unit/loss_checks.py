@@ -9,6 +9,10 @@ from aligner.types import Denominators, TokenOutputs
 NAN, INF = float("nan"), float("inf")
 
 
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
 def row(*values):
     return torch.tensor([values], dtype=torch.float64)
 

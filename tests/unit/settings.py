@@ -15,6 +15,12 @@ REQUIRED = {
 }
 
 
+def pairs(settings):
+    """Dotted keys and values of ``key=value`` texts with spaces between them."""
+    parts = (setting.partition("=") for setting in settings.split())
+    return {key: yaml.safe_load(value) for key, _, value in parts}
+
+
 def tree(settings="", root=RunConfig):
     """The required values of ``root``, and settings by their dotted keys.
 
@@ -22,10 +28,7 @@ def tree(settings="", root=RunConfig):
     """
     required = {key: value for key, value in REQUIRED.items() if key in field_types(root)}
     values = copy.deepcopy(required)
-    if isinstance(settings, str):
-        pairs = (setting.partition("=") for setting in settings.split())
-        settings = {key: yaml.safe_load(value) for key, _, value in pairs}
-    for key, value in settings.items():
+    for key, value in (pairs(settings) if isinstance(settings, str) else settings).items():
         *path, last = key.split(".")
         level = values
         for name in path:

@@ -2,7 +2,7 @@
 
 import sys
 
-from aligner.config import parse_config
+from settings import parsed
 
 
 def directory_with(tmp_path, monkeypatch, module, text):
@@ -15,18 +15,12 @@ def directory_with(tmp_path, monkeypatch, module, text):
 
 
 def configured(critic=False, **overrides):
-    values = {
-        "model": {"restore_from_path": "m.nemo", "ppo": {"num_rollouts_per_prompt": 2}},
-        "reward": {"function": "a.b:reward"},
-        "data": {"train": {"source": "train.jsonl"}},
-        "trainer": {"ppo": {"initial_policy_kl_penalty": 0.0, "normalize_advantages": False}},
+    """A configuration of PPO or RLOO. Keys of ``overrides`` have "__" between their parts."""
+    settings = {
+        "model.ppo.num_rollouts_per_prompt": 2,
+        "trainer.ppo.initial_policy_kl_penalty": 0.0,
+        "trainer.ppo.normalize_advantages": False,
+        "trainer.ppo.advantage.estimator": "gae" if critic else "rloo",
         **({} if critic else {"critic": None}),
     }
-    overrides = {"trainer__ppo__advantage__estimator": "gae" if critic else "rloo", **overrides}
-    for key, value in overrides.items():
-        *path, last = key.split("__")
-        level = values
-        for name in path:
-            level = level.setdefault(name, {})
-        level[last] = value
-    return parse_config(values)
+    return parsed(settings | {key.replace("__", "."): each for key, each in overrides.items()})

@@ -182,17 +182,11 @@ class Does(Echo):
     def says_nothing(self, turn):
         return Turn()
 
-    def is_not_scored(self, turn):
-        return Turn(turn.messages, None, turn.done)
-
     def has_a_step_outside(self, turn):
         return Turn(turn.messages, 1.0, steps=[(2, 0.5), (6, 1.0)])
 
     def has_a_step_of_nothing(self, turn):
         return Turn(turn.messages, 1.0, steps=[(5, None)])
-
-    def scores_steps(self, turn):
-        return Turn(turn.messages, None, turn.done, steps=[(1, 0.25), (1, 0.5)])
 
 
 class Tools(ToolEnv):

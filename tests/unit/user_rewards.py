@@ -71,24 +71,6 @@ def naps(prompts, responses, ground_truths):
     return [float(os.getpid())] * len(prompts)
 
 
-def hangs_with_a_daemon(prompts, responses, ground_truths):
-    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
-    started = [subprocess.Popen(command, start_new_session=True, env={}).pid]
-    reading, writing = os.pipe()
-    if os.fork() == 0:  # the usual way to be a daemon: nobody is its parent any more
-        os.setsid()
-        daemon = os.fork()
-        if daemon:
-            os.write(writing, str(daemon).encode())
-            os._exit(0)
-        time.sleep(1000)
-        os._exit(0)
-    started.append(int(os.read(reading, 20)))
-    with open(ground_truths[0], "w") as file:
-        file.write(" ".join(map(str, [os.getpid(), *started])))
-    time.sleep(1000)
-
-
 class Odd(Exception):
     def __str__(self):
         raise RuntimeError("no text")

@@ -150,7 +150,7 @@ def test_caches_and_memory(ray, wide_nemo):
         assert (expected - after["logprobs"]).abs().max() < 1e-4
         assert (before["logprobs"][:, 200] - after["logprobs"][:, 200]).abs().max() > 0.1
 
-        memory, engine = [], psutil.Process(generation.worker_group._seats[0].pid)
+        memory, engine = [], psutil.Process(generation.worker_group._identities[0].pid)
         for _ in range(20):
             generation.weights_changed()
             generation.prepare_for_generation()

@@ -29,7 +29,7 @@ DEFAULT_SET = "prompts"  # name of the set data.prompts
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Evaluate a model, write the results to the folder ``output``, and return them."""
+    """Score sampled responses to sets of prompts. Writes and returns estimates and metrics."""
     with ExitStack() as closing:
         # Read and check all inputs before the weights are loaded.
         model = open_model(config, closing)
@@ -115,7 +115,7 @@ def _write(
 
 
 def _answers(name: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """Yield a line for each response, with turns, end and columns of a conversation."""
+    """Yield the line of each response in ``answers.jsonl``."""
     batch = evaluation.batch
     lengths = (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
     for row in range(batch.size):

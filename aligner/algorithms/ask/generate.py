@@ -1,4 +1,4 @@
-"""Answers to prompts, and a chat in the terminal."""
+"""The command `generate`: answers to prompts, or a chat in the terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ _HELP = f"Ctrl-D ends. {RESET} forgets the conversation. Ctrl-C stops an answer"
 
 
 def generate(config: GenerateConfig) -> None:
-    """Answer prompts, or chat, as configured."""
+    """Answer the configured prompts, or chat in the terminal if ``config.chat`` is true."""
     with ExitStack() as closing:
         model = open_model(config, closing)
         if config.chat:
@@ -58,7 +58,7 @@ def generate(config: GenerateConfig) -> None:
 
 
 def _sets(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, PromptDataset]]:
-    """Yield name and prompts of each set. A ground truth is an ordinary column here."""
+    """Yield name and prompts of each set. Prompts outside ``data.sets`` have the name ''."""
     data = config.data
     if config.prompt:
         rows = (
@@ -85,7 +85,7 @@ def _write(output: str | None, lines: list[dict[str, Any]], console: Console) ->
 
 
 class Chat:
-    """A conversation in the terminal. ``read`` raises `EOFError` at its end."""
+    """A chat in the terminal. ``read`` returns the user's message, or raises `EOFError` to end."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Chat:
         self._turns = 0
 
     def run(self) -> None:
-        """Run the conversation until the user ends it."""
+        """Read messages and answer them until the user ends the conversation."""
         # Without a chat template this raises before the weights are loaded.
         self._prompt_ids([{"role": "user", "content": "?"}])
         positions = self._model.architecture.max_position_embeddings
@@ -109,7 +109,7 @@ class Chat:
         if room < 1:
             raise ConfigError(
                 f"sampling.max_length={self._config.sampling.max_length} leaves no room for a "
-                f"prompt: the model has {positions} positions. Lower it"
+                f"prompt: the model has {positions} positions. Lower sampling.max_length"
             )
         engine, _ = self._model.start(room, lambda text: self._write(f"{text}\n"))
         self._write(f"{self._model.source.name}. {_HELP}\n")
@@ -129,16 +129,16 @@ class Chat:
 
     def _answer(self, engine: Any, message: str, room: int) -> None:
         # Encode the conversation with the new message.
-        tokenizer, policy = self._model.tokenizer, self._config.data.special_tokens_in_text
+        tokenizer, treatment = self._model.tokenizer, self._config.data.special_tokens_in_text
         try:
-            message = treat_special_tokens(tokenizer, message, policy, "the message")
+            message = treat_special_tokens(tokenizer, message, treatment, "the message")
         except DataError as error:
             self._write(f"({error})\n")
             return
         messages = [*self._messages, {"role": "user", "content": message}]
         ids = self._prompt_ids(messages)
         if len(ids) > room:
-            self._write(f"({len(ids)} tokens do not fit {room}. {RESET} begins anew)\n")
+            self._write(f"({len(ids)} tokens exceed the limit {room}. {RESET} starts a new chat)\n")
             return
         # Show tokens as soon as they are sampled if the engine reports them.
         decoder = IncrementalDecoder(tokenizer, ids)
@@ -181,7 +181,7 @@ class Chat:
             text = render(tokenizer, with_system(parse_messages(messages), system))
         except TokenizerError as error:
             raise TokenizerError(
-                f"{error}. A model without a chat template completes text: use --prompt TEXT"
+                f"{error}. To complete a text without a chat template, use --prompt TEXT"
             ) from error
         ids = tokenizer.encode(text)
         return with_bos(tokenizer, ids) if self._config.data.add_bos else ids

@@ -29,21 +29,21 @@ _ROLES = ("policy", "role")
 
 @dataclass(frozen=True)
 class Source:
-    """Location of the weights."""
+    """Location of a model's weights, and settings of the run that trained it."""
 
     path: str  # a `.nemo`, a Hugging Face directory, or the model that the run started from
     name: str  # for messages
-    states: tuple[Path, ...] = ()  # folders of the role in run states, newest first. Else: path
+    states: tuple[Path, ...] = ()  # weights in run states, newest first. Empty: load ``path``
     tokenizer: str | None = None
     peft: PeftConfig = field(default_factory=PeftConfig)
     backend: str | None = None
 
 
 def find_source(path: str) -> Source:
-    """Find the weights that ``model.restore_from_path`` names: a file, or a run that can answer.
+    """Find the weights at ``path``: a model, or the directory of a run that trained a policy.
 
     Raises:
-        CheckpointNotFoundError: a run's directory contains neither a state nor a model.
+        CheckpointNotFoundError: the run has neither a readable run state nor a trained model.
         CheckpointError: the run trained a reward model.
     """
     folder = Path(path).expanduser()
@@ -61,7 +61,7 @@ def find_source(path: str) -> Source:
             if "reward_model" in config["trainer"]:
                 raise CheckpointError(
                     f"model.restore_from_path={path} is a run that trained a reward model, which "
-                    "does not answer. Use `aligner serve-reward --model`"
+                    "cannot generate text. Serve its rewards with `aligner serve-reward --model`"
                 )
             model, paths = config["model"], [state.path for state in reversed(states[:count])]
             folders = (state_path / role for state_path in paths for role in _ROLES)
@@ -75,8 +75,9 @@ def find_source(path: str) -> Source:
             )
         if trained is None:
             raise CheckpointNotFoundError(
-                f"model.restore_from_path={path} is the directory of a run, and no state in it can "
-                "be read" + (f": {', '.join(damaged)}" if damaged else ". It has not saved one yet")
+                f"model.restore_from_path={path} is the directory of a run, but no run state in it "
+                f"can be read ({', '.join(damaged) or 'none was saved yet'}). Set it to a model, "
+                "or to another run"
             )
     location = path if trained is None else str(trained)
     is_own = is_built_by_transformers(location)
@@ -85,7 +86,7 @@ def find_source(path: str) -> Source:
 
 @dataclass(frozen=True)
 class InferenceModel:
-    """A model before its weights are loaded."""
+    """A model for inference. `start` loads its weights."""
 
     run: RSRunConfig
     source: Source
@@ -95,20 +96,20 @@ class InferenceModel:
     closing: ExitStack
 
     def check_room(self, longest_prompt: int) -> None:
-        """Raise if a prompt of ``longest_prompt`` tokens leaves no room for an answer."""
+        """Raise `ConfigError` if ``longest_prompt`` tokens leave no positions for an answer."""
         response = self.run.model.rollout.length_params.max_length
         check_room(self.architecture, longest_prompt, "sampling.max_length", response)
 
     @property
     def rows(self) -> int:
-        """Number of responses that one call samples."""
+        """Maximum number of responses that one call of the engine samples."""
         size = self.run.model.parallel.data_size(self.engine.worlds[0])
         return self.run.model.rollout.num_rollout_samples * max(1, size)
 
     def start(
         self, longest_prompt: int, say: Callable[[str], None]
     ) -> tuple[GenerationInterface, Workers]:
-        """Load the newest weights that are not damaged, and start the sampling engine."""
+        """Load the newest undamaged weights. Returns the sampling engine and all workers."""
         clusters = self.engine.clusters(self.closing)
         workers = Workers(self.run, self.tokenizer, self.architecture, clusters, self.closing)
         policy = workers.start_policy(init_optimizer=False)
@@ -123,16 +124,16 @@ class InferenceModel:
         return start_generation(self.run, workers, policy, longest_prompt) or policy, workers
 
     def sampling(self, engine: GenerationInterface, samples_per_prompt: int) -> PromptSampling:
-        """Return settings for sampling from ``engine``, which `start` returned."""
+        """Return settings for sampling from ``engine``, the first result of `start`."""
         pad_id, seed = self.tokenizer.pad_id, self.run.seed
         return PromptSampling(engine, pad_id, seed, self.rows, samples_per_prompt)
 
 
 def open_model(config: AskConfig, closing: ExitStack) -> InferenceModel:
-    """Read the header of ``model.restore_from_path`` and start the engine of processes."""
+    """Read the model's description, without weights, and start processes until ``closing`` ends."""
     source = find_source(config.model.restore_from_path)
     if source.backend is not None and source.backend != config.policy.backend:
-        # Only the backend that saved a run state can load it, and only one builds some models.
+        # A run state needs the backend that saved it, and some models need the dtensor backend.
         backend = build(BackendConfig, {"backend": source.backend}, "policy")
         config = replace(config, policy=backend)
     run = as_run(config, source.path, source.peft, source.tokenizer)
@@ -143,7 +144,7 @@ def open_model(config: AskConfig, closing: ExitStack) -> InferenceModel:
 
 
 def write_answers(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON line per response."""
+    """Write ``lines`` to ``path`` as JSON, one per line."""
     with atomic_file(path) as file:
         for line in lines:
             file.write((json.dumps(line, ensure_ascii=False, default=str) + "\n").encode())

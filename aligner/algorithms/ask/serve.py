@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 
 def serve(config: ServeConfig) -> None:
-    """Serve a model until a signal. Several processes finish running generation first."""
+    """Serve a model until Ctrl-C or SIGTERM. Several processes first finish the current batch."""
     with ExitStack() as closing:
         engine = start_server(config, closing, lambda text: print(text, flush=True))
         with stop_signal(announce=False) as request:
@@ -38,7 +38,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEngine:
-    """Load the model and accept requests until ``closing`` closes. Return the engine to run.
+    """Load the model and start its HTTP server, until ``closing`` closes. Return the engine to run.
 
     Raises:
         ConfigError: the server cannot listen at the address, or the token file is missing.
@@ -47,7 +47,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     model = open_model(config, closing)
     room = model.architecture.max_position_embeddings - 1
     if config.sampling.max_length > room:  # only the default of requests
-        on_rank_zero(lambda: say(f"sampling.max_length={room}: more does not fit the model"))
+        on_rank_zero(lambda: say(f"sampling.max_length={room} is used, the model's limit"))
         least = min(config.sampling.min_length, room)
         sampling = replace(config.sampling, max_length=room, min_length=least)
         config = replace(config, sampling=sampling, policy=model.run.policy)
@@ -57,7 +57,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     server, architecture = config.server, model.architecture
     path = Path(config.model.restore_from_path)
     if config.data.add_bos and model.tokenizer.bos_id is None:
-        raise TokenizerError("data: add_bos=true but the tokenizer has no BOS token")
+        raise TokenizerError("data.add_bos=true needs a tokenizer with BOS. Set it to false")
     served = Served(
         server.model_name or (path.stem if path.suffix == ".nemo" else path.name) or "model",
         with_template_kwargs(model.tokenizer, config.data.chat_template_kwargs),
@@ -82,7 +82,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
         say(f"{served.name} at http://{address[0]}:{address[1]}/v1 (Ctrl-C ends)")
 
     on_rank_zero(listen)
-    # Only the policy's own engine in this process reports tokens, and rank 0 those of its rows.
+    # The policy reports tokens only in its own processes, and on rank 0 only those of its rows.
     local = isinstance(generation, Policy) and config.cluster.engine == "local"
     world = model.engine.worlds[0]
     return ServingEngine(

@@ -1,6 +1,6 @@
 """Distillation of a teacher into a student.
 
-`TeacherTargets` completes a batch of the student:
+`TeacherTargets` adds the teacher's most likely tokens to a batch of the student:
 
 offline     examples ──────────────────────────► teacher: top k of each learned token ─► loss
 on-policy   prompts ─► student: a response each ─► teacher: top k of each token ───────► loss
@@ -39,10 +39,11 @@ from aligner.models.policy.lm_policy import Policy
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """Function that completes the batches of a distillation run (see `Task.complete`).
+    """Function that adds the logits of the teacher's most likely tokens to a batch.
 
-    ``top_k``: number of the teacher's tokens that the loss reads, of ``vocab_size`` shared tokens.
-    ``seed``: seed of the student's responses. None: the batch contains responses.
+    ``top_k``: number of tokens per position. ``vocab_size``: number of tokens that teacher and
+    student share. ``seed``: seed with which the student samples responses to the batch's prompts.
+    None: the batch already contains responses.
     """
 
     teacher: Policy
@@ -51,7 +52,7 @@ class TeacherTargets:
     seed: int | None = None
 
     def __call__(self, student: Policy, batch: BatchedDataDict, consumed: int | None) -> None:
-        """Add ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, k]."""
+        """Add ``teacher_topk_logits`` and ``teacher_topk_indices``, [B, S, k], to ``batch``."""
         if self.seed is not None:  # the student's responses replace the prompts
             seed = self.seed + (VALIDATION_SEED_OFFSET if consumed is None else 0)
             batch["sample_ids"] = batch["sample_ids"] + (consumed or 0)
@@ -65,7 +66,7 @@ class TeacherTargets:
 
 
 def train_distill(config: DistillRunConfig) -> None:
-    """Run distillation from start to end and print the paths of the run's files."""
+    """Distil a teacher into a student, and print the paths of the run's files."""
     with Run.open(config) as run:
         config, loop, tokenizer = run.config, run.config.trainer.distill, run.tokenizer
         architecture = check_teacher(config, tokenizer)
@@ -73,7 +74,7 @@ def train_distill(config: DistillRunConfig) -> None:
         if loop.top_k > vocab_size:
             raise ConfigError(
                 f"trainer.distill.top_k={loop.top_k} is more than the {vocab_size} tokens that "
-                "student and teacher share. Lower it"
+                f"student and teacher share. Set it to at most {vocab_size}"
             )
         kind: type[Dataset[Any]] = PromptDataset if loop.on_policy else ExampleDataset
         examples, longest = load_split(run, kind, architecture)
@@ -108,7 +109,7 @@ def train_distill(config: DistillRunConfig) -> None:
 def distill_task(
     config: DistillRunConfig, examples: Split[Any], pad_id: int, targets: TeacherTargets
 ) -> Task[Any]:
-    """Return the task of learning ``targets``."""
+    """Return the training task: examples, batches, loss and the teacher's ``targets``."""
     loop = config.trainer.distill
 
     def collate(items: Sequence[Any]) -> BatchedDataDict:
@@ -121,7 +122,7 @@ def distill_task(
 
 
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:
-    """Return the teacher's architecture, and raise if its tokens differ from the student's."""
+    """Return the teacher's architecture. Raises if its vocabulary is not that of ``tokenizer``."""
     path = config.teacher.restore_from_path
     source = open_model(path, config.policy.backend, trusted=config.model.trust_remote_code)
     with path_given_by("teacher.restore_from_path"), source as checkpoint:
@@ -131,13 +132,13 @@ def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitec
         raise ConfigError(
             f"teacher.restore_from_path={path} has another vocabulary than "
             f"model.restore_from_path={config.model.restore_from_path}: {difference}. Teacher and "
-            "student must share a tokenizer. Choose models of one family"
+            "student must share a tokenizer. Choose a teacher of the student's model family"
         )
     return architecture
 
 
 def teacher_config(config: DistillRunConfig) -> StudentConfig:
-    """Return the teacher's configuration, with the student's layout, packing and temperature."""
+    """Return the student's configuration with the teacher's weights and micro-batch size."""
     return dataclasses.replace(
         config.model,
         restore_from_path=config.teacher.restore_from_path,

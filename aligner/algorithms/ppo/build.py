@@ -1,4 +1,4 @@
-"""Parts of a PPO run, built from its configuration: roles, losses, passes of a step, notes."""
+"""Functions that derive models, loss, estimator and notes of a PPO run from its configuration."""
 
 from dataclasses import fields
 from operator import attrgetter
@@ -16,7 +16,7 @@ from aligner.types import LossFunction
 
 
 def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy, Value | None]:
-    """Start policy, critic (None without a critic), and the reference policy if needed."""
+    """Start the policy, the reference policy if needed, and the critic (None without a critic)."""
     ppo = config.model.ppo
     samples = ppo.ppo_epochs * ppo.num_rollout_samples
     policy_steps = max(0, steps - config.trainer.ppo.critic_warmup_steps)
@@ -39,12 +39,12 @@ def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy
 
 
 def run_notes(config: RunConfig) -> list[str]:
-    """Return notes on an unknown number of steps and on noise that dropout adds to ratios."""
+    """Return notes for the start-up report, about dynamic sampling and LoRA's dropout."""
     notes, lora = [], config.model.peft.lora
     if config.trainer.ppo.dynamic_sampling.enabled:
         notes.append(
             "dynamic sampling: the run ends after trainer.ppo.max_epochs passes over the prompts, "
-            "which may be before the steps above"
+            "possibly before the number of steps above"
         )
     if lora is not None and lora.adapter_dropout > 0:
         notes.append(
@@ -55,16 +55,16 @@ def run_notes(config: RunConfig) -> list[str]:
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Return whether a KL term needs the reference policy. Otherwise it is not built."""
+    """Return whether the reward or the loss contains a KL term to the reference policy."""
     return kl_in_reward(config) or config.model.ppo.kl_loss.coef > 0
 
 
 def sampler_is_exact(config: RunConfig) -> bool:
     """Return whether the sampler's log-probs equal the trainer's up to float32 rounding.
 
-    This requires that the policy's own engine samples from the policy's distribution. The trainer
-    ignores a repetition penalty, and a ban of EOS changes the tokens that top-k and top-p keep. The
-    ban in a dry run does not count: a dry run has the same phases as the run.
+    They are equal if the policy's own workers sample in float32, without options that the trainer
+    does not reproduce: a repetition penalty, or ``min_length`` (which bans EOS) together with top-k
+    or top-p. A dry run sets ``min_length`` itself, so there ``min_length`` is ignored.
     """
     sampling = config.model.ppo.sampling_params
     restricted = sampling.top_k > 0 or sampling.top_p < 1.0
@@ -78,12 +78,13 @@ def sampler_is_exact(config: RunConfig) -> bool:
 
 
 def rows_scored_by_training(config: RunConfig, trains_policy: bool = True) -> int:
-    """Return the number of leading rows whose log-probs need no separate pass.
+    """Return how many rows of a rollout, from the first, need no separate pass for old log-probs.
 
-    With one pass over the rollout, the first mini-batch is trained on the weights that sampled it,
-    so training itself computes its old log-probs. If a KL penalty needs log-probs before training,
-    the sampler's are used, which must then be exact. No row needs a pass if the policy is not
-    trained, or if the sampler's log-probs replace the old policy's.
+    The first mini-batch is trained with the weights that sampled it. Training therefore computes
+    its old log-probs, unless there are several passes over the rollout. If a KL penalty in the
+    reward needs log-probs before training, the sampler's are used, provided that they are exact. No
+    row needs a pass if the policy is not trained in this step (``trains_policy``), or if
+    ``correction.old_logprobs`` is ``sampler``.
     """
     ppo = config.model.ppo
     if ppo.correction.old_logprobs == "sampler":
@@ -98,7 +99,7 @@ def rows_scored_by_training(config: RunConfig, trains_policy: bool = True) -> in
 
 
 def kl_in_reward(config: RunConfig) -> bool:
-    """Return whether the reward contains a KL penalty."""
+    """Return whether the reward contains a KL penalty to the reference policy."""
     return config.trainer.ppo.initial_policy_kl_penalty > 0
 
 
@@ -106,14 +107,14 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
     """Return the built-in or the user's policy loss, with the configured options.
 
     Raises:
-        ConfigError: ``model.ppo.loss`` names a function that does not work.
+        ConfigError: the class that ``model.ppo.loss`` names fails a test.
     """
     ppo, environment = config.model.ppo, config.environment
     low, high = ppo.ratio_eps_range
     longest = ppo.length_params.max_length
     if environment.is_set:
         longest = min(environment.max_tokens, environment.max_turns * longest)
-    # Options of the loss by the key of ``model.ppo`` that sets them.
+    # Options of the loss, by the key in ``model.ppo`` that sets them.
     options: dict[str, dict[str, Any]] = {
         "ratio_eps": {"ratio_eps_low": low, "ratio_eps_high": high},
         "dual_clip": {"dual_clip": ppo.dual_clip},
@@ -149,21 +150,21 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
 
 
 def make_estimator(config: RunConfig) -> UserEstimator | None:
-    """Return the user's estimator of advantages, or None if a built-in one is configured.
+    """Return the user's advantage estimator, or None if the configured estimator is built in.
 
     Raises:
-        ConfigError: ``trainer.ppo.advantage.estimator`` names a function that does not work.
+        ConfigError: the function that ``trainer.ppo.advantage.estimator`` names fails a test.
     """
     trainer, function = config.trainer.ppo, config.trainer.ppo.advantage.function
     if function is None:
         return None
     has_critic = config.critic is not None
     estimator = UserEstimator(function, trainer.advantage.kwargs, has_critic=has_critic)
-    # The run's own keys must have an effect.
+    # A changed discount factor must have an effect.
     if trainer.discount_factor != 1 and not estimator.takes("discount_factor"):
         raise ConfigError(
             f"trainer.ppo.discount_factor={trainer.discount_factor}, but {estimator} does not "
-            "accept discount_factor. Add it to the signature, or set the key to 1"
+            "accept discount_factor. Add this parameter to the function, or set the key to 1"
         )
     estimator.try_out(config.model.ppo.num_rollouts_per_prompt)
     return estimator

@@ -27,54 +27,54 @@ from aligner.observe.diagnostics import explained_variance, statistics
 
 
 class KLController:
-    """Controller of the KL coefficient β of the reward, which is fixed without a ``target``.
+    """Coefficient β of the KL penalty in the reward, fixed or adapted to a ``target`` KL.
 
-    For a target KL, ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)`` (Ziegler et
+    After a rollout, ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)`` (Ziegler et
     al., 2019, "Fine-Tuning Language Models...", §2.2). KL is summed over a sample's tokens and
-    averaged over samples. ``value`` is the coefficient for the next rollout.
+    averaged over samples. The attribute ``value`` is β for the next rollout.
     """
 
     def __init__(self, coefficient: float, target: float | None = None, horizon: int = 1) -> None:
         self.value, self._target, self._horizon = coefficient, target, horizon
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Update β from the mean KL per sample of a rollout and the sample count."""
+        """Adapt β to ``current_kl``, the mean KL per sample of a rollout of ``n_samples``."""
         if self._target is not None:
             error = min(max(current_kl / self._target - 1, -0.2), 0.2)
             self.value *= 1 + error * n_samples / self._horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the coefficient, unless it is fixed. The rest comes from the configuration."""
+        """Return the coefficient if it is adaptive, else an empty dictionary."""
         return {} if self._target is None else {"coefficient": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. A fixed and an adaptive coefficient cannot be exchanged."""
+        """Restore β. Raises `ConfigError` if β was adaptive and now is fixed, or the reverse."""
         if bool(state) != (self._target is not None):
             kinds = ("an adaptive", "fixed") if state else ("a fixed", "adaptive")
             raise ConfigError(
                 f"the run state was saved with {kinds[0]} KL coefficient ({dict(state)}), but the "
-                f"configured coefficient is {kinds[1]}. Change trainer.ppo.kl_controller.mode, or "
-                "start a new run"
+                f"configured coefficient is {kinds[1]}. Set trainer.ppo.kl_controller.mode as in "
+                "the saved run, or start a new run"
             )
         self.value = float(state.get("coefficient", self.value))
 
 
 @dataclass(frozen=True)
 class Credit:
-    """Credit assignment of a run. ``rollouts_per_prompt`` adjacent rows answer one prompt."""
+    """Conversion of the rewards of a rollout to advantages."""
 
     trainer: TrainerPPOConfig
     kl_in_reward: bool  # the reward contains a KL penalty
-    rollouts_per_prompt: int
-    max_length: int  # of a response, in tokens
+    rollouts_per_prompt: int  # number of adjacent rows that are responses to one prompt
+    max_length: int  # maximum length of a response, in tokens
     estimator: UserEstimator | None = None  # if ``trainer.advantage`` names one
 
     def shape(self, batch: BatchedDataDict) -> None:
-        """Add ``shaped_rewards`` float32 [B], of turns ``shaped_turn_rewards`` float32 [B, S].
+        """Add ``shaped_rewards`` float32 [B], and for turns ``shaped_turn_rewards`` float32 [B, S].
 
-        ``R <- clamp(scale * R + shift, ±clip)`` for each response or turn, then the penalty for an
-        improper end, in the last turn. If ``improper_end.mode`` is ``mask``, ``sample_mask``
-        float32 [B] becomes 0 for responses that did not end properly (``is_end`` bool [B]).
+        A reward R becomes ``clamp(scale * R + shift, ±clip)``. If a limit cut the response off,
+        ``improper_end.mode="penalize"`` subtracts a penalty (from the last turn), and ``"mask"``
+        sets ``sample_mask`` to 0.
         """
         shaping, improper = self.trainer.reward, self.trainer.improper_end
         ended, turns = batch["is_end"].float(), batch.get("turn_ids")
@@ -100,12 +100,11 @@ class Credit:
         batch["shaped_rewards"] = shaped
 
     def assign(self, batch: BatchedDataDict, beta: float) -> tuple[dict[str, float], float]:
-        """Add ``advantages`` and, with a critic, ``returns`` to a shaped batch.
+        """Add ``advantages`` and, with a critic, ``returns``, float32 [B, S] each, to ``batch``.
 
-        Reads ``shaped_rewards``, ``sample_mask`` and ``prev_logprobs``, and if present
-        ``ref_logprobs`` and ``values``. ``beta``: weight of the KL penalty. Returns metrics, and
-        the KL to the reference, summed over a response and averaged over samples (0 without a
-        reference).
+        Reads the columns of `shape`, ``prev_logprobs``, and if present ``ref_logprobs`` and
+        ``values``. ``beta``: weight of the KL penalty. Returns metrics, and the KL to the
+        reference, summed over a response and averaged over samples (0 without a reference).
         """
         trainer, shaped = self.trainer, batch["shaped_rewards"]
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
@@ -116,25 +115,25 @@ class Credit:
         # Advantages, averaged and whitened over states.
         groups = torch.arange(batch.size) // self.rollouts_per_prompt
         by_turn = trainer.advantage.credit == "turn" and "turn_ids" in batch
-        compared = batch["shaped_turn_rewards"] if by_turn else shaped
+        rewards = batch["shaped_turn_rewards"] if by_turn else shaped
         penalty = kl if self.kl_in_reward else None
-        batch["advantages"], returns = self._estimate(batch, compared, groups, penalty, beta)
+        batch["advantages"], returns = self._estimate(batch, rewards, groups, penalty, beta)
         states = mask * self._states(batch)
         if returns is not None:
             # The critic's targets, and its values before training.
             batch["returns"] = returns
-            spread = statistics(returns, states)
+            of_returns = statistics(returns, states)
             metrics = {
-                "train_rollouts/returns_mean": spread["mean"].item(),
-                "train_rollouts/returns_std": spread["std"].item(),
+                "train_rollouts/returns_mean": of_returns["mean"].item(),
+                "train_rollouts/returns_std": of_returns["std"].item(),
                 **_named("critic/values", statistics(batch["values"], states)),
                 "critic/explained_var": explained_variance(batch["values"], returns, states).item(),
             }
         else:
             # The share of samples whose group has different rewards.
             turns = batch["turn_ids"] if by_turn else None
-            signal = has_reward_variance(compared, groups, batch["sample_mask"], turns).float()
-            metrics = {"train_rollouts/samples_with_signal": signal.mean().item()}
+            differs = has_reward_variance(rewards, groups, batch["sample_mask"], turns).float()
+            metrics = {"train_rollouts/samples_with_signal": differs.mean().item()}
         metrics |= _named("train_rollouts/advantages", statistics(batch["advantages"], states))
         if trainer.normalize_advantages:
             batch["advantages"] = masked_whiten(batch["advantages"], mask, over=states)
@@ -146,27 +145,28 @@ class Credit:
         if kl is None:
             return metrics, 0.0
         per_sample = kl.sum(1).mean().item()
-        paid = beta * per_sample if self.kl_in_reward else 0.0
+        kl_penalty = beta * per_sample if self.kl_in_reward else 0.0
         metrics |= {
             "train_rollouts/init_policy_kl": ((kl * mask).sum() / mask.sum().clamp(min=1)).item(),
             "train_rollouts/init_policy_kl_per_sample": per_sample,
             "train_rollouts/kl_coefficient": beta,
-            "train_rollouts/kl_penalty": paid,
-            "train_rollouts/rewards_with_kl": mean.item() - paid,
+            "train_rollouts/kl_penalty": kl_penalty,
+            "train_rollouts/rewards_with_kl": mean.item() - kl_penalty,
         }
         return metrics, per_sample
 
     def _estimate(
         self,
         batch: BatchedDataDict,
-        compared: Tensor,
+        rewards: Tensor,
         groups: Tensor,
         kl: Tensor | None,
         beta: float,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return advantages and, with a critic, its targets.
+        """Return advantages and the critic's targets (None without a critic), float [B, S].
 
-        ``compared``: shaped rewards [B] or of turns [B, S]. ``groups``: prompt of a row, int64 [B].
+        ``rewards``: shaped rewards of responses [B] or turns [B, S]. ``groups``: int64 [B], index
+        of each row's prompt.
         """
         trainer, turns = self.trainer, batch.get("turn_ids")
         if self.estimator is not None:
@@ -194,7 +194,7 @@ class Credit:
             )
         # Other responses to the prompt are the baseline.
         advantages = token_advantages(
-            compared,
+            rewards,
             groups,
             batch["token_mask"],
             batch["sample_mask"],
@@ -207,7 +207,7 @@ class Credit:
         return advantages, None
 
     def _states(self, batch: BatchedDataDict) -> Tensor:
-        """Return bool [B, S], true at states that count: before every token or every turn."""
+        """Return bool [B, S], True at generated tokens, or by turn at each turn's first token."""
         if self.trainer.timestep == "token" or "turn_ids" not in batch:
             return batch["token_mask"] > 0
         turns = batch["turn_ids"]

@@ -20,58 +20,57 @@ def fill_with_varied_groups(
     pad_id: int,
     credit: Literal["trajectory", "turn"] = "trajectory",
 ) -> tuple[BatchedDataDict, int]:
-    """Return a scored rollout batch of ``prompts`` groups and the number of samples drawn for it.
+    """Sample a rollout of groups with different rewards. Also returns the number of samples drawn.
 
-    Dynamic sampling of DAPO (Yu et al., 2025): if all responses to a prompt earn the same reward,
-    their advantages are 0, so other groups replace them. Later rollouts sample only as many groups
-    as are missing. No group with signal is dropped.
+    A group consists of the responses to one prompt. If they all have the same reward, their
+    advantages are 0, and another group replaces this one. Each further call of ``sample`` gets as
+    many prompts as groups are missing.
 
     Args:
-        sample: returns the next scored rollout of n prompts, with the columns ``sample_mask`` and
-            ``shaped_rewards``. The ``rollouts_per_prompt`` responses to a prompt are adjacent.
-        prompts: number of groups.
+        sample: samples and scores the next n prompts. Returns a rollout batch with the columns
+            ``sample_mask`` and ``shaped_rewards``, where responses to a prompt are adjacent.
+        prompts: number of groups in the result.
         rollouts_per_prompt: number of responses in a group.
-        max_rollouts: sampling ends after ``max_rollouts * prompts`` prompts. Groups without signal
-            then fill the batch, the earliest first.
+        max_rollouts: sampling ends after ``max_rollouts * prompts`` prompts. Groups of equal
+            rewards then fill the batch, the earliest first.
         prompts_left: returns how many prompts the run may still sample.
-        pad_id: id that pads shorter rows.
-        credit: see `teaches`.
+        pad_id: token id that pads shorter rows.
+        credit: ``turn`` compares the rewards of turns instead of responses.
     """
-    with_signal: list[BatchedDataDict] = []
-    without_signal: list[BatchedDataDict] = []
+    with_difference: list[BatchedDataDict] = []
+    without_difference: list[BatchedDataDict] = []
     sampled, missing, count = 0, prompts, prompts
     allowed = max_rollouts * prompts
     while count:
         batch = sample(count)
         allowed -= count
         sampled += batch.size
-        has_signal = teaches(batch, rollouts_per_prompt, credit)
-        with_signal.append(batch.select_indices(has_signal.nonzero().flatten()))
-        without_signal.append(batch.select_indices((~has_signal).nonzero().flatten()))
-        missing -= int(has_signal.sum()) // rollouts_per_prompt
+        differs = rewards_differ(batch, rollouts_per_prompt, credit)
+        with_difference.append(batch.select_indices(differs.nonzero().flatten()))
+        without_difference.append(batch.select_indices((~differs).nonzero().flatten()))
+        missing -= int(differs.sum()) // rollouts_per_prompt
         count = min(missing, allowed, prompts_left())
-    # Groups without signal fill up the batch.
+    # Groups of equal rewards fill up the batch.
     batch = BatchedDataDict.from_batches(
-        [*with_signal, *without_signal], pad_value_dict={"input_ids": pad_id}
+        [*with_difference, *without_difference], pad_value_dict={"input_ids": pad_id}
     )
     return batch.slice(0, prompts * rollouts_per_prompt), sampled
 
 
-def teaches(
+def rewards_differ(
     batch: BatchedDataDict,
     rollouts_per_prompt: int,
     credit: Literal["trajectory", "turn"] = "trajectory",
 ) -> Tensor:
-    """Return bool [B], true if the rewards of the row's group differ before and after shaping.
+    """Return bool [B], True if the rewards of the row's group differ before and after shaping.
 
-    DAPO compares the verifier's rewards, without the length penalty. A limit of rewards
-    (``trainer.ppo.reward.clip``) may remove the difference. A sample that does not count
-    (``sample_mask`` 0) is not compared. ``credit="turn"`` compares rewards of turns, if any.
+    DAPO compares rewards without the length penalty, so a difference is needed before shaping.
+    Clipping (``trainer.ppo.reward.clip``) may remove the difference. Samples with ``sample_mask`` 0
+    are not compared. ``credit="turn"`` compares the rewards of turns in conversations.
     """
     groups = torch.arange(batch.size) // rollouts_per_prompt
-    counts = batch["sample_mask"]
     turns = batch.get("turn_ids") if credit == "turn" else None
     name = "rewards" if turns is None else "turn_rewards"
-    varied = has_reward_variance(batch[name], groups, counts, turns)
-    varied &= has_reward_variance(batch[f"shaped_{name}"], groups, counts, turns)
+    varied = has_reward_variance(batch[name], groups, batch["sample_mask"], turns)
+    varied &= has_reward_variance(batch[f"shaped_{name}"], groups, batch["sample_mask"], turns)
     return varied.view(-1, rollouts_per_prompt).any(1).repeat_interleave(rollouts_per_prompt)

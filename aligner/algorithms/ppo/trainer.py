@@ -4,8 +4,8 @@
                                                                            │
          8 validate, save ◄─ 7 train critic, then policy, ppo_epochs × ◄─ 6 advantages
 
-With a critic (`Value`), or without: REINFORCE, RLOO, GRPO and relatives differ in the conversion of
-rewards to advantages (`credit`) and in options of the loss, and skip stage 3 and half of stage 7.
+REINFORCE, RLOO, GRPO and related algorithms have no critic (`Value`), so they skip stage 3 and do
+not train a critic in stage 7. They differ in stage 6 (`credit`) and in options of the loss.
 
 All stages read and extend one rollout ``batch``, whose columns are described in `aligner.types`.
 """
@@ -47,7 +47,7 @@ OPTIONAL_COLUMNS = ("ref_logprobs", "second_moment_mask", "kept_ids")
 
 
 def train_ppo(config: RunConfig) -> None:
-    """Run PPO from start to end and print the paths of its files."""
+    """Train a policy with PPO, and print the paths of the run's files."""
     with Run.open(config) as run:
         config = run.config
         options = {"policy_loss": make_policy_loss(config), "estimator": make_estimator(config)}
@@ -114,7 +114,7 @@ class PPOTrainer(SamplingTrainer):
                 self.value.prepare_for_inference()
                 batch["values"] = self.value.get_values(batch)["values"].cpu()
                 self.value.finish_inference()
-        # 4. and 5. Log-probs under the policy and its reference, unless they are known.
+        # 4. and 5. Log-probs of the policy, unless they are known, and of the reference policy.
         scored_rows = self._scored_rows[trains_policy]
         with timers("logprobs"):
             self._add_logprobs(batch, scored_rows)
@@ -148,8 +148,9 @@ class PPOTrainer(SamplingTrainer):
         metrics |= self._update_metrics(policy_passes, critic_passes)
         samples = samples_of(batch, step, "train", self.config.exp_manager.samples_per_step)
         idle = idle_roles(policy=policy_passes, critic=critic_passes)
-        # Without an update between sampler and trainer their log-probs must agree. If the sampler
-        # replaces the old policy, the updates measure the gap, and only the first has none before.
+        # Before the first update, sampler and trainer have the same weights, so their log-probs
+        # must agree. With ``starts_at_sampler`` every update measures the gap anew. Then the check
+        # is only valid if the step made a single update.
         warnings: tuple[str, ...] = ()
         if is_untrained and not (self.starts_at_sampler and self.policy_updates > 1):
             warnings = gap_warnings(metrics, self.config.trainer.precision)
@@ -157,7 +158,7 @@ class PPOTrainer(SamplingTrainer):
 
     @property
     def is_out_of_data(self) -> bool:
-        """True if dynamic sampling reached ``max_epochs`` before the last scheduled step."""
+        """Whether dynamic sampling reached ``max_epochs`` before the last scheduled step."""
         return self.config.trainer.ppo.dynamic_sampling.enabled and self._prompts_left() == 0
 
     def _prompts_left(self) -> int:
@@ -166,13 +167,13 @@ class PPOTrainer(SamplingTrainer):
     def _scored_rollout(
         self, step: int, timers: PhaseTimers
     ) -> tuple[BatchedDataDict, dict[str, float]]:
-        """Return the step's scored rollout batch, and metrics of the responses sampled first."""
+        """Return the scored rollout, and its metrics before dynamic sampling replaces groups."""
         ppo, model = self.config.trainer.ppo, self.config.model.ppo
         sampling, score_metrics = ppo.dynamic_sampling, list[dict[str, float]]()
 
         def sample_rollout(prompts: int | None = None) -> BatchedDataDict:
             with timers("generate"):
-                # With dynamic sampling the number of rollouts of a step is unknown.
+                # With dynamic sampling the number of prompts of the next rollout is unknown.
                 ahead = self.has_next(step) and not sampling.enabled
                 batch = self.rollouts.take(self.consumed_samples, more=ahead, prompts=prompts)
             self.consumed_samples += batch.size
@@ -198,9 +199,9 @@ class PPOTrainer(SamplingTrainer):
         return batch, prefixed("train_rollouts", {**score_metrics[0], "samples_drawn": sampled})
 
     def _add_logprobs(self, batch: BatchedDataDict, scored_rows: int) -> None:
-        """Add ``prev_logprobs`` [B, S]. The first ``scored_rows`` rows get the sampler's.
+        """Add ``prev_logprobs`` float32 [B, S], and the mask of M2PO if it is configured.
 
-        These can enter the KL penalty, and the ratio if ``correction.old_logprobs`` is ``sampler``.
+        The first ``scored_rows`` rows get the sampler's log-probs. The policy computes the others.
         """
         batch["prev_logprobs"] = batch["generation_logprobs"].clone()
         if scored_rows < batch.size:
@@ -214,7 +215,7 @@ class PPOTrainer(SamplingTrainer):
             batch["second_moment_mask"] = second_moment_masks(batch, limit, rows)
 
     def _train_policy(self, batch: BatchedDataDict, on_policy_rows: int) -> list[dict[str, Any]]:
-        """Train one pass: first the rows that need no old log-probs, then the others."""
+        """Train on all rows. The first ``on_policy_rows`` rows need no old log-probs."""
         columns = [*POLICY_COLUMNS, *(name for name in OPTIONAL_COLUMNS if name in batch)]
         parts = [
             columns_of(batch, columns).slice(0, on_policy_rows),
@@ -235,7 +236,7 @@ class PPOTrainer(SamplingTrainer):
         if critic_passes:
             passes = {**update_metrics(critic_passes), "optimizer_steps": self.critic_updates}
             metrics |= prefixed("critic", passes)
-        # Metrics without an entry in the catalogue come from a user's loss.
+        # Metrics that ``metric_names.md`` does not list come from a user's loss.
         if policy_passes:
             for name, value in update_metrics(policy_passes).items():
                 names = (f"{group}/{name}" for group in ("sampler", "train_optim"))
@@ -247,10 +248,10 @@ class PPOTrainer(SamplingTrainer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the base and of the KL controller."""
+        """Return counters, data position, a rollout that was sampled ahead, and β."""
         return {**super().state_dict(), "kl_controller": self.kl_controller.state_dict()}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Restore a `state_dict`, and the roles from their folders in ``folder``."""
+        """Restore what `state_dict` returned, and load the models from ``folder``."""
         super().load(state, folder)
         self.kl_controller.load_state_dict(state["kl_controller"])

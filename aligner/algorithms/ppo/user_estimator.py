@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.importing import check_call, load_function, named_by, user_errors
+from aligner.importing import accepted_keywords, check_call, load_function, user_errors
 
 KEY = "trainer.ppo.advantage.estimator"
 # Possible arguments of the function, in addition to ``values`` in runs with a critic.
@@ -19,54 +19,54 @@ _ARGUMENTS = (
 
 
 class AdvantageEstimator(Protocol):
-    """Signature of the function of ``trainer.ppo.advantage.estimator``.
+    """Signature of a user's function that computes advantages.
 
-    The function is called with keyword arguments once per step, with the whole rollout of ``B``
-    responses. It receives the arguments that its signature names, or all if it accepts
-    ``**others``:
+    ``trainer.ppo.advantage.estimator`` names the function. It is called once per step with the
+    whole rollout of ``B`` responses. Of the following keyword arguments it receives those that are
+    parameters of the function, or all if it accepts ``**others``:
 
     ``rewards``          float32 [B], after ``trainer.ppo.reward`` and ``improper_end``
     ``groups``           int64 [B], equal for responses to the same prompt
     ``penalty``          float32 [B, S], KL penalty β·kl to subtract from the reward at each token,
                          0 without a penalty
     ``token_mask``       float32 [B, S], 1 for generated tokens
-    ``sample_mask``      float32 [B], 1 for samples that count, else the reward is arbitrary
-    ``values``           float32 [B, S] of the critic, only in runs with a critic
-    ``is_end``           bool [B], the response ended properly
-    ``input_ids``        int64 [B, S], prompt and response
-    ``input_lengths``    int64 [B], tokens of prompt and response
-    ``prompt_lengths``   int64 [B], tokens of the prompt
-    ``prev_logprobs``    float32 [B, S], of the policy that produced the rollout
-    ``generation_logprobs``   float32 [B, S], of the sampling engine
-    ``discount_factor``, ``gae_lambda``   the keys of ``trainer.ppo``
+    ``sample_mask``      float32 [B], 0 for excluded samples, whose reward may be any value
+    ``values``           float32 [B, S], the critic's values, only in runs with a critic
+    ``is_end``           bool [B], True if the model ended the response, not a length limit
+    ``input_ids``        int64 [B, S], tokens of prompt and response
+    ``input_lengths``    int64 [B], number of tokens in prompt and response
+    ``prompt_lengths``   int64 [B], number of tokens in the prompt
+    ``prev_logprobs``    float32 [B, S], log-probs of the policy before the step's updates
+    ``generation_logprobs``   float32 [B, S], log-probs of the sampling engine
+    ``discount_factor``, ``gae_lambda``   float, keys of ``trainer.ppo``
 
-    Entries of ``trainer.ppo.advantage.kwargs`` are additional arguments and override these.
-    Position ``t`` of a column describes token ``t``.
+    Position ``t`` of a column describes token ``t``. Entries of ``trainer.ppo.advantage.kwargs``
+    are further arguments. They replace arguments of the same name.
     """
 
     def __call__(self, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """Return advantages float [B, S], or [B] for the same advantage at all tokens.
+        """Return advantages, float [B, S], or [B] for the same advantage at all tokens.
 
-        In a run with a critic, return a pair: advantages, and the critic's targets float [B, S].
-        Values at masked positions are ignored. ``trainer.ppo.normalize_advantages`` whitens the
-        result.
+        In a run with a critic, return a pair of advantages and the critic's targets, float [B, S].
+        Values at masked positions are ignored. If ``trainer.ppo.normalize_advantages`` is true, the
+        advantages are whitened afterwards.
         """
         ...
 
 
 class UserEstimator:
-    """An `AdvantageEstimator` with its keyword arguments."""
+    """A user's `AdvantageEstimator`, with checks of its parameters and results."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], *, has_critic: bool) -> None:
-        """Import the function ``name``. Refuse a function that names an unavailable argument."""
+        """Import the function ``name``. Raises `ConfigError` if an argument is unavailable."""
         self.name, self._kwargs, self._has_critic = name, dict(kwargs), has_critic
         self._function = load_function(name, key=KEY)
         offered = [*_ARGUMENTS, *(["values"] if has_critic else [])]
-        accepted = named_by(self._function, offered) - self._kwargs.keys()
+        accepted = accepted_keywords(self._function, offered) - self._kwargs.keys()
         self._names = [name for name in offered if name in accepted]
         note = "" if has_critic else " (values only in a run with a critic)"
         remedy = (
-            f"Possible arguments are {', '.join(offered)}{note}. Anything else it needs goes into "
+            f"Possible arguments are {', '.join(offered)}{note}. Set any other argument in "
             "trainer.ppo.advantage.kwargs"
         )
         check_call(self._function, [*self._names, *self._kwargs], str(self), remedy)
@@ -76,10 +76,10 @@ class UserEstimator:
 
     def takes(self, name: str) -> bool:
         """Return whether the function accepts the keyword ``name``."""
-        return bool(named_by(self._function, [name]))
+        return bool(accepted_keywords(self._function, [name]))
 
     def __call__(self, rollout: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Return advantages and, with a critic, its targets: float32 [B, S], 0 if masked."""
+        """Return advantages and the critic's targets, if any, float32 [B, S], 0 where masked."""
         # Copy tensors: an in-place change of an argument must not affect the run.
         arguments = {
             name: value.clone() if isinstance(value := rollout[name], Tensor) else value
@@ -109,12 +109,12 @@ class UserEstimator:
             row = int((~spread.isfinite()).any(1).nonzero()[0])
             raise ConfigError(
                 f"{self}: the result for response {row} of {rows} is NaN or infinite. Check "
-                "divisions by a deviation or a count that may be 0"
+                "whether the function divides by a standard deviation or a count of 0"
             )
         return spread
 
     def try_out(self, rollouts_per_prompt: int) -> None:
-        """Call the function with a test rollout: ``rollouts_per_prompt`` responses to 2 prompts.
+        """Call the function with synthetic data: ``rollouts_per_prompt`` responses to 2 prompts.
 
         Raises:
             ConfigError: the function raised an exception, or `__call__` rejects its result.
@@ -149,4 +149,4 @@ class UserEstimator:
 
 
 def _shown(value: Any) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,7 +1,7 @@
-"""Preference optimisation: pairs or labelled responses, loss, and log-probs of the reference.
+"""Preference optimisation from pairs of responses or labelled responses.
 
-The reference is the policy before its first update, so the policy scores the responses before a run
-state is restored. A file keeps the float32 log-probs of the learned tokens, concatenated.
+The reference policy is the policy before its first update. The policy therefore computes the
+reference's log-probs before a run state is restored, and stores them in ``reference_logprobs.pt``.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ _LOSSES: dict[str, Callable[..., LossFunction]] = {
 
 
 def train_dpo(config: DPORunConfig) -> None:
-    """Run preference optimisation from start to end and print the paths of its files."""
+    """Train a policy on preferences, and print the paths of the run's files."""
     with Run.open(config) as run:
         config, loop, pad_id = run.config, run.config.trainer.dpo, run.tokenizer.pad_id
         kind: type[Dataset[Any]] = PairDataset if loop.is_paired else LabelledDataset
@@ -73,7 +73,7 @@ def train_dpo(config: DPORunConfig) -> None:
 
 
 def preference_loss(loop: TrainerDPOConfig) -> LossFunction:
-    """Return the configured loss with its options."""
+    """Return the loss that ``loop.loss`` names, with its configured options."""
     options = {key: getattr(loop, key) for key in LOSS_OPTIONS[loop.loss]}
     if loop.beta is not None:
         options["beta"] = loop.beta
@@ -83,7 +83,7 @@ def preference_loss(loop: TrainerDPOConfig) -> LossFunction:
 def preference_task(
     config: DPORunConfig, sets: Mapping[str, ExampleSet[Any]], pad_id: int
 ) -> Task[Any]:
-    """Return the task for the sets ``training`` and, if present, ``validation``."""
+    """Return the training task. ``sets`` has the keys ``training`` and possibly ``validation``."""
     loop = config.trainer.dpo
     collate: Callable[..., BatchedDataDict] = collate_pairs if loop.is_paired else collate_labelled
     complete, loss = None if loop.is_paired else add_kl_baseline, preference_loss(loop)
@@ -92,10 +92,9 @@ def preference_task(
 
 
 def add_kl_baseline(policy: Policy, batch: BatchedDataDict, consumed: int | None) -> None:
-    """Replace a batch's mismatched responses by ``kl_baseline`` float32 [B], for KTO."""
-    del consumed  # the same for every batch
+    """Replace mismatched responses (to other prompts) by KTO's ``kl_baseline``, float32 [B]."""
+    del consumed  # all batches are treated alike
     names = [name for name in batch if name.startswith(MISMATCHED)]
-    # Pairs of a prompt with the response to another prompt estimate the KL.
     mismatched: BatchedDataDict = BatchedDataDict(
         {name.removeprefix(MISMATCHED): batch.pop(name) for name in names}
     )
@@ -110,10 +109,10 @@ def add_kl_baseline(policy: Policy, batch: BatchedDataDict, consumed: int | None
 
 
 class WithReference(Generic[Item]):
-    """A data set whose examples contain their log-probs under the reference."""
+    """A data set whose examples contain log-probs of the reference policy."""
 
     def __init__(self, items: ExampleSet[Item], logprobs: Tensor) -> None:
-        """Store ``logprobs``, float32 [N], of the N learned tokens of all examples in order."""
+        """Store ``logprobs``, float32 [N]: those of the N learned tokens of all examples."""
         counts = [example.learned_tokens for example in _examples(items)]
         self._items: ExampleSet[Item] = items
         self._logprobs, self._bounds = logprobs, list(pairwise(accumulate(counts, initial=0)))
@@ -135,7 +134,7 @@ class WithReference(Generic[Item]):
 
 @dataclass(frozen=True)
 class ReferenceLogprobs:
-    """Log-probs under ``policy`` with its initial weights, or from the file ``path``."""
+    """Log-probs of the reference policy, computed by ``policy`` or read from the file ``path``."""
 
     policy: Policy
     path: Path
@@ -145,7 +144,7 @@ class ReferenceLogprobs:
     def of(
         self, sets: Mapping[str, ExampleSet[Item]], config: DPORunConfig
     ) -> dict[str, WithReference[Item]]:
-        """Return ``sets`` with log-probs. A file with log-probs of other inputs is replaced."""
+        """Return ``sets`` with reference log-probs, read from ``path`` if it fits the inputs."""
         fingerprint = fingerprint_of(config, sets)
         reasons = on_rank_zero(lambda: _mismatches(self.path, fingerprint))
         # No reasons: the file fits. None: there is no file.
@@ -167,7 +166,7 @@ class ReferenceLogprobs:
         return {name: WithReference(items, logprobs[name]) for name, items in sets.items()}
 
     def _compute(self, examples: Sequence[Example], rows: int) -> Tensor:
-        """Return float32 log-probs of the learned tokens, from batches of ``rows`` examples."""
+        """Return the log-probs of all learned tokens, float32 [N], computed ``rows`` at a time."""
         self.policy.prepare_for_lp_inference()
         parts = []
         for start in range(0, len(examples), rows):
@@ -181,7 +180,7 @@ class ReferenceLogprobs:
 
 
 def fingerprint_of(config: DPORunConfig, sets: Mapping[str, ExampleSet[Any]]) -> dict[str, str]:
-    """Return fingerprints of everything that the log-probs depend on, by a name for messages."""
+    """Return a fingerprint of each input that the log-probs depend on, by name."""
     adapters = config.model.peft.restore_from_path
     return {
         "model": _digest(_files(config.model.restore_from_path)),
@@ -214,7 +213,7 @@ def _examples(items: ExampleSet[Any]) -> list[Example]:
 
 
 def _mismatches(path: Path, fingerprint: Mapping[str, str]) -> list[str] | None:
-    """Return why the stored log-probs cannot be used, or None without a file."""
+    """Return reasons why the stored log-probs cannot be used, or None if there is no file."""
     if not path.is_file():
         return None
     try:

@@ -31,7 +31,7 @@ from aligner.types import LossFunction
 
 
 def train_reward_model(config: RewardRunConfig) -> None:
-    """Train a reward model from start to end and print the paths of the run's files."""
+    """Train a reward model, and print the paths of the run's files."""
     with Run.open(config) as run:
         config, loop, pad_id = run.config, run.config.trainer.reward_model, run.tokenizer.pad_id
         check_head(config)
@@ -61,14 +61,14 @@ def train_reward_model(config: RewardRunConfig) -> None:
 
 @dataclass(eq=False)
 class RewardModelTrainer(SupervisedTrainer):
-    """Trainer of a reward model that stores in the model's file how to use its rewards."""
+    """Trainer of a reward model. It saves how inputs end and how rewards are scaled, too."""
 
     role: RewardModel
     _: KW_ONLY
     config: RewardRunConfig
 
     def save_model(self, path: str) -> None:
-        """Write the model with its sequences' last token and its rewards' mean and deviation."""
+        """Write the model, with the end token of its inputs and statistics of its rewards."""
         loop, train = self.config.trainer.reward_model, self.task.train
         self.role.remember_sequences(self.config.data.add_bos, last_token(train))
         sets = {"train": train, "validation": self.task.validation, None: None}
@@ -86,7 +86,7 @@ class RewardModelTrainer(SupervisedTrainer):
 
 
 def kind_of(config: RewardRunConfig) -> type[Dataset[Any]]:
-    """Return the data set class of the configured loss: comparisons or ratings."""
+    """Return the class of data sets that the configured loss needs: pairs or ratings."""
     loop = config.trainer.reward_model
     if loop.loss == "regression":
         return RatedDataset
@@ -94,7 +94,7 @@ def kind_of(config: RewardRunConfig) -> type[Dataset[Any]]:
 
 
 def last_token(examples: ExampleSet[Any]) -> int | None:
-    """Return the last token of all sequences, or None if last tokens differ."""
+    """Return the id of the token that ends all sequences, or None if they end differently."""
     items: list[Any] = [examples[index] for index in range(len(examples))]
     sequences = [item.examples if isinstance(item, Pair) else (item.example,) for item in items]
     ends = {example.ids[-1] for pair in sequences for example in pair}
@@ -102,7 +102,7 @@ def last_token(examples: ExampleSet[Any]) -> int | None:
 
 
 def check_head(config: RewardRunConfig) -> None:
-    """Raise if the model is a reward model with another number of attributes."""
+    """Raise `ConfigError` if the model is a reward model with another number of attributes."""
     path, trusted = config.model.restore_from_path, config.model.trust_remote_code
     adapted = config.model.peft.lora is not None
     with open_model(path, config.policy.backend, adapted, trusted=trusted) as checkpoint:
@@ -110,7 +110,7 @@ def check_head(config: RewardRunConfig) -> None:
     columns = config.data.attribute_columns
     if saved is not None and max(1, len(saved)) != max(1, len(columns)):
         raise ConfigError(
-            f"model.restore_from_path={config.model.restore_from_path} is a reward model that "
-            f"rates {list(saved) or 'comparisons'}, but data.attribute_columns={list(columns)}. "
-            "Set the same number of columns, or start from a language model"
+            f"model.restore_from_path={config.model.restore_from_path} is a reward model for "
+            f"{list(saved) or 'comparisons'}, but data.attribute_columns={list(columns)}. Set the "
+            "same number of columns, or start from a language model"
         )

@@ -1,12 +1,12 @@
-"""Driver of the conversations of a rollout: a thread of rank 0 that serves the environments.
+"""Driver of a rollout's conversations with environments: a thread on rank 0.
 
     process pool ─ answers ─► driver thread ─ rows to continue ─► JobQueue ─► main thread, engine
          ▲                      │      ▲                                            │
          └──────── calls ───────┘      └──────────────── tokens ────────────────────┘
 
-A conversation occupies one slot of the process pool. Random numbers depend on the sample and the
-attempt, so tokens do not depend on the order of events. The engine delays a batch for slow
-conversations by at most `ConversationRollouts.gather_s`.
+A conversation occupies one slot of the process pool. Random numbers depend only on the seed, the
+sample and the attempt, so sampled tokens do not depend on timing. The engine delays a batch for
+slow conversations by at most `ConversationRollouts.gather_s`.
 """
 
 import logging
@@ -32,17 +32,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.05  # between two checks of the time limits
+_POLL_S = 0.05  # seconds between two checks of the time limits
 _MAX_JOIN_S = 30.0
 
-# A conversation yields a `Call` of its process or a `Row` for the engine to continue. The driver
-# sends the call's return value, or the row's `Progress` with all tokens, or throws a failure.
-# The generator returns the trajectory (None without an answer) and the failure that ended it.
+# A conversation is a generator. It yields a `Call` of its process, or a `Row` of tokens that the
+# engine continues. The driver sends back the call's result or the row's `Progress`, or throws
+# `ConversationFailedError`. The generator returns its trajectory (None if the policy never
+# answered) and the failure that ended it, if any.
 Steps = Generator[Call | Row, Any, tuple[Trajectory | None, Failure | None]]
 
 
 class ConversationFailedError(Exception):
-    """A call of a process or of the engine failed."""
+    """A call of an environment's process or of the engine failed."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -55,28 +56,28 @@ class Episode:
 
     row: int
     sample_id: int
-    seed: int  # of the environment
+    seed: int  # seed of the environment
     columns: dict[str, Any]
     failures: list[str] = field(default_factory=list)  # reasons of failed attempts
     slot: int = -1
     steps: Steps = field(init=False)
     call: Call | None = None
-    session: "Session | None" = None  # with which the called process queries the policy
+    session: "Session | None" = None  # requests of an agent's process to the policy
     job: RowJob | None = None
     reply: Progress | Exception | None = None
     checked_at: float = 0.0
-    silent_s: float = 0.0  # since the call began or the policy last answered
-    used_s: float = 0.0  # by all calls, without waiting for the policy
-    answers: int = 0  # of the session at the last check
+    silent_s: float = 0.0  # seconds since the call began or the policy last answered
+    used_s: float = 0.0  # seconds of all calls, without waiting for the policy
+    answers: int = 0  # number of the policy's answers in the session at the last check
 
     @property
     def attempt(self) -> int:
-        """Index of the attempt, for random numbers. A repetition after an engine error keeps it."""
+        """Index of the attempt, from which random numbers derive. Engine errors do not count."""
         return sum(reason != "engine_error" for reason in self.failures)
 
 
 class Driver:
-    """Driver of a rollout's conversations, on rank 0. ``conduct`` returns an attempt's steps."""
+    """Driver of a rollout's conversations, on rank 0. ``conduct`` returns an attempt (`Steps`)."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Driver:
         self._ended: dict[int, Trajectory] = {}
         self._failures: list[Failure] = []
         self._stopping = threading.Event()
-        self.is_over = False  # all conversations have ended or the rollout has failed
+        self.is_over = False  # True after all conversations have ended or the rollout has failed
         self._error: Exception | None = None
         self._wake_reader, self._wake_writer = Pipe(duplex=False)
         self._thread = threading.Thread(target=self._run, name="conversations", daemon=True)
@@ -103,12 +104,12 @@ class Driver:
         return self._maybe_pool
 
     def is_complete(self, rows: int) -> bool:
-        """Return whether all conversations that can run now have one of ``rows`` queued rows."""
+        """Return whether each running conversation waits for one of the ``rows`` queued rows."""
         unfinished = len(self._active) + len(self._waiting)
         return rows >= min(self._config.concurrency, unfinished)
 
     def start(self, data: BatchedDataDict, seed: int, per_prompt: int) -> None:
-        """Start a conversation for every row of ``data``."""
+        """Start a conversation for each row. Environments of ``per_prompt`` rows have one seed."""
         for row, sample_id in enumerate(data["sample_ids"].tolist()):
             # All samples of a prompt share the environment's seed.
             prompt_seed = random.Random(f"{seed}/{sample_id // per_prompt}").getrandbits(63)
@@ -116,18 +117,18 @@ class Driver:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the running conversations."""
+        """End the running conversations and the thread."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._wake_writer.send_bytes(b"\0")
             self._thread.join(_MAX_JOIN_S)
 
     def trajectories(self) -> list[Trajectory]:
-        """Return trajectories in the order of rows. Raise if too many failed or none was scored."""
+        """Return trajectories in order of rows. Raises if too many failed or none was scored."""
         if self._error is not None:
             raise self._error
         trajectories = [self._ended[row] for row in sorted(self._ended)]
-        # A rollout without any score teaches nothing: raise if all ended normally, else warn.
+        # Without any reward there is nothing to learn. This is an error if all ended normally.
         if trajectories and not any(trajectory.is_scored for trajectory in trajectories):
             text = (
                 f"environment {self._pool.factory!r} scored none of the {len(trajectories)} "
@@ -135,7 +136,7 @@ class Driver:
             )
             if all(trajectory.end_reason == "done" for trajectory in trajectories):
                 raise EnvironmentCallError(
-                    f"{text}every reward was None. Return a number as the reward of some turn"
+                    f"{text}every reward was None. Return a number as the reward of a turn"
                 )
             limits = "limits or failures ended them (environment.max_turns, max_tokens, failed)"
             log.warning("%s%s", text, limits)
@@ -168,7 +169,7 @@ class Driver:
         self._resume([(episode, None) for episode in starting])
 
     def _poll(self) -> None:
-        """Resume the conversations whose reply has arrived or whose call has failed."""
+        """Wait for replies, and resume the conversations that have one or whose call failed."""
         calling = [episode.slot for episode in self._active if episode.call is not None]
         answered = self._pool.answered(calling, _POLL_S, self._wake_reader)
         while self._wake_reader.poll():
@@ -191,7 +192,7 @@ class Driver:
         self, episode: Episode, is_answered: bool, now: float
     ) -> CallAnswer | Failure | None:
         assert episode.call is not None
-        # The clock of an agent stops while the policy owes it an answer.
+        # Time that an agent waits for the policy's answer does not count.
         elapsed_s, episode.checked_at = now - episode.checked_at, now
         session = episode.session
         answers = 0 if session is None else len(session.answers)
@@ -200,7 +201,7 @@ class Driver:
         else:
             episode.silent_s += elapsed_s
             episode.used_s += elapsed_s
-        # An agent may catch the engine's failure, so the failure precedes the agent's result.
+        # An agent may catch the engine's failure and return. The failure takes precedence.
         failure = None if session is None else session.engine_failure
         if failure is None and is_answered:
             return self._pool.receive(episode.call, now)
@@ -223,8 +224,8 @@ class Driver:
     def _resume(
         self, replies: Sequence[tuple[Episode, CallAnswer | Progress | Failure | None]]
     ) -> None:
-        """Resume each conversation with its reply, up to its next request."""
-        # Run each conversation to its next request. Sampling requests are queued at once.
+        """Send each reply to its conversation, which runs up to its next request or its end."""
+        # Requests for sampling are queued at once, calls of processes are collected.
         calling: list[tuple[Episode, Call]] = []
         for episode, reply in replies:
             episode.call = episode.job = episode.reply = None
@@ -265,7 +266,7 @@ class Driver:
     def _end(
         self, episode: Episode, trajectory: Trajectory | None, failure: Failure | None
     ) -> None:
-        """Keep the trajectory, or queue the conversation for another attempt."""
+        """Store the trajectory, or queue the conversation for another attempt."""
         self._free_slots.append(episode.slot)
         if failure is not None:
             episode.failures.append(failure.reason)
@@ -284,14 +285,15 @@ class Driver:
         self._queue.wake()  # the next batch waits for one conversation fewer
 
     def _becomes_sample(self, failure: Failure, turns: int) -> bool:
-        """Return whether a failed conversation is a sample of reward 0. Otherwise it is repeated.
+        """Return True if a failed conversation becomes a sample with reward 0, False to repeat it.
 
-        Raises `EnvironmentCallError` if a repetition would fail, or after ``environment.retries``.
-        Conversations that waited for one failed engine call share a `Failure`, which counts once.
+        ``turns``: number of the policy's messages. Raises `EnvironmentCallError` if a repetition
+        would fail as well, or if more than ``environment.retries`` failures occurred. A failed
+        engine call counts once, even if several conversations waited for it.
         """
         earns_zero = self._config.failed == "zero" and turns and failure.reason != "engine_error"
         if failure.kind == "final" or (failure.kind == "fault" and not earns_zero):
-            text = f"{failure.text}. The conversation is not repeated: it would fail again"
+            text = f"{failure.text}. The conversation is not repeated, because it would fail again"
             raise EnvironmentCallError(text) from failure.cause
         if earns_zero:
             log.warning("a conversation failed and earns 0 (%s): %s", failure.reason, failure.text)

@@ -1,4 +1,4 @@
-"""Rollouts of agents: programs that query the policy over HTTP and return a reward.
+"""Rollouts of agents: programs that send requests to the policy over HTTP and return a reward.
 
     agent process ◄── HTTP ──► server thread ── rows ──► JobQueue ──► main thread, engine
      ▲   │                          ▲                                       │
@@ -44,17 +44,17 @@ _RUN_FIELDS = ("temperature", "top_p", "top_k", "repetition_penalty", "min_token
 
 @dataclass(frozen=True)
 class PolicyServed(Served):
-    """The policy of a run. A request chooses only ``stop``, and ``max_tokens`` up to a limit."""
+    """The policy of a run. Requests may only set ``stop``, and ``max_tokens`` up to a limit."""
 
     _logged_fields: set[str] = field(default_factory=set)
 
     def accepts_name(self, name: str) -> bool:
-        """Accept any model name: agents use their own."""
+        """Return True: agents may request any model name."""
         del name
         return True
 
     def adapted(self, request: Request) -> Request:
-        """Return the request without sampling fields of the run. Log each dropped field once."""
+        """Return ``request`` with the run's sampling settings. Log each replaced field once."""
         dropped = {name for name in _RUN_FIELDS if getattr(request, name) is not None}
         if dropped - self._logged_fields:
             log.warning(
@@ -71,9 +71,9 @@ class PolicyServed(Served):
 
 
 class EndpointRollouts(ConversationRollouts):
-    """Trajectories of agents, which query an HTTP server on loopback with a key per session."""
+    """Trajectories of agents. They use an HTTP server on 127.0.0.1, with a key for each session."""
 
-    gather_s = 0.02  # agents that were answered together send the next requests close together
+    gather_s = 0.02  # seconds. Agents that got answers together send the next requests together
     runs_agents = True
 
     def _prepare(self, architecture: GPTArchitecture, closing: ExitStack) -> None:
@@ -99,7 +99,7 @@ class EndpointRollouts(ConversationRollouts):
         on_rank_zero(listen)
 
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
-        """Run an agent once, with a session that records its requests."""
+        """Run an agent once, with a session that records its requests (see `Steps`)."""
         # Validation may sample with other options than training.
         defaults, sessions = options or self._options, self._service.sessions
         if self._service.served.defaults is not defaults:
@@ -126,15 +126,15 @@ class EndpointRollouts(ConversationRollouts):
         return trajectory, failure
 
     def _rewarded(self, session: Session, turn: Turn, failure: Failure | None) -> Failure | None:
-        """Record the agent's reward. Return the failure that rejects the trajectory, or None."""
+        """Record the agent's reward. Return the failure of the trajectory, None if it is valid."""
         assert self._pool is not None
         if not session.answers and (failure is None or session.exceeded is not None):
-            text = f"{self._pool.name} ended without an answer of the policy"
+            text = f"{self._pool.name} ended before the policy had answered a request"
             if session.exceeded is not None:
                 limit = f"{session.exceeded}={getattr(self._config, session.exceeded)}"
                 text += f": the first request does not fit environment.{limit}"
             if "output" in turn.info:
-                text += f". The end of the agent's output: {turn.info['output']}"
+                text += f". The agent's last output: {turn.info['output']}"
             return Failure("env_error", text)
         if turn.reward is not None:
             session.set_reward(turn.reward)
@@ -146,17 +146,18 @@ class EndpointRollouts(ConversationRollouts):
 
 
 def trajectory_of(session: Session, tokenizer: Tokenizer, info: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory of a session: its sequences in the order of their first requests.
+    """Convert an agent's session to a trajectory.
 
-    Turns are numbered in the order of requests. A reward belongs to the last requested answer of
-    the answers that arrived since the previous reward, or to turn 1. ``info``: of the last turn.
+    Sequences are in the order of their first requests. A turn is an answer of the policy. Turns are
+    numbered in the order of requests. A reward belongs to the latest turn of the answers since the
+    previous reward, or to turn 1. ``info``: stored in the last turn.
     """
     turn_of = {answer: turn for turn, answer in enumerate(sorted(session.answers), start=1)}
     answers_of: dict[int, list[RecordedAnswer]] = {}
     for answer in session.answers:
         answers_of.setdefault(answer.sequence, []).append(answer)
     trajectory, prompt_texts, turns = Trajectory(tokenizer), dict[int, str](), {}
-    # Append the sequences, each as alternating prompt tokens and sampled tokens.
+    # Append the sequences. In each, prompt tokens and sampled tokens alternate.
     for answers in sorted(answers_of.values(), key=lambda answers: turn_of[answers[0]]):
         sequence = session.sequences[answers[0].sequence]
         trajectory.starts.append(len(trajectory.ids))

@@ -1,8 +1,8 @@
 """Rollouts of many turns: conversations of the policy with environments.
 
-The tokens of a conversation depend only on the run's seed, its sample id and the environment's
-messages, not on ranks or layouts. Concurrent conversations only affect the rounding of logits. No
-conversation runs between steps, so a resumed run starts the conversations of its step anew.
+The random numbers of a conversation depend only on the run's seed and its sample id, not on ranks
+or layouts. Concurrent conversations only affect the rounding of logits. No conversation runs
+between steps, so a resumed run starts the conversations of its step anew.
 """
 
 import logging
@@ -43,22 +43,22 @@ from aligner.types import PAD_VALUES
 log = logging.getLogger(__name__)
 
 END_REASONS: tuple[EndReason, ...] = get_args(EndReason)
-# Errors of the request or the code, not of the engine: the next call would fail again.
+# Errors that the request or the code causes, not the engine: the next call would fail again.
 _CALLER_ERRORS = (
     *(AttributeError, LookupError, NameError, TypeError, ValueError),
     *(AssertionError, NotImplementedError, AlignerError),
 )
 FAILURE_REASONS = ("env_timeout", "env_error", "engine_error")
 
-# Engines derive random numbers from seed and sample id: each turn and attempt gets a separate id.
+# Engines derive random numbers from seed and sample id. Added to the id for each turn and attempt.
 _TURN, _ATTEMPT = 1 << 40, 1 << 51
 _QUEUE_ROWS = 4096  # at least 4 rows per conversation
 
 
 class ConversationRollouts(RolloutSource):
-    """Base of the kinds of environments: conversations in place of single responses."""
+    """Base class of rollout sources that produce conversations."""
 
-    gather_s: ClassVar[float]  # a batch waits at most this long for conversations without a row
+    gather_s: ClassVar[float]  # maximum seconds that a batch waits for slow conversations
     runs_agents: ClassVar[bool] = False
 
     def __init__(
@@ -69,7 +69,7 @@ class ConversationRollouts(RolloutSource):
         columns: Mapping[str, str | None],
         closing: ExitStack,
     ) -> None:
-        """Start the first process of the environments on rank 0 (see `EnvironmentKind.open`)."""
+        """Start one environment process on rank 0. Arguments: see `EnvironmentKind.open`."""
         rollout = config.model.rollout
         self._run_config, self._config, self._tokenizer = config, config.environment, tokenizer
         self._options = SamplingOptions(rollout.length_params, rollout.sampling_params)
@@ -85,7 +85,7 @@ class ConversationRollouts(RolloutSource):
         self._prepare(architecture, closing)
 
     def _prepare(self, architecture: GPTArchitecture, closing: ExitStack) -> None:
-        """Prepare state of a subclass, once on all ranks after the process has started."""
+        """Initialize a subclass, on all ranks, after the environment process has started."""
 
     def _started_pool(self, columns: Mapping[str, str | None]) -> EnvironmentPool:
         config = self._config
@@ -104,7 +104,7 @@ class ConversationRollouts(RolloutSource):
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
         """Run one attempt of a conversation, as the generator `Steps`.
 
-        ``options``: the ``sampling_options`` of `collect`.
+        ``options``: sampling settings that replace those of training, or None.
         """
 
     def collect(
@@ -116,18 +116,20 @@ class ConversationRollouts(RolloutSource):
         per_prompt: int = 1,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
-        """Return a rollout batch (`aligner.types`) of conversations up to ``generation_logprobs``.
+        """Run conversations for the rows of ``data``, and return them as a rollout batch.
 
-        The environments of ``per_prompt`` adjacent rows share a seed. The batch also contains
-        ``turn_ids`` int64 [B, S], ``turn_rewards`` float32 [B, S], ``is_scored`` float32 [B], the
-        lists ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks`` and
+        The batch contains the columns of `aligner.types` except rewards and values. It also
+        contains ``turn_ids`` int64 [B, S], ``turn_rewards`` float32 [B, S], ``is_scored`` float32
+        [B], the lists ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks`` and
         ``failures``, and if needed ``position_ids`` int64 [B, S] and ``kept_ids`` int32 [B, S, K].
+        The environments of ``per_prompt`` adjacent rows have the same seed.
 
         Raises:
-            EnvironmentCallError: more conversations or engine calls failed than
-                ``environment.retries``, or no conversation was scored.
-            Exception: the engine's exception, if `engine_survives` returns False.
-            RewrittenHistoryError: a template rewrites earlier messages, which the run forbids.
+            EnvironmentCallError: more than ``environment.retries`` conversations or engine calls
+                failed, or no conversation was scored.
+            Exception: the engine's exception, if the engine cannot continue.
+            RewrittenHistoryError: the chat template changed earlier messages, and
+                ``environment.rewritten_history`` does not allow it.
         """
         generation.prepare_for_generation()
         collect = partial(self._collect, generation, data, seed=seed, per_prompt=per_prompt)
@@ -138,7 +140,7 @@ class ConversationRollouts(RolloutSource):
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
     ) -> PendingGeneration:
-        """See `RolloutSource.begin`. The engine already contains the weights to sample with."""
+        """Start `collect` in a thread. The engine must already have the weights to sample with."""
         collect = partial(self._collect, generation, data, seed=seed, per_prompt=per_prompt)
         return ConversationsAhead(collect)
 
@@ -186,7 +188,7 @@ class ConversationRollouts(RolloutSource):
 
 
 class EnvironmentRollouts(ConversationRollouts):
-    """Conversations with environments that are called after each message of the policy."""
+    """Conversations in which the policy's messages and an environment's messages alternate."""
 
     gather_s = 0.5
 
@@ -199,7 +201,7 @@ class EnvironmentRollouts(ConversationRollouts):
         )
 
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
-        """Alternate messages of the policy and environment calls."""
+        """Begin the environment, then alternate the policy's messages and environment steps."""
         del seed
         conversation, failure, is_alive = None, None, True
         try:
@@ -230,9 +232,9 @@ class EnvironmentRollouts(ConversationRollouts):
         limits = Limits(config.max_turns, config.max_tokens)
         if limits.exceeded(1, len(conversation.ids) + length):
             raise DataError(
-                f"environment.max_tokens={config.max_tokens}: the first messages of a conversation "
-                f"({conversation.prompt[:60]!r} …) contain {len(conversation.ids)} tokens, and a "
-                f"response may add {length}. Raise max_tokens, or lower "
+                f"environment.max_tokens={config.max_tokens} is too small: the first messages of a "
+                f"conversation ({conversation.prompt[:60]!r} …) contain {len(conversation.ids)} "
+                f"tokens, and a response may add {length}. Raise environment.max_tokens, or lower "
                 "length_params.max_length"
             )
         # Each message of the policy is a sample with a separate id.
@@ -247,7 +249,7 @@ class EnvironmentRollouts(ConversationRollouts):
             is_end = response.end == "stop"
             message = conversation.answered(response.ids, response.logprobs, is_end)
             turn = yield self._call(episode, "step", message)
-            # The messages are appended, and count as tokens, only if another turn may follow.
+            # The environment's messages are appended only if another turn may follow.
             turns = len(conversation.turns) + 1
             end_reason = "done" if turn.done else limits.exceeded(turns, 0)
             conversation.follow(turn, goes_on=end_reason is None)
@@ -259,13 +261,13 @@ class EnvironmentRollouts(ConversationRollouts):
 
 
 class EnvironmentReward:
-    """Rewards that environments returned during the rollout (`RewardInterface`)."""
+    """Reward (`RewardInterface`) that reads what environments returned during the rollout."""
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Return the sum of each conversation's rewards, and the sums of its parts (`total_parts`).
+        """Return the sum of each conversation's turn rewards, and the sum of each reward part.
 
         Reads ``turn_rewards`` float32 [B, S], ``turn_ids`` int64 [B, S] and the lists of
-        `ConversationRollouts.collect`. A missing part or reward counts as 0.
+        `ConversationRollouts.collect`. Missing rewards and parts count as 0.
         """
         parts = data["reward_parts"]
         names = dict.fromkeys(name for row in parts for name in row)
@@ -286,14 +288,16 @@ class EnvironmentReward:
 
 
 def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
-    """Return on all ranks whether conversations may restart after ``generate`` raised ``error``.
+    """Return whether conversations may be repeated after ``generate`` raised ``error``.
 
-    False if the error on any rank comes from the request instead of the engine, or if the engine
-    cannot generate again. Otherwise memory of the failed call, such as a cache, is released.
+    All ranks must call this function and get the same result. It is False if the request or the
+    code caused the error, or if the engine cannot generate again. If it is True, memory of the
+    failed call, such as a KV cache, is released.
     """
-    of_engine = isinstance(error, WorkerError) or not isinstance(error, _CALLER_ERRORS)
-    if not (generation.recover() and all(gather_objects(of_engine))):
+    is_engine_error = isinstance(error, WorkerError) or not isinstance(error, _CALLER_ERRORS)
+    if not (generation.recover() and all(gather_objects(is_engine_error))):
         return False
+    # Tracebacks hold the tensors of the failed call.
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
@@ -309,16 +313,17 @@ def rollout_batch(
     with_positions: bool,
     unscored: Literal["zero", "mask"] = "zero",
 ) -> BatchedDataDict:
-    """Return a rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
+    """Convert trajectories to a rollout batch, see `ConversationRollouts.collect`.
 
-    ``data``: a `prompts_batch` with the rows of ``rows``. ``with_positions``: whether rows may
-    contain several sequences, and the batch ``position_ids`` int64 [B, S], which restart at each
-    sequence. ``unscored``: see `EnvironmentConfig`. A conversation that its environment ended
-    without a reward does not count in any case.
+    ``data``: the `prompts_batch` from which ``rows`` were sampled. ``with_positions``: whether a
+    row may contain several sequences. The batch then has ``position_ids``, int64 [B, S], which
+    restart at each sequence. ``unscored``: ``zero`` includes conversations that reached a limit
+    without a reward, with reward 0. ``mask`` excludes them from training. Conversations that their
+    environment ended without a reward are always excluded.
     """
-    # Unscored conversations that ended for these reasons count with reward 0.
-    counted = {"failed"} if unscored == "mask" else {"failed", "max_turns", "max_tokens"}
-    counts = [float(row.is_scored or row.end_reason in counted) for row in rows]
+    # Unscored conversations that ended for these reasons are trained on, with reward 0.
+    earning_zero = {"failed"} if unscored == "mask" else {"failed", "max_turns", "max_tokens"}
+    sample_mask = [float(row.is_scored or row.end_reason in earning_zero) for row in rows]
     # Columns per token, padded to the longest row.
     ids, lengths = pad_right([row.ids[: row.length] for row in rows], pad_id)
     turn_ids = _padded([row.turn_ids[: row.length] for row in rows], torch.int64)
@@ -337,7 +342,7 @@ def rollout_batch(
             "sample_ids": data["sample_ids"],
             "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
             "token_mask": (turn_ids > 0).float(),
-            "sample_mask": torch.tensor(counts),
+            "sample_mask": torch.tensor(sample_mask),
             "generation_logprobs": logprobs,
             "turn_ids": turn_ids,
             "turn_rewards": _padded([row.rewards for row in rows], torch.float32),
@@ -356,7 +361,7 @@ def rollout_batch(
 
 
 def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
-    """Return int32 [B, width, K], -1 except at sampled tokens."""
+    """Return the ids that top-k and top-p kept: int32 [B, width, K], -1 if none are recorded."""
     size = next(kept.ids.shape[1] for row in rows for kept in row)
     result = torch.full((len(rows), width, size), PAD_VALUES["kept_ids"], dtype=torch.int32)
     for index, row in enumerate(rows):
@@ -366,5 +371,5 @@ def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """Return the rows as [B, S] of ``dtype``, right-padded with 0."""
+    """Return ``rows`` as a tensor [B, S] of ``dtype``, padded with 0 on the right."""
     return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)

@@ -46,13 +46,13 @@ from aligner.rewards.interface import RewardInterface, check_weights
 from aligner.rewards.model import ModelReward, SharedBackboneReward, VerifiedReward
 from aligner.rewards.sequences import SequenceEncoder
 
-# Options that affect a model's start, training or output layer. The critic lacks the output layer.
+# Options that do not affect the layers below the output layer, when a trained model is loaded.
 _NON_BODY_FIELDS = {"attention_dropout", "family", "hidden_dropout", "init_std", "tie_embeddings"}
 
 
 @dataclass(frozen=True)
 class Prompts(Split[PromptDataset]):
-    """Prompts of a run. ``sets`` are the named additional validation sets."""
+    """Training and validation prompts of a run. ``sets``: additional validation sets."""
 
     sets: Mapping[str, PromptDataset] = field(default_factory=dict)
 
@@ -63,12 +63,12 @@ class Prompts(Split[PromptDataset]):
 
     @property
     def held_out(self) -> dict[str, PromptDataset]:
-        """All validation sets. The keys are the prefixes of their metrics."""
+        """All validation sets. Keys are the prefixes of their metrics."""
         sets = {} if self.validation is None else {"val_rollouts": self.validation}
         return {**sets, **{f"val_sets/{name}": prompts for name, prompts in self.sets.items()}}
 
     def notes(self) -> list[str]:
-        """Return notes on dropped prompts and prompts in both sets for the start-up report."""
+        """Return notes for the start-up report, about dropped prompts and shared prompts."""
         dropped = self.train.dropped_too_long
         return [
             *super().notes(),
@@ -78,7 +78,7 @@ class Prompts(Split[PromptDataset]):
 
 
 def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
-    """Read and tokenize the prompts of a run, and check that responses fit after them."""
+    """Read and tokenize the prompts of a run. Raises if the model lacks positions for responses."""
     config, data = run.config, run.config.data
     if config.environment.is_set:
         refuse(config.length_problems(longest_opening(config, run.architecture)))
@@ -90,7 +90,7 @@ def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
     )
     if config.environment.is_set:
         return prompts
-    # Every prompt leaves room for a response, validation prompts for a validation response, too.
+    # Prompt and response must fit the model's positions. Validation may have longer responses.
     key, lengths = f"{config.model.rollout_key}.length_params", config.model.rollout.length_params
     validation_sets, max_response = prompts.held_out.values(), config.validation.max_length
     for dataset in (prompts.train, *validation_sets):
@@ -109,7 +109,7 @@ def prompt_loader(
     tokenizer: Tokenizer,
     architecture: GPTArchitecture,
 ) -> Callable[[PromptSourceConfig], PromptDataset]:
-    """Return a function that reads a source into prompts, or first rows of conversations."""
+    """Return a function that reads prompts from a source, or rows if there is an environment."""
     if not config.environment.is_set:
         return lambda source: PromptDataset.load(source, tokenizer, data)
     max_length = longest_opening(config, architecture)
@@ -118,12 +118,12 @@ def prompt_loader(
 
 
 def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) -> int:
-    """Return the maximum number of prompt tokens with which a response fits, in any turn."""
+    """Return the maximum number of tokens that a conversation may have before a response."""
     environment, positions = config.environment, architecture.max_position_embeddings
     if environment.max_tokens > positions:
         raise ConfigError(
             f"environment.max_tokens={environment.max_tokens}, but the model has {positions} "
-            "positions. Lower max_tokens"
+            "positions. Lower environment.max_tokens"
         )
     return environment.max_tokens - config.model.rollout.length_params.max_length
 
@@ -135,14 +135,14 @@ def open_environments(
     columns: Mapping[str, str | None],
     closing: ExitStack,
 ) -> RolloutSource | None:
-    """Start the environments, which ``closing`` ends, and return their rollout source.
+    """Start the configured environments, until ``closing`` closes. Return their rollout source.
 
-    Returns None without an environment, and in a dry run, which samples single responses of the
-    maximum length of a conversation. ``columns``: see `columns_of_rows`.
+    Returns None if no environment is configured, and in a dry run, which samples single responses
+    as long as a conversation. ``columns``: result of `columns_of_rows`, names of data columns.
 
     Raises:
-        ConfigError: the class or function cannot be imported or does not accept the columns, or
-            the command's program does not exist.
+        ConfigError: the environment's class, function or program does not exist, or does not
+            accept the columns.
     """
     if not config.environment.is_set or config.dry_run:
         return None
@@ -151,7 +151,7 @@ def open_environments(
 
 
 def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[str]:
-    """Return a note if validation prompts are also training prompts."""
+    """Return a list with a note if validation prompts are also training prompts, else []."""
     if validation is None or isinstance(train, EpisodeDataset):
         return []
     trained = {tuple(train[index].ids) for index in range(len(train))}
@@ -166,7 +166,7 @@ def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[
 def start_generation(
     config: SamplingRunConfig, workers: Workers, policy: Policy, longest_prompt: int
 ) -> GenerationInterface | None:
-    """Start the engines that sample for the policy, or return None if its workers sample."""
+    """Start separate sampling engines. Returns None if the policy's workers sample."""
     engine = config.generation.engine
     if engine is None:
         return None
@@ -181,25 +181,25 @@ def start_generation(
 
 @dataclass(frozen=True)
 class RatingModel:
-    """A reward model that is not started yet."""
+    """Description of a reward model whose workers are not started yet."""
 
     architecture: GPTArchitecture
     encoder: SequenceEncoder
-    weights: Tensor | None  # float32 [attributes], None: one reward
+    weights: Tensor | None  # float32 [attributes], None: the model has one reward
 
 
 @dataclass(frozen=True)
 class RewardSource:
-    """Reward of a run before any model is built."""
+    """Reward of a run, loaded before any model is built. `start` makes it ready for use."""
 
     config: SamplingRunConfig
-    tokenizer: Tokenizer  # of the policy
+    tokenizer: Tokenizer  # the policy's
     scorer: RewardInterface | None  # a function or server, None if ``model`` has to be started
     verifier: Reward | None  # a function in addition to a model or a server
     model: RatingModel | None = None
 
     def start(self, workers: Workers, value: Value | None = None) -> RewardInterface:
-        """Return the reward. In a dry run, return a stand-in that calls no function or server."""
+        """Return the reward, ready to use. In a dry run it calls no function and no server."""
         model = None if self.model is None else self._started(self.model, workers, value)
         if self.config.dry_run:
             return MadeUpRewards(model, self.config.seed)
@@ -208,12 +208,12 @@ class RewardSource:
         return scorer if self.verifier is None else VerifiedReward(scorer, self.verifier)
 
     def notes(self) -> list[str]:
-        """Return notes on the function for the start-up report."""
+        """Return notes about the reward function for the start-up report."""
         functions = [each for each in (self.scorer, self.verifier) if isinstance(each, Reward)]
         return [text for function in functions for text in function.notes()]
 
     def memory(self) -> list[RoleMemory]:
-        """Return the memory of a reward model per process, empty without a separate body."""
+        """Return the memory per process of a reward model with its own workers, else []."""
         model = self.config.reward.model
         if self.model is None or (model is not None and model.share_body_with_critic):
             return []
@@ -257,7 +257,7 @@ def load_reward(
     columns: frozenset[str],
     closing: ExitStack,
 ) -> RewardSource:
-    """Import the reward function, query the server, or read the reward model's header."""
+    """Load the configured reward: a function, a server, or the description of a reward model."""
     reward, rollout = config.reward, config.model.rollout
     if reward.kind == "environment":
         return RewardSource(config, tokenizer, EnvironmentReward(), None)
@@ -295,7 +295,7 @@ def load_reward(
 
 
 def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> None:
-    """Raise if the reward model's weights do not fit into the critic's body."""
+    """Raise `ConfigError` unless reward model and critic have the same layers except the head."""
     assert isinstance(config, RunConfig), "checked with the configuration"
     assert config.critic is not None, "checked with the configuration"
     assert config.reward.model is not None, "checked with the configuration"
@@ -304,7 +304,7 @@ def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> 
         key, path = "model.restore_from_path", config.model.restore_from_path
     with open_model(path) as checkpoint:
         body = checkpoint.architecture
-    # Compare all fields that affect the body.
+    # Compare all fields that affect layers below the output layer.
     differing = [
         f"{name} ({getattr(architecture, name)}, {getattr(body, name)})"
         for name in (option.name for option in dataclasses.fields(GPTArchitecture))
@@ -314,12 +314,13 @@ def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> 
         raise ConfigError(
             "reward.model.share_body_with_critic=true, but reward.model.restore_from_path="
             f"{config.reward.model.restore_from_path} and {key}={path} differ in "
-            f"{', '.join(differing)}. Start both from one model, or set it to false"
+            f"{', '.join(differing)}. Start both from one model, or set share_body_with_critic="
+            "false"
         )
 
 
 def frozen_config(policy: TrainedModelConfig, model: RewardModelConfig) -> TrainedModelConfig:
-    """Return a frozen reward model's configuration, with the layout of the policy."""
+    """Return the configuration of a frozen reward model, with the policy's parallel layout."""
     return TrainedModelConfig(
         restore_from_path=model.restore_from_path,
         micro_batch_size=model.micro_batch_size,

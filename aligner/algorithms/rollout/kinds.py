@@ -1,4 +1,4 @@
-"""Kinds of environments: values of ``environment.kind``. Code for runs is imported later."""
+"""Kinds of environments (values of ``environment.kind``), with checks of their configuration."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class EnvironmentKind:
-    """Base of the kinds of environments.
+    """Base class of the kinds of environments.
 
-    ``rollouts``: path of a class or function that returns a `RolloutSource` for the arguments of
-    `open`. `ConversationRollouts` brings retries and limits. ``extra``: extra of this package that
-    a run needs, or None.
+    ``rollouts``: import path of a class or function that returns a `RolloutSource`, given the
+    arguments of `open`. Classes derived from `ConversationRollouts` support retries and limits.
+    ``extra``: optional dependency group of this package that a run needs, or None.
     """
 
     rollouts: ClassVar[str]
@@ -26,7 +26,7 @@ class EnvironmentKind:
 
     @classmethod
     def problems(cls, key: str, run: SamplingRunConfig) -> Iterator[str]:
-        """Yield a message for each broken rule. ``key``: ``environment``."""
+        """Yield a message for each error in the configuration. ``key``: ``environment``."""
         yield from ()
 
     @classmethod
@@ -38,68 +38,69 @@ class EnvironmentKind:
         columns: Mapping[str, str | None],
         closing: ExitStack,
     ) -> "RolloutSource":
-        """Start the environments on all ranks, until ``closing`` closes.
+        """Start the environments, until ``closing`` closes. All ranks must call this method.
 
-        ``tokenizer`` and ``architecture``: the policy's. ``columns``: see `columns_of_rows` in
-        `aligner.data.prompts`.
+        ``tokenizer`` and ``architecture``: the policy's. ``columns``: result of
+        `aligner.data.prompts.columns_of_rows`.
         """
         make = load_function(cls.rollouts, key="environment.kind")
         return make(config, tokenizer, architecture, columns, closing)
 
 
 class Messages(EnvironmentKind):
-    """A class with the methods of `aligner.environments.MessageEnv`."""
+    """Environments that answer messages: classes like `aligner.environments.MessageEnv`."""
 
     rollouts = "aligner.algorithms.rollout.environments:EnvironmentRollouts"
 
     @classmethod
     def problems(cls, key: str, run: SamplingRunConfig) -> Iterator[str]:
-        """Report a command."""
+        """Report an agent's command, which this kind cannot run."""
         if run.environment.command is not None:
             yield (
-                f"{run.environment.setting} is an agent that queries the policy, but {key}.kind="
-                f"messages. Set {key}.kind=endpoint"
+                f"{run.environment.setting} is an agent that sends requests to the policy, but "
+                f"{key}.kind=messages. Set {key}.kind=endpoint"
             )
 
 
 class Endpoint(EnvironmentKind):
-    """A function or a command that queries the policy with OpenAI's API."""
+    """Agents: a function or a command that sends requests to the policy with OpenAI's API."""
 
     rollouts = "aligner.algorithms.rollout.endpoint:EndpointRollouts"
     extra = "serve"
 
     @classmethod
     def problems(cls, key: str, run: SamplingRunConfig) -> Iterator[str]:
-        """Report a missing or a second agent, and options without effect on agents."""
+        """Report a missing agent, two agents, and options that agents do not support."""
         # The agent itself.
         environment = run.environment
         command, factory = environment.command, environment.factory
         if not environment.is_set:
             yield (
-                f"{key}.kind=endpoint and neither {key}.command nor {key}.factory: set "
-                f"{key}.command='python my_agent.py' or {key}.factory=my_agent.py:run"
+                f"{key}.kind=endpoint needs an agent. Set {key}.command='python my_agent.py' or "
+                f"{key}.factory=my_agent.py:run"
             )
         if command is not None and factory is not None:
             yield (
-                f"{environment.setting} and {key}.factory={factory} are both set, but an agent is "
-                "one of them. Set the other to null"
+                f"{environment.setting} and {key}.factory={factory} are both set, but only one "
+                f"agent can run. Set {key}.command=null or {key}.factory=null"
             )
         if command is not None and not environment.words:
             yield f"{key}.command={command!r} is empty. Set a program and its arguments"
         # Options of other kinds.
         if environment.rewritten_history != "fork":
             yield (
-                f"{key}.rewritten_history={environment.rewritten_history} and {key}.kind=endpoint: "
-                "an agent chooses its prompts, and a prompt that does not continue a sequence "
-                "starts another. Set it to fork"
+                f"{key}.rewritten_history={environment.rewritten_history} does not work with "
+                f"{key}.kind=endpoint: an agent's prompt that does not continue a sequence starts "
+                f"another one. Set {key}.rewritten_history=fork"
             )
         if run.generation.async_rollouts:
             yield (
-                f"generation.async_rollouts=true and {key}.kind=endpoint: agents are answered "
-                "only while no training runs. Set one of them to false or messages"
+                f"generation.async_rollouts=true does not work with {key}.kind=endpoint: agents "
+                "get answers only while no training runs. Set generation.async_rollouts=false, or "
+                f"{key}.kind=messages"
             )
         if isinstance(run, RunConfig) and run.model.ppo.record_kept_tokens:
             yield (
                 f"model.ppo.record_kept_tokens={run.model.ppo.record_kept_tokens}: "
-                f"{key}.kind=endpoint does not record kept tokens. Set it to 0"
+                f"{key}.kind=endpoint does not record kept tokens. Set record_kept_tokens=0"
             )

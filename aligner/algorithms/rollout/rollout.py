@@ -1,4 +1,4 @@
-"""Collection of rollouts: prompts → responses → rewards, for every algorithm that samples.
+"""Collection of rollouts: sample responses to prompts, and score them.
 
 main thread ── begin ──► collecting thread (`ConversationsAhead`) ── rows ──► engine
      ▲                          │         ▲                                     │
@@ -30,10 +30,11 @@ VALIDATION_SEED_OFFSET = 1_000_003
 def prompts_batch(
     prompts: PromptBatch, first_sample_id: int, rollouts_per_prompt: int = 1
 ) -> BatchedDataDict:
-    """Return a batch for a sampling engine: one row per response, rows of a prompt adjacent.
+    """Return the input of a sampling engine: ``rollouts_per_prompt`` adjacent rows per prompt.
 
-    Row i is sample ``first_sample_id + i``. The batch also contains the lists ``prompts``,
-    ``ground_truths`` and ``columns`` (one dict per row).
+    Columns: ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B], ``sample_ids`` int64 [B]
+    (``first_sample_id + i`` for row i), and the lists ``prompts``, ``ground_truths`` and
+    ``columns`` (one dictionary per row).
     """
     columns = [
         {name: values[row] for name, values in prompts.columns.items()}
@@ -53,7 +54,7 @@ def prompts_batch(
 
 
 class RolloutSource(ABC):
-    """Interface of a source of rollout batches."""
+    """Interface of classes that sample rollouts: single responses or conversations."""
 
     @abstractmethod
     def collect(
@@ -65,21 +66,22 @@ class RolloutSource(ABC):
         per_prompt: int = 1,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
-        """Return a rollout batch (`aligner.types`) on the host, up to ``generation_logprobs``.
+        """Sample responses, and return a rollout batch (`aligner.types`) on the host.
 
-        ``data``: a `prompts_batch`, whose lists the batch contains. ``per_prompt`` adjacent rows
-        belong to one prompt. ``sampling_options`` replaces the engine's lengths and sampling.
+        The batch has no rewards yet. ``data``: a `prompts_batch`, whose lists are copied to the
+        result. ``per_prompt``: number of adjacent rows of a prompt. ``sampling_options``: replaces
+        the engine's length and sampling settings.
         """
 
     @abstractmethod
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
     ) -> PendingGeneration:
-        """Begin `collect`. The result may be an engine's output, which `rollout_of` converts."""
+        """Begin `collect` in the background. `rollout_of` converts the result of an engine."""
 
 
 class SingleResponses(RolloutSource):
-    """Source of rollouts of one response per row."""
+    """Source of rollouts in which each row is one response to a prompt."""
 
     def collect(
         self,
@@ -104,25 +106,25 @@ class SingleResponses(RolloutSource):
 
 
 class ConversationsAhead:
-    """Conversations that a thread collects while the policy trains (`PendingGeneration`).
+    """Conversations that a thread collects while the policy is trained (`PendingGeneration`).
 
-    Until `result` or `abandon` returns, only the thread may use engine and environments. Engines on
-    Ray are driven by one process, so the thread calls no collective.
+    Until `result` or `abandon` returns, only the thread may use engine and environments. One
+    process drives engines that sample in the background, so the thread calls no collective.
     """
 
     def __init__(self, collect: Callable[[Callable[[], bool]], BatchedDataDict]) -> None:
-        """Call ``collect(is_abandoned)``, which stops early once ``is_abandoned()`` is True."""
+        """Call ``collect`` in a thread. It must stop when its argument (a function) gives True."""
         self._abandoned = Event()
         thread = ThreadPoolExecutor(1, thread_name_prefix="collect")
         self._future = thread.submit(collect, self._abandoned.is_set)
         thread.shutdown(wait=False)
 
     def result(self) -> BatchedDataDict:
-        """Wait for the rollout batch, and raise the exception of ``collect`` if it failed."""
+        """Wait for the rollout batch. Raises the exception of ``collect`` if it failed."""
         return self._future.result()
 
     def abandon(self) -> None:
-        """Stop after the engine's current batch and ignore errors."""
+        """Stop the thread after the engine's current batch. Errors are ignored."""
         self._abandoned.set()
         self._future.exception()
 
@@ -158,16 +160,16 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, width: int) -> Tensor
 def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     """Add ``rewards``, ``responses`` and ``is_right`` to a rollout batch, and return its metrics.
 
-    ``is_right``: float32 [B], the reward's part ``accuracy``, or without this part whether the
-    reward is at least 1. Means of rewards and parts exclude conversations that do not count
-    (``sample_mask`` float32 [B]). ``accuracy_of_answered``: mean over scored conversations.
+    ``is_right``, float32 [B], is the reward's part ``accuracy`` if there is one, else 1 if the
+    reward is at least 1. Means of rewards and parts exclude conversations with ``sample_mask``,
+    float32 [B], of 0. ``accuracy_of_answered`` is the mean over conversations with a reward.
     """
     scored = reward.get_rewards(batch)
     batch["rewards"], batch["responses"] = scored.rewards, scored.responses
     right, values = (scored.rewards >= 1).float(), dict(scored.parts)
     batch["is_right"] = torch.tensor(values["accuracy"]) if "accuracy" in values else right
     metrics = rollout_metrics(batch)
-    # Means of conversations are over samples that count.
+    # Excluded conversations are in no mean.
     if "is_scored" in batch:
         answered = statistics(batch["is_right"], batch["is_scored"])["mean"]
         metrics["accuracy_of_answered"] = answered.item()
@@ -182,7 +184,7 @@ def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
 
 
 def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> list[Sample]:
-    """Return the first ``count`` rows of a scored rollout batch for display."""
+    """Return the first ``count`` rows of a rollout batch with rewards, as text to display."""
     truths = batch["ground_truths"]
     return [
         Sample(

@@ -1,14 +1,14 @@
-"""Base of the trainers that learn from the policy's own responses, its rollouts and its inputs.
+"""Base class of trainers that learn from responses of the policy, with rollouts and inputs.
 
 Rollouts of the training prompts are sampled when a step needs them, or one step ahead
 (asynchronous, one step off-policy)::
 
-    step k     take rollout k, refit, begin rollout k+1 ─── score, train on rollout k
-    engines                           └─ sample rollout k+1 with the weights before that training
+    step k     take rollout k, update the engines' weights, begin rollout k+1 ─── train on rollout k
+    engines                                                 └─ sample rollout k+1
 
-A validation or a run state between two steps finishes the rollout in flight with its old weights,
-or abandons the rollout, and the next step samples its prompts again. Neither result depends on the
-progress of the rollout, so an interrupted and an uninterrupted run see the same rollouts.
+A validation or a run state between two steps finishes the rollout that has begun, or abandons it
+(``generation.in_flight``). The next step samples abandoned prompts again. Neither result depends on
+the progress of the rollout, so interrupted and uninterrupted runs get the same rollouts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,13 +49,13 @@ from aligner.observe.metrics import PhaseTimers
 from aligner.observe.startup import StartupSummary, TrainedRole, batch_arithmetic
 from aligner.rewards.interface import RewardInterface
 
-# Columns that follow from the prompt indices. Their values may be unsuitable for a run state.
+# Columns that are read again from the data. Run states may not support the types of their values.
 _DATA_COLUMNS = ("ground_truths", "columns")
 
 
 @dataclass(eq=False)
 class Rollouts:
-    """Training rollouts of a run, in the order of the caller's ``sampler``."""
+    """Training rollouts of a run. ``sampler`` draws their prompts."""
 
     config: SamplingRunConfig
     generation: GenerationInterface
@@ -63,7 +63,7 @@ class Rollouts:
     sampler: PromptSampler
     pad_id: int
     source: RolloutSource = field(default_factory=SingleResponses)
-    # Prompts of the next rollout if it has begun, and its future or its batch.
+    # Of the next rollout, if it has begun: prompt indices, and the pending result or the batch.
     _indices: list[int] | None = field(default=None, init=False)
     _pending: PendingGeneration | None = field(default=None, init=False)
     _batch: BatchedDataDict | None = field(default=None, init=False)
@@ -74,13 +74,13 @@ class Rollouts:
     def take(
         self, first_sample_id: int, *, more: bool, prompts: int | None = None
     ) -> BatchedDataDict:
-        """Return the next rollout batch (`RolloutSource.collect`) and begin the following rollout.
+        """Return the next rollout batch, and begin the following rollout if they are asynchronous.
 
-        ``first_sample_id``: id of the first row. ``more``: whether another step follows.
-        ``prompts``: number of prompts of a rollout that has not begun, by default the sampler's
-        batch size.
+        ``first_sample_id``: sample id of the first row. ``more``: whether another step follows.
+        ``prompts``: number of prompts if the rollout has not begun yet (default: the sampler's
+        batch size).
         """
-        # Use the rollout that was begun, or sample one now.
+        # Wait for the rollout that was begun, or sample one now.
         self._finish()
         indices, batch = self._indices, self._batch
         self._indices = self._batch = None
@@ -92,7 +92,7 @@ class Rollouts:
             batch = self.source.collect(self.generation, data, seed=seed, per_prompt=per_prompt)
         elif "output_ids" in batch:  # the output of an engine
             batch = rollout_of(data, batch)
-        # Begin the next one before this one is scored and trained on.
+        # Begin the following rollout before this one is scored and trained on.
         if self.config.generation.async_rollouts and more:
             engine = self.generation
             assert isinstance(engine, BackgroundGeneration), "see `EngineConfig.draws_ahead`"
@@ -103,30 +103,30 @@ class Rollouts:
         return BatchedDataDict({**batch, **{name: data[name] for name in _DATA_COLUMNS}})
 
     def drain(self) -> None:
-        """Finish or abandon the rollout in flight, as configured."""
+        """Finish or abandon the rollout that has begun, as ``generation.in_flight`` configures."""
         if self._pending is not None and self.config.generation.in_flight == "abandon":
             self._pending.abandon()
             self._pending = None
         self._finish()
 
     def close(self) -> None:
-        """Abandon conversations in flight, because environments outlive the sampling workers."""
+        """Abandon conversations that have begun, before the sampling workers are shut down."""
         if isinstance(self._pending, ConversationsAhead):
             self._pending.abandon()
             self._pending = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the prompts that are drawn but not yet used by a step, and their responses."""
+        """Return the prompts that are drawn for the next step, and their responses if sampled."""
         self.drain()
         batch = self._batch
         output = batch and {name: batch[name] for name in batch if name not in _DATA_COLUMNS}
         return {"indices": self._indices, "output": output}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Invert `state_dict`.
+        """Restore what `state_dict` returned.
 
-        Responses of the state are sampled again if the run accepts changed settings, because other
-        settings may have sampled them.
+        If the run accepts changed settings (``exp_manager.resume_changed`` or ``accept_changed``),
+        the saved responses are discarded, and their prompts are sampled again.
         """
         indices, output = state["indices"], state["output"]
         if self.config.exp_manager.resume_changed or self.config.exp_manager.accept_changed:
@@ -147,7 +147,7 @@ class Rollouts:
 
 @dataclass(kw_only=True, eq=False)
 class SamplingTrainer(Learner):
-    """Base of a trainer whose steps begin with a rollout."""
+    """Base class of trainers whose steps begin with a rollout."""
 
     config: SamplingRunConfig
     policy: Policy
@@ -155,9 +155,9 @@ class SamplingTrainer(Learner):
     reward: RewardInterface
     prompts: Prompts
     sampler: PromptSampler
-    generation: GenerationInterface  # the policy or its engines
+    generation: GenerationInterface  # the policy, or separate sampling engines
     pad_id: int
-    total_steps: int | None = None  # the last step that a rollout may begin for, if known
+    total_steps: int | None = None  # index of the last step, if known
     rollout_source: RolloutSource = field(default_factory=SingleResponses)
     consumed_samples: int = field(default=0, init=False)
 
@@ -177,17 +177,17 @@ class SamplingTrainer(Learner):
         if not held_out:
             return StepResult({})
         with timers("validate"):
-            self.rollouts.drain()  # a rollout in flight was begun with older weights
+            self.rollouts.drain()  # a rollout that has begun has older weights
             return validate_on_prompts(
                 self.config, source, self.generation, self.reward, held_out, step, self.pad_id
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, the sampler's position and a prefetched rollout."""
+        """Return counters, data position and a rollout that was sampled ahead."""
         return {"rollouts": self.rollouts.state_dict(), **super().state_dict()}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Restore a `state_dict` and the roles' folders in ``folder``."""
+        """Restore what `state_dict` returned, and load the models from ``folder``."""
         super().load(state, folder)
         self.rollouts.load_state_dict(state["rollouts"])
         self.generation.weights_changed()
@@ -198,7 +198,7 @@ Trainer = TypeVar("Trainer", bound=SamplingTrainer)
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """Inputs of a run that samples, read and checked before models are built."""
+    """Prompts, reward and environments of a run, checked before models are built."""
 
     config: SamplingRunConfig
     prompts: Prompts
@@ -207,7 +207,7 @@ class SamplingInputs:
 
     @classmethod
     def load(cls, run: Run[SamplingRunConfig]) -> "SamplingInputs":
-        """Read the prompts, load the reward and start the environments, all until the run ends."""
+        """Read the prompts, load the reward and start the environments, until the run ends."""
         config, tokenizer, architecture = run.config, run.tokenizer, run.architecture
         prompts = load_prompts(run)
         names = prompts.train.column_names
@@ -222,7 +222,7 @@ class SamplingInputs:
         return cls(config, prompts, reward, environments)
 
     def sampler_and_steps(self) -> tuple[PromptSampler, int]:
-        """Return the sampler of each step's prompts, and the number of steps."""
+        """Return the sampler that draws each step's prompts, and the number of steps."""
         rollout = self.config.model.rollout
         count = rollout.num_rollout_samples // rollout.num_rollouts_per_prompt
         return sampler_and_steps(self.config, self.prompts.train, count)
@@ -238,7 +238,7 @@ class SamplingInputs:
         value: Value | None = None,
         **options: Any,
     ) -> Trainer:
-        """Start sampling engines and the reward, and return a trainer of the class ``kind``."""
+        """Start sampling engines and reward, and construct a trainer ``kind`` with ``options``."""
         engines = start_generation(self.config, workers, policy, self.prompts.max_length)
         trainer = kind(
             config=self.config,
@@ -267,7 +267,7 @@ class SamplingInputs:
         restores: Sequence[str],
         notes: Sequence[str],
     ) -> StartupSummary:
-        """Return the start-up report. ``restores``: parts of a run state besides the roles."""
+        """Return the start-up report. ``restores``: what a run state restores besides models."""
         config, model, architecture = self.config, self.config.model, workers.architecture
         data_size = model.parallel.data_size(workers.clusters.policy.world_size())
         # Batches and memory of the trained roles.

@@ -28,12 +28,12 @@ from aligner.rewards.interface import RewardInterface
 
 @dataclass(frozen=True)
 class PromptSampling:
-    """Settings for sampling ``rows`` responses per call, from ``seed``, prompt and sample index."""
+    """Settings for sampling responses to prompts."""
 
     generation: GenerationInterface
     pad_id: int
     seed: int
-    rows: int
+    rows: int  # maximum number of responses per call of the engine
     samples_per_prompt: int = 1
     sampling_options: SamplingOptions | None = None
     source: RolloutSource = field(default_factory=SingleResponses)
@@ -42,7 +42,7 @@ class PromptSampling:
 def sample_responses(
     sampling: PromptSampling, prompts: PromptDataset, limit: int | None = None
 ) -> BatchedDataDict:
-    """Return responses to the first ``limit`` prompts as one batch, those to a prompt adjacent."""
+    """Sample responses to the first ``limit`` prompts. Responses to a prompt are adjacent."""
     per_prompt = sampling.samples_per_prompt
     size = min(len(prompts), limit or len(prompts))
     batches = []
@@ -62,11 +62,11 @@ def sample_responses(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of the responses to one set of prompts.
+    """Scores of sampled responses to one set of prompts.
 
-    ``estimates``: ``accuracy`` and ``rewards``, and of several responses to a prompt mean@n, pass@k
-    and maj@k. ``batch``: the scored rollout batch, of several responses with ``answers``. A
-    conversation that was not scored earns 0 and is not right.
+    ``estimates``: ``accuracy`` and ``rewards``. If there are several responses to a prompt, also
+    mean@n, pass@k and maj@k. ``batch``: the rollout batch with rewards, and the final ``answers``
+    if there are several. A conversation without a reward has reward 0 and is not right.
     """
 
     metrics: dict[str, float]
@@ -75,7 +75,7 @@ class Evaluation:
     samples_per_prompt: int
 
     def at_k(self) -> dict[str, float]:
-        """Return mean@n, pass@k and maj@k with their standard errors as metrics."""
+        """Return mean@n, pass@k and maj@k, and their standard errors, as metrics."""
         metrics: dict[str, float] = {}
         for name, estimate in self.estimates.items():
             if "_at_" in name:
@@ -85,7 +85,7 @@ class Evaluation:
         return metrics
 
     def shown(self, step: int, count: int) -> list[Sample]:
-        """Return the first response to each of the first ``count`` prompts."""
+        """Return the first response to each of the first ``count`` prompts, as text to display."""
         first = list(range(0, self.batch.size, self.samples_per_prompt))[:count]
         return samples_of(self.batch.select_indices(first), step, "val", count)
 
@@ -96,7 +96,7 @@ def evaluate_responses(
     reward: RewardInterface,
     final_answer: Callable[[str], str | None],
 ) -> Evaluation:
-    """Score responses, of which majority votes compare each ``final_answer``. All samples count."""
+    """Score a rollout batch. ``final_answer`` finds a response's answer, for majority votes."""
     batch["sample_mask"] = torch.ones(batch.size)
     metrics = score(reward, batch)
     rewards = _rows(batch["rewards"].tolist(), samples_per_prompt)
@@ -124,7 +124,7 @@ def validate_on_prompts(
     step: int,
     pad_id: int,
 ) -> StepResult:
-    """Sample responses to every set (by prefix) with the same random numbers, and score them."""
+    """Sample and score responses to each set. Keys of ``held_out`` become prefixes of metrics."""
     validation = config.validation
     final_answer = load_function(validation.final_answer, key="validation.final_answer")
     rollout, seed = config.model.rollout, config.seed + VALIDATION_SEED_OFFSET
@@ -142,7 +142,7 @@ def validate_on_prompts(
 
 
 def _rows(values: list, samples_per_prompt: int) -> list[list]:
-    """Return one list for each prompt."""
+    """Split ``values`` into one list for each prompt."""
     return [
         values[start : start + samples_per_prompt]
         for start in range(0, len(values), samples_per_prompt)

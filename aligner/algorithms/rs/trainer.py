@@ -23,7 +23,7 @@ from aligner.observe.metrics import PhaseTimers
 
 
 def train_rs(config: RSRunConfig) -> None:
-    """Run rejection sampling from start to end and print the paths of its files."""
+    """Train a policy by rejection sampling, and print the paths of the run's files."""
     with Run.open(config) as run:
         config, rs = run.config, run.config.model.rs
         inputs = SamplingInputs.load(run)
@@ -57,16 +57,16 @@ class RSTrainer(SamplingTrainer):
         self.loss = NegativeLogLikelihoodLoss()
 
     def step(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Sample one rollout and train once on its best responses."""
+        """Sample one rollout, and train once on the best responses to each prompt."""
         rs = self.config.model.rs
         with timers("generate"):
             batch = self.rollouts.take(self.consumed_samples, more=self.has_next(step))
         with timers("reward"):
             metrics = prefixed("train_rollouts", score(self.reward, batch))
-        # Samples that do not count are never the best.
+        # Excluded samples are never selected.
         rewards = batch["rewards"].masked_fill(batch["sample_mask"] == 0, float("-inf"))
         best = best_of_each(rewards, rs.num_rollouts_per_prompt, rs.top_n_rollouts)
-        earned = statistics(batch["rewards"][best], batch["sample_mask"][best])
+        best_rewards = statistics(batch["rewards"][best], batch["sample_mask"][best])
         # Train once on the best responses.
         with timers("train_policy"):
             self.policy.prepare_for_training()
@@ -79,7 +79,7 @@ class RSTrainer(SamplingTrainer):
         metrics |= {
             **prefixed("train_optim", update_metrics([result])),
             "train_optim/optimizer_steps": self.updates,
-            "train_rollouts/kept_rewards": earned["mean"].item(),
+            "train_rollouts/kept_rewards": best_rewards["mean"].item(),
             "progress/epoch": self.sampler.epoch,
             "progress/consumed_samples": self.consumed_samples,
         }
@@ -88,10 +88,10 @@ class RSTrainer(SamplingTrainer):
 
 
 def best_of_each(rewards: Tensor, rollouts_per_prompt: int, top_n: int) -> Tensor:
-    """Return the rows of the ``top_n`` best responses to each prompt, in the order of the batch.
+    """Return the row indices of the ``top_n`` best responses to each prompt, ascending.
 
-    ``rewards``: float [B], ``rollouts_per_prompt`` adjacent responses to each prompt. Of equal
-    rewards the earlier response is preferred. Returns int64 [B / rollouts_per_prompt * top_n].
+    ``rewards``: float [B], where ``rollouts_per_prompt`` adjacent rows are responses to one prompt.
+    Of equal rewards, the earlier rows are selected. Returns int64 [prompts * top_n].
     """
     groups = rewards.view(-1, rollouts_per_prompt)
     order = groups.argsort(dim=1, descending=True, stable=True)[:, :top_n]

@@ -1,1 +1,1 @@
-"""The life of a run of any algorithm: engine, directory, loop."""
+"""What runs of all algorithms share: start of the workers, directory, loop."""

@@ -1,4 +1,4 @@
-"""The directory of a run: whether a command continues, rejects or sets aside an earlier run.
+"""The directory of a run: a new command continues an earlier run, refuses it or moves it away.
 
 ``run.json`` and every run state identify the run of a directory (`RunIdentity`). Nothing is deleted
 here: files of an earlier run move to ``earlier_001/``, ``earlier_002/`` and so on.
@@ -42,23 +42,23 @@ _RUN_FILES = (
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run's directory, on the process that writes to it."""
+    """Directory of a run, on the process that writes its files."""
 
     folder: Path
     store: RunStateStore
 
     def prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
-        """Check that the locked directory is empty or contains this run, and return notes.
+        """Check that the locked directory is empty or contains this run. Return notes to print.
 
         Raises:
             ConfigError: another run is there, or any run with ``resume_if_exists=false``.
-            CheckpointError: the run there cannot be continued.
+            CheckpointError: the directory contains this run, but no state to continue from.
             StorageError: the directory cannot be written.
         """
-        exp, aside, start_time = config.exp_manager, None, None
-        # Set an earlier run aside if the user wants that.
+        exp, moved_to, start_time = config.exp_manager, None, None
+        # Move an earlier run away if the user wants that.
         if exp.start_anew:
-            aside, reason = set_aside(self.folder), "exp_manager.start_anew=true"
+            moved_to, reason = set_aside(self.folder), "exp_manager.start_anew=true"
         self.store.recover()
         states, damaged = self.store.survey()
         record = self._record()
@@ -70,27 +70,27 @@ class RunDirectory:
         if not exp.resume_if_exists and (states or damaged or last is not None):
             newest = states[-1].path.name if states else f"lines of up to step {last}"
             raise ConfigError(
-                f"exp_manager.resume_if_exists=false, but {self.folder} holds a run (newest: "
-                f"{newest}). Set it to true to continue, or {self._remedy()}"
+                f"exp_manager.resume_if_exists=false, but {self.folder} contains a run (newest: "
+                f"{newest}). Set it to true to continue this run, or {self._remedy()}"
             )
         if states:
             start_time = self._check_same(identity, config)
         elif damaged:
             raise CheckpointError(
-                f"no run state in {self.store.root} can be read: {', '.join(damaged)}. Restore "
-                f"a copy of one, or {self._remedy()}"
+                f"no run state in {self.store.root} can be read: {', '.join(damaged)}. Copy one "
+                f"back from a backup, or {self._remedy()}"
             )
         elif last is not None and last > 0 and record.get("saved", True):
             raise CheckpointError(
-                f"{self.folder} holds the metrics of a run up to step {last} and no run state to "
-                f"continue from. Restore {self.store.root.name}/, or {self._remedy()}"
+                f"{self.folder} contains metrics of a run up to step {last}, but no run state to "
+                f"continue from. Copy {self.store.root.name}/ back, or {self._remedy()}"
             )
         elif last is not None and (last > 0 or record.get("identity") != identity.as_dict()):
             # An earlier run was killed before its first save.
-            aside, reason = set_aside(self.folder), "no run state had been saved"
+            moved_to, reason = set_aside(self.folder), "no run state had been saved"
         start_time = start_time or self.start_time or datetime.now().isoformat()
         self._write({"identity": identity.as_dict(), "saved": bool(states), "began": start_time})
-        return [] if aside is None else [f"{reason}: the files of an earlier run are in {aside}"]
+        return [f"{reason}: the files of an earlier run are in {moved_to}"] if moved_to else []
 
     @property
     def start_time(self) -> str | None:
@@ -98,14 +98,14 @@ class RunDirectory:
         return self._record().get("began")
 
     def mark_saved(self) -> None:
-        """Record that a run state was saved, so that its loss is noticed later."""
+        """Record in ``run.json`` that a run state was saved, so that missing states are noticed."""
         record = self._record()
         if not record.get("saved"):
             self._write({**record, "saved": True})
 
     def remove_if_unused(self) -> None:
-        """Remove the directory if the run that created it wrote nothing else than ``run.json``."""
-        with suppress(OSError):  # such as a directory that is gone, which must not hide an error
+        """Remove the directory if it contains no other files than ``run.json`` and the lock."""
+        with suppress(OSError):  # such as a missing directory: the run's own error matters more
             files = {path.name for path in self.folder.iterdir()}
             if files <= {LOCK_FILE, RUN_FILE}:
                 for name in files:
@@ -113,7 +113,7 @@ class RunDirectory:
                 self.folder.rmdir()
 
     def _check_same(self, identity: RunIdentity, config: BaseRunConfig) -> str | None:
-        """Raise if the newest readable state is another run's. Return the run's start time."""
+        """Raise if the newest readable state belongs to another run. Return its start time."""
         exp = config.exp_manager
         for saved, state in _readable_states(self.store):
             accepted, changed = exp.accept_changed, exp.resume_changed
@@ -121,16 +121,16 @@ class RunDirectory:
             reasons = identity.refusals(saved_identity, accepted, changed, defaults)
             if reasons:
                 raise ConfigError(
-                    f"{self.folder} holds another run ({saved.path.name}): {', '.join(reasons)}. "
-                    f"To keep it, {self._remedy()}"
+                    f"{self.folder} contains another run ({saved.path.name}): "
+                    f"{', '.join(reasons)}. To keep that run, {self._remedy()}"
                 )
             return state.get("began")
         return None
 
     def _remedy(self) -> str:
         return (
-            "set exp_manager.explicit_log_dir to another directory, or begin anew there with "
-            f"exp_manager.start_anew=true (files there move into {_next_earlier(self.folder)})"
+            "set exp_manager.explicit_log_dir to another directory, or start a new run here with "
+            f"exp_manager.start_anew=true (earlier files move to {_next_earlier(self.folder)})"
         )
 
     def _record(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class RunDirectory:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move the files of a run in ``folder`` to a new directory there, if any, and return it."""
+    """Move the files of a run into a new subdirectory. Return it, or None if there are no files."""
     paths = [folder / name for name in _RUN_FILES if (folder / name).exists()]
     paths = [path for path in paths if path.is_dir() or path.stat().st_size > 0]
     if not paths:
@@ -168,12 +168,12 @@ def _next_earlier(folder: Path) -> Path:
 
 
 def log_dir(config: BaseRunConfig) -> Path:
-    """Return the directory of the run."""
+    """Return the directory for the files of the run."""
     return Path(config.exp_manager.explicit_log_dir).expanduser()
 
 
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return ``key: old -> new`` for every leaf that differs, except new keys with empty values."""
+    """Return ``key: old -> new`` for each key whose value differs, except new empty lists."""
     old, new = flat(saved), flat(current)
     new = {key: value for key, value in new.items() if key in old or value != []}
     return [
@@ -186,20 +186,20 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
 def sampler_and_steps(
     config: SamplingRunConfig | SupervisedRunConfig, train: Dataset[Any], batch_size: int
 ) -> tuple[PromptSampler, int]:
-    """Return the sampler of each step's ``batch_size`` items, and the number of steps."""
+    """Return a sampler that draws ``batch_size`` items for each step, and the number of steps."""
     sampler = PromptSampler(
         len(train),
         batch_size,
         seed=config.seed,
         shuffle=config.data.shuffle,
         may_change=config.exp_manager.data_may_change,
-        shares=train.shares,
+        mixture=train.mixture,
     )
     return sampler, total_steps(config, sampler)
 
 
 def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
-    """Return the steps of ``max_epochs`` epochs, at most ``max_steps``, with any batch size."""
+    """Return the number of steps of the run: ``max_epochs`` epochs, but at most ``max_steps``."""
     loop = config.loop
     steps, state = sampler.batches_left(loop.max_epochs), on_rank_zero(lambda: _newest(config))
     if state is not None:
@@ -212,7 +212,7 @@ def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
 
 
 def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
-    """Return length and position of the newest readable run state, with a begun step, or None."""
+    """Return what `total_steps` reads from the newest readable run state, or None."""
     for saved, state in _readable_states(RunStateStore(log_dir(config) / "run_state")):
         with suppress(KeyError):  # the restore reports the error
             learner, loop = state["learner"], flat(state["config"])
@@ -230,7 +230,7 @@ def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
 
 
 def _readable_states(store: RunStateStore) -> Iterator[tuple[SavedState, Mapping[str, Any]]]:
-    """Yield the run states with their content, newest first, without damaged states."""
+    """Yield the undamaged run states with their content, newest first."""
     for saved in reversed(store.states()):
         with suppress(DamagedStateError):
             yield saved, store.load(saved.path).state

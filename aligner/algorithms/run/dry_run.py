@@ -1,8 +1,8 @@
-"""Dry run: two steps of the real run on the longest batch, to measure memory and time.
+"""Dry run: two steps of the real run on a batch of maximum length, to measure memory and time.
 
-Everything except the tokens of that batch (labels, ratings, columns) belongs to the run's data. The
-first step creates state that later steps reuse: the optimizer's moments, CUDA graphs, workspaces.
-Peaks are of both steps, seconds of the second. The run's directory is neither read nor written.
+The tokens of the batch are random. Labels, ratings and columns are the run's data. The first step
+creates state that later steps reuse, such as the optimizer's moments. Memory peaks are those of
+both steps, times those of the second. The run's directory is neither read nor written.
 """
 
 import contextlib
@@ -58,10 +58,10 @@ _PHASES = {
 
 @contextlib.contextmanager
 def temporary_config(config: Config) -> Iterator[Config]:
-    """Yield the `dry_config` of ``config``, whose files are deleted at the end of the block.
+    """Yield the `dry_config` of ``config``. Its files are deleted at the end of the block.
 
     Raises:
-        DeviceMemoryError: the run needed more memory than available. The message names the phase.
+        DeviceMemoryError: the device has too little memory. The message names the phase.
     """
     folder = Path(tempfile.mkdtemp(prefix="aligner-dry-run-"))
     keeps_logs = False
@@ -77,14 +77,14 @@ def temporary_config(config: Config) -> Iterator[Config]:
 
 
 def dry_config(config: Config, folder: Path) -> Config:
-    """Return a copy of ``config`` for `STEPS` steps of every role on the longest responses."""
+    """Return ``config`` changed to `STEPS` steps, with responses of maximum length."""
     # Steps and their length.
     loop_name = config.section.partition(".")[2]
     loop = replace(getattr(config.trainer, loop_name), max_epochs=STEPS, max_steps=STEPS)
-    if isinstance(config, RunConfig):  # "keep": else responses that do not end would not be learned
+    if isinstance(config, RunConfig):  # with "keep", responses that do not end are trained on
         improper_end = replace(loop.improper_end, mode="keep")
         loop = replace(loop, critic_warmup_steps=0, improper_end=improper_end)
-    # Responses of the greatest length.
+    # Responses of maximum length.
     model = config.model
     if samples_responses(config):
         name = model.rollout_key.partition(".")[2]
@@ -103,7 +103,7 @@ def dry_config(config: Config, folder: Path) -> Config:
 
 @contextlib.contextmanager
 def explain_out_of_memory(config: BaseRunConfig, phase: Callable[[], str]) -> Iterator[None]:
-    """Turn a failed allocation in the block into an error that names the phase and remedies."""
+    """Convert out-of-memory errors to `DeviceMemoryError`, with the phase and remedies."""
     try:
         yield
     except Exception as error:
@@ -122,7 +122,7 @@ def explain_out_of_memory(config: BaseRunConfig, phase: Callable[[], str]) -> It
 def longest_set(
     config: BaseRunConfig, data: Kind, tokenizer: Tokenizer, *readers: GPTArchitecture
 ) -> Kind:
-    """Make the items of one step, each as long as the run and its models (``readers``) permit."""
+    """Return a data set for one step. Its items have the maximum length for the run's models."""
     positions = min(reader.max_position_embeddings for reader in readers)
     vocab_size = min(tokenizer.vocab_size, *(reader.vocab_size for reader in readers))
     prompt, length = longest_lengths(config, positions, read=data.max_length)
@@ -138,14 +138,14 @@ def longest_set(
         assert isinstance(config, SupervisedRunConfig), type(config)
         count = config.model.global_batch_size // config.rows_per_example
     order = range(len(data))
-    if data.shares is not None:
-        order = data.shares.order(config.seed, 0, shuffle=False).tolist()
+    if data.mixture is not None:
+        order = data.mixture.order(config.seed, 0, shuffle=False).tolist()
     items = [_lengthened(data[order[index % len(order)]], random_ids) for index in range(count)]
-    return type(data)(items, dropped_too_long=data.dropped_too_long, taken=data.taken)
+    return type(data)(items, dropped_too_long=data.dropped_too_long, recognised=data.recognised)
 
 
 def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:
-    """Replace the sequences of ``item``. All tokens but the first are learned."""
+    """Return ``item`` with random sequences, in which all tokens but the first are learned."""
     match item:
         case Prompt():
             return replace(item, text="", ids=random_ids())
@@ -162,13 +162,13 @@ def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:
 
 
 class MadeUpRewards:
-    """Alternating rewards 0 and 1. A reward ``model`` scores random sequences, without effect."""
+    """Rewards 0 and 1 in turn. A reward ``model`` scores random sequences, to measure memory."""
 
     def __init__(self, model: ModelReward | None, seed: int) -> None:
         self.model, self._seed = model, seed
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row, with empty texts. Reads ``input_lengths`` int64 [B]."""
+        """Return rewards 0, 1, 0, 1, ..., and empty texts. Reads ``input_lengths`` int64 [B]."""
         if self.model is not None:
             encoder, role = self.model.encoder, self.model.model
             generator = torch.Generator().manual_seed(self._seed)
@@ -185,29 +185,29 @@ class MadeUpRewards:
 
 
 def role_named(prefix: str) -> str:
-    """Return the name of the role whose workers have the prefix ``prefix``."""
+    """Return the name of a model, given the name prefix of its workers."""
     return _ROLES.get(prefix, prefix.replace("_", " "))
 
 
 def phase_named(method: str) -> str:
-    """Return the name of the phase in which a worker's method is called."""
+    """Return the name of the phase in which the worker method ``method`` is called."""
     return _PHASES.get(method, method.removeprefix("get_"))
 
 
 class Calls:
-    """Role and phase of the last worker call in each timed phase of a step, in order."""
+    """Record of the last worker call in each timed phase: name of the model and of the phase."""
 
     def __init__(self) -> None:
         self.phase = ""  # the phase that is being timed
         self.names: dict[str, tuple[str, str]] = {}
 
     def watch(self, clusters: Clusters) -> Clusters:
-        """Return ``clusters`` with worker groups that report their calls."""
+        """Return ``clusters`` with worker groups that record their calls in this object."""
         return Clusters(*(_Watched(cluster, self) for cluster in vars(clusters).values()))
 
 
 class _Watched:
-    """A cluster or a worker group that reports each call of workers before making it."""
+    """A cluster or worker group that records each call of workers in ``calls``."""
 
     def __init__(self, target: Any, calls: Calls, role: str = "") -> None:
         self._target, self._calls, self._role = target, calls, role
@@ -216,66 +216,63 @@ class _Watched:
         return getattr(self._target, name)
 
     def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> Any:
-        """See `Cluster`."""
         group = self._target.start_workers(worker_class, name_prefix, **kwargs)
         return _Watched(group, self._calls, role_named(name_prefix))
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> Any:
-        """See `WorkerGroup`."""
         if method_name in _PHASES:
             self._calls.names[self._calls.phase] = self._role, phase_named(method_name)
         return self._target.run_all_workers_single_data(method_name, **kwargs)
 
     def run_all_workers_sharded_data(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """See `WorkerGroup`."""
         self._calls.names[self._calls.phase] = self._role, phase_named(method_name)
         return self._target.run_all_workers_sharded_data(method_name, *args, **kwargs)
 
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """Memory of the fullest device of a phase (a GPU, or without GPUs a machine), in bytes."""
+    """Peak memory of a phase in bytes, on its fullest device: a GPU, or a machine without GPUs."""
 
     has_gpu: bool
-    allocated: int  # by the tensors of all processes on it
-    reserved: int  # by all processes on it
+    allocated: int  # for tensors, by all processes of the run
+    reserved: int  # by all processes of the run
     uncounted: int  # on a GPU: contexts, NCCL, other programs
     total: int
-    rank: int  # of the process that reserved most
+    rank: int  # rank of the process that reserved most
     largest: int  # bytes that this process reserved
 
     @property
     def used(self) -> int:
-        """All memory in use."""
+        """Memory in use by all programs."""
         return self.reserved + self.uncounted
 
     @property
     def share(self) -> float:
-        """Used share of the device."""
+        """Fraction of the device's memory in use."""
         return self.used / self.total
 
 
 def fullest(uses: Sequence[tuple[int, MemoryUse]]) -> DevicePeak:
-    """Find the device with the largest used share. ``uses``: rank and memory of each process."""
+    """Return the peak of the fullest device. ``uses``: rank and memory of each process."""
     devices: dict[str, dict[str, tuple[int, MemoryUse]]] = {}
     for rank, use in uses:
         devices.setdefault(use.device, {})[use.process] = (rank, use)
     peaks = []
     for processes in devices.values():
-        rank, most = max(processes.values(), key=lambda process: process[1].reserved)
-        shares, uncounted = [use for _, use in processes.values()], 0
-        if most.has_gpu:
-            free = min(use.free for use in shares)
-            uncounted = max(0, most.total - free - sum(use.current for use in shares))
-        allocated = sum(use.allocated for use in shares)
-        reserved = sum(use.reserved for use in shares)
-        sizes = (allocated, reserved, uncounted, most.total)
-        peaks.append(DevicePeak(most.has_gpu, *sizes, rank, most.reserved))
+        rank, largest = max(processes.values(), key=lambda process: process[1].reserved)
+        memory_uses, uncounted = [use for _, use in processes.values()], 0
+        if largest.has_gpu:
+            free = min(use.free for use in memory_uses)
+            uncounted = max(0, largest.total - free - sum(use.current for use in memory_uses))
+        allocated = sum(use.allocated for use in memory_uses)
+        reserved = sum(use.reserved for use in memory_uses)
+        sizes = (allocated, reserved, uncounted, largest.total)
+        peaks.append(DevicePeak(largest.has_gpu, *sizes, rank, largest.reserved))
     return max(peaks, key=lambda peak: peak.share)
 
 
 class MeasuredPhases(PhaseTimers):
-    """Timers that also measure the memory of every phase, on all ranks."""
+    """Timers that also measure the peak memory of each phase, over all ranks."""
 
     def __init__(self, handles: Sequence[RoleHandle], calls: Calls) -> None:
         super().__init__(synchronize=accelerator.synchronize)
@@ -285,7 +282,7 @@ class MeasuredPhases(PhaseTimers):
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Measure the block, unless it raises."""
+        """Measure time and memory of the ``with`` block, unless it raises."""
         for handle in self._handles:
             handle.reset_peak_memory()
         self.current = self._calls.phase = phase
@@ -306,7 +303,7 @@ class MeasuredPhases(PhaseTimers):
 
 @dataclass(frozen=True)
 class DryLoop:
-    """Loop of a dry run, which makes `STEPS` steps of the trainer in place of `RunLoop`."""
+    """Loop of a dry run: `STEPS` training steps that write no files."""
 
     config: BaseRunConfig
     learner: Learner
@@ -315,9 +312,9 @@ class DryLoop:
     console: Console
 
     def run(self) -> None:
-        """Make the steps and print memory and time of each phase."""
+        """Execute the steps, and print memory and time of each phase."""
         phases, names = MeasuredPhases(self.roles, self.calls), self.calls.names
-        names.clear()  # of the set-up
+        names.clear()  # forget calls of the set-up
         seconds: Mapping[str, float] = {}
         idle: tuple[str, ...] = ()
         with explain_out_of_memory(
@@ -339,7 +336,7 @@ def report(
     idle: Sequence[str],
     device: str,
 ) -> Group:
-    """Build a table of the phases, by the names of their timers, and a summary."""
+    """Return a table of the phases with memory and time, and a summary."""
     shown = {phase: peaks[phase] for phase in names if phase in peaks}
     has_gpu = any(peak.has_gpu for peak in shown.values())
     # A row for every phase.
@@ -373,7 +370,7 @@ def report(
         f"a step on this batch takes {seconds.get('timers/total', 0.0):.2f} s. Nothing was saved",
     ]
     warnings = [
-        f"updates of the {role} were skipped because they were not finite: peaks lack its optimizer"
+        f"updates of the {role} were skipped because of NaN or infinity: peaks lack its optimizer"
         for role in dict.fromkeys(idle)
     ]
     return Group(table, *map(Text, lines), *(Text(line, "bold red") for line in warnings))

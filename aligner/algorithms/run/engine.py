@@ -1,4 +1,4 @@
-"""Placement of a run's workers and roles, in the run's own processes or on Ray."""
+"""Start of a run's workers, in the run's own processes or on Ray."""
 
 import os
 from contextlib import ExitStack
@@ -29,7 +29,7 @@ _ROLES_PER_BUNDLE = 4
 
 @dataclass(frozen=True)
 class Clusters:
-    """Clusters on which workers of each role are started."""
+    """Clusters of processes or Ray actors on which the workers of each model run."""
 
     policy: Cluster
     value: Cluster
@@ -42,7 +42,7 @@ class Clusters:
         return cls(cluster, cluster, cluster, cluster)
 
     def describe(self, config: BaseRunConfig) -> str:
-        """Describe the layout, and the critic's layout if it differs."""
+        """Return a description of the parallel layout, with the critic's if it differs."""
         policy = describe_layout(config.model.parallel, self.policy.world_size())
         if not config.value_world_size:
             return policy
@@ -51,12 +51,12 @@ class Clusters:
 
 
 class LocalEngine:
-    """Engine of a run whose own processes are the workers of all roles."""
+    """Engine in which the run's own processes are the workers of all models."""
 
     max_restarts = 0  # the launcher restarts processes
 
     def __init__(self, config: BaseRunConfig, closing: ExitStack) -> None:
-        """Start missing processes, and watch all ranks until ``closing`` closes."""
+        """Start processes that no launcher started, and watch them until ``closing`` closes."""
         timeout_s = config.cluster.timeout_s
         with started_processes(config.trainer, timeout_s):
             parallel = initialize_parallel(
@@ -67,21 +67,21 @@ class LocalEngine:
         self.worlds = (parallel.world_size, parallel.world_size if config.value_world_size else 0)
 
     def clusters(self, closing: ExitStack) -> Clusters:
-        """Return the same processes for every role. Nothing has to be closed."""
+        """Return the run's processes as the cluster of every model. ``closing`` is not used."""
         del closing
         return Clusters.shared(self._cluster)
 
 
 class RayEngine:
-    """Engine whose workers are Ray actors, driven by this process."""
+    """Engine in which Ray actors are the workers, and this process drives them."""
 
     def __init__(self, config: BaseRunConfig, log_dir: Path, closing: ExitStack) -> None:
-        """Check the environment. Ray is started later, after configuration and data are checked."""
+        """Raise `ConfigError` if a launcher such as torchrun started this process."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
-                "cluster.engine=ray starts its workers itself, but this is one of "
-                f"{os.environ['WORLD_SIZE']} processes of a launcher. Run the command without "
-                "torchrun, and set the number of workers with trainer.devices and trainer.num_nodes"
+                "cluster.engine=ray starts the workers itself, but a launcher started "
+                f"{os.environ['WORLD_SIZE']} processes of this command. Run it without torchrun, "
+                "and set the number of workers with trainer.devices and trainer.num_nodes"
             )
         self.max_restarts = config.cluster.max_restarts
         self.worlds = (config.trainer.world_size, config.value_world_size)
@@ -90,7 +90,7 @@ class RayEngine:
         self._is_connected = False
 
     def clusters(self, closing: ExitStack) -> Clusters:
-        """Reserve bundles that the roles share, or separate bundles for each role."""
+        """Reserve Ray resources until ``closing`` closes, shared by all models or separate."""
         from aligner.distributed.ray.session import ray_session
         from aligner.distributed.virtual_cluster import RayVirtualCluster
 
@@ -126,7 +126,7 @@ class RayEngine:
         policy = cluster("policy", [trainer.devices] * trainer.num_nodes, _ROLES_PER_BUNDLE)
         value = generation = reward = policy
         if not config.cluster.colocated and config.value_world_size:
-            # As many nodes as the policy's, with workers spread evenly.
+            # On as many nodes as the policy, with workers spread evenly.
             nodes, workers = trainer.num_nodes, config.value_world_size
             counts = [workers // nodes + (node < workers % nodes) for node in range(nodes)]
             value = cluster("critic", [*filter(None, counts)], 1, config.value_parallel)
@@ -143,7 +143,7 @@ Engine = LocalEngine | RayEngine
 
 
 def open_engine(config: BaseRunConfig, closing: ExitStack) -> Engine:
-    """Check installed packages and return the engine, which ends when ``closing`` closes.
+    """Check the installed packages, and start the engine until ``closing`` closes.
 
     Raises:
         VersionError: a library has an incompatible version.
@@ -167,7 +167,7 @@ def open_engine(config: BaseRunConfig, closing: ExitStack) -> Engine:
 
 
 def _filled(workers: int, per_node: int) -> list[int]:
-    """Return the number of workers on each node, filling one node after the other."""
+    """Return the number of workers on each node. Only the last node may have fewer."""
     full, remainder = divmod(workers, per_node)
     return [per_node] * full + ([remainder] if remainder else [])
 
@@ -177,7 +177,7 @@ Resource = TypeVar("Resource", bound=RoleHandle | GenerationInterface)
 
 @dataclass(eq=False)
 class Workers:
-    """One start of a run's workers, which ``closing`` shuts down, the last one first."""
+    """Workers of a run's models. ``closing`` shuts them down, in reverse order."""
 
     config: BaseRunConfig
     tokenizer: Tokenizer
@@ -187,7 +187,7 @@ class Workers:
     roles: list[RoleHandle] = field(default_factory=list, init=False)  # in the order of starting
 
     def own(self, resource: Resource) -> Resource:
-        """Shut down ``resource`` with these workers, and return it."""
+        """Shut down ``resource`` when ``closing`` closes, and return it."""
         self.closing.callback(resource.shutdown)
         if isinstance(resource, RoleHandle):
             self.roles.append(resource)
@@ -200,7 +200,7 @@ class Workers:
         with_reference: bool = False,
         init_optimizer: bool = True,
     ) -> Policy:
-        """Start the run's policy. If ``with_reference``, also keep its initial weights."""
+        """Start the policy. ``with_reference``: keep its initial weights as the reference."""
         config = self.config
         policy = Policy(
             self.clusters.policy,
@@ -215,7 +215,7 @@ class Workers:
 
 
 def run_settings(config: BaseRunConfig, max_optimizer_steps: int | None = None) -> RunSettings:
-    """Return the settings of a role that are in none of the roles' sections."""
+    """Return the settings that all models of a run share, such as precision and seed."""
     return RunSettings(
         precision=config.trainer.precision,
         gradient_clip_val=config.loop.gradient_clip_val,

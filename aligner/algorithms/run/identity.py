@@ -53,10 +53,10 @@ _USER_MAPPINGS = ("kwargs", "loss_kwargs", "arguments", "chat_template_kwargs")
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of a run: algorithm, contents of files, and all other keys except `MAY_CHANGE`.
+    """Properties that must not change when a run is continued.
 
-    ``models``, ``data`` and ``sources``: path and fingerprint of the content (None if unreadable)
-    by key, so that a file may be moved.
+    ``models``, ``data`` and ``sources`` (the user's code) map a configuration key to the path and a
+    fingerprint of the content (None if it cannot be read). ``settings``: except `MAY_CHANGE`.
     """
 
     algorithm: Algorithm
@@ -67,7 +67,7 @@ class RunIdentity:
 
     @classmethod
     def of(cls, config: BaseRunConfig) -> "RunIdentity":
-        """Return the identity of the run that ``config`` describes."""
+        """Return the identity of a run with the configuration ``config``."""
         plain = config.as_dict()
         settings, models, sources = identity_settings(plain), {}, {}
         for key, value in settings.items():
@@ -81,11 +81,11 @@ class RunIdentity:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> "RunIdentity":
-        """Return the identity in a run state, or for earlier versions in its configuration."""
+        """Return the identity of the run that wrote the run state ``state``."""
         saved = state.get("identity", {})
         models, data, sources = (saved.get(name, {}) for name in _CONTENTS)
         damage = (KeyError, StopIteration, AttributeError, TypeError)
-        text = "the run state lacks the name of its algorithm, so no training script wrote it"
+        text = "the run state does not contain the name of its algorithm: no training run wrote it"
         remedy = "set exp_manager.explicit_log_dir to another directory"
         with raised_as(CheckpointError, text, *damage, remedy=remedy):
             config = state["config"]
@@ -98,17 +98,17 @@ class RunIdentity:
             return cls(algorithm_of(config), models, data, sources, settings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary that JSON can represent."""
+        """Return the identity in JSON types."""
         return {**asdict(self), "algorithm": self.algorithm._asdict()}
 
     def refusals(
         self,
         saved: "RunIdentity",
-        accepted: Sequence[str],  # kinds of content that may differ
-        changed: Sequence[str] = (),  # keys or sections that may differ
-        defaults: Mapping[str, Any] | None = None,  # of keys that an earlier version lacks
+        accepted: Sequence[str],  # exp_manager.accept_changed: kinds of content that may differ
+        changed: Sequence[str] = (),  # exp_manager.resume_changed: keys that may differ
+        defaults: Mapping[str, Any] | None = None,  # defaults of the current version
     ) -> list[str]:
-        """Return reasons why this run does not continue ``saved``, or an empty list."""
+        """Return reasons why this run cannot continue the run ``saved``, or an empty list."""
         current, previous = self.algorithm, saved.algorithm
         names = f"its algorithm is {previous.name} and this command's is {current.name}"
         if current[1:] != previous[1:]:
@@ -151,7 +151,7 @@ class RunIdentity:
                 yield key, "".join([text, *accept])
 
     def _is_of_a_version(self, key: str, saved: "RunIdentity", defaults: Mapping[str, Any]) -> bool:
-        """Return whether ``key`` differs only because one version of the library lacks it."""
+        """Return whether ``key`` differs only because one of the library's versions lacks it."""
         if any(name in key.split(".") for name in _USER_MAPPINGS):
             return False
         if key not in saved.settings:
@@ -161,7 +161,7 @@ class RunIdentity:
 
 
 def identity_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves of a configuration that are part of a run's identity, by dotted key."""
+    """Return the settings that must not change when a run is continued, by dotted key."""
     return {
         key: value
         for key, value in flat(config).items()
@@ -170,7 +170,7 @@ def identity_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return leaves of nested mappings by dotted key, with current paths of renamed tasks."""
+    """Flatten nested mappings to dotted keys. Old import paths in values become current ones."""
     if not isinstance(tree, Mapping):
         return {prefix: _current(tree)}
     leaves: dict[str, Any] = {}
@@ -194,7 +194,7 @@ def _content(source: Any, content: str | None) -> dict[str, Any]:
 
 
 def _same_content(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
-    """Compare contents and function names, or file names if a content is unknown."""
+    """Compare contents and function names. If a content is unknown, compare file names."""
     sources = [entry["source"] for entry in (new, old)]
     sources = [source if isinstance(source, list) else [source] for source in sources]
     names = [[str(part).rpartition("/")[2] for part in parts] for parts in sources]
@@ -205,7 +205,7 @@ def _same_content(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
 
 
 def _code_content(key: str, value: Any) -> str | None:
-    """Return a fingerprint of the user's files that a setting names, or None without files."""
+    """Return a fingerprint of the user's files that a setting refers to, or None without files."""
     if not isinstance(value, str | list):
         return None
     # A command names files among its words.
@@ -227,7 +227,7 @@ def _code_content(key: str, value: Any) -> str | None:
 
 
 def module_file(module: str) -> Path:
-    """Return the file of a module that is not imported, or a path that does not exist."""
+    """Return the file of a module without importing it, or a path that does not exist."""
     folders: Sequence[str] | None = ["", *sys.path]
     spec = None
     for name in module.split("."):
@@ -237,7 +237,7 @@ def module_file(module: str) -> Path:
 
 
 def _data_content(source: Source) -> str | None:
-    """Return a fingerprint of a source's files and generator names, or None if unreadable."""
+    """Return a fingerprint of a source's files and generators, or None if one is unreadable."""
     contents = []
     for part in [source] if isinstance(source, (str, Path)) else source:
         try:
@@ -250,7 +250,7 @@ def _data_content(source: Source) -> str | None:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Compute the SHA-256 of a file's size and evenly spaced blocks: training changes them all."""
+    """Return the SHA-256 of a file's size and evenly spaced blocks. Training changes all blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -265,7 +265,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def model_fingerprint(source: str) -> str | None:
-    """Return the fingerprint of a model file or directory, or None if none can be read."""
+    """Return a fingerprint of a model file or directory, or None if there is none."""
     path = Path(source).expanduser()
     if path.is_file():
         return fingerprint_of([path])
@@ -275,10 +275,7 @@ def model_fingerprint(source: str) -> str | None:
 
 
 def fingerprint_of(files: Sequence[Path]) -> str | None:
-    """Return a fingerprint of the contents of ``files`` in their order, or None if unreadable.
-
-    File names do not matter.
-    """
+    """Return a fingerprint of the contents of ``files``, or None if one cannot be read."""
     try:
         return hashlib.sha256(json.dumps([*map(file_fingerprint, files)]).encode()).hexdigest()[:32]
     except OSError:

@@ -1,4 +1,4 @@
-"""Checks of the files of a command that need no torch, so that errors of a run are immediate."""
+"""Fast checks of a command's files, before torch is imported."""
 
 import ast
 import os
@@ -18,12 +18,12 @@ _PATHS = (".restore_from_path", ".explicit_log_dir", ".source", ".tokenizer")
 
 
 def check_inputs(config: Any) -> None:
-    """Refuse models, data and functions of a command that do not exist or have wrong signatures.
+    """Check that the models, data files and reward function of a configuration exist.
 
     Raises:
         CheckpointNotFoundError: a model does not exist.
-        DataError: a file of data does not exist or has an unsupported format.
-        ConfigError: a path is too long, or a function does not exist or has another signature.
+        DataError: a data file does not exist or has an unsupported format.
+        ConfigError: a path is too long, or the function does not exist or has wrong parameters.
     """
     values = flat(config.as_dict())
     for key, value in values.items():
@@ -48,7 +48,7 @@ def check_inputs(config: Any) -> None:
 
 
 def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Check the signature of a reward function without running its file."""
+    """Check a reward function's parameters from its source, without running the file."""
     module, _, function = name.rpartition(":" if ":" in name else ".")
     file = Path(module).expanduser() if module.endswith(".py") else module_file(module)
     if not file.is_file():
@@ -66,7 +66,7 @@ def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def _without_body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
-    """Return a function with the parameters of ``node``, whose defaults are None."""
+    """Return a function with the parameters of ``node``. All defaults are None."""
     parameters = node.args
     for parameter in ast.walk(parameters):
         if isinstance(parameter, ast.arg):

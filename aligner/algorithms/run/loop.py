@@ -1,8 +1,7 @@
-"""The loop of a run: resume, validate, step, log, save, stop. The same for every algorithm.
+"""The loop of a run: resume, validate, train, log, save and stop, for all algorithms.
 
 A step's line of metrics is written before its run state, so the line of a restored step always
-exists. When the run resumes, lines of later steps are removed, and their steps are computed again,
-to the bit.
+exists. When a run resumes, later steps are removed from the logs and computed again.
 """
 
 import os
@@ -41,50 +40,50 @@ from aligner.parallel.collectives import from_rank_zero, gather_objects, is_rank
 
 @dataclass(frozen=True)
 class StepResult:
-    """Results of a step or a validation."""
+    """Metrics and samples of a training step or a validation."""
 
     metrics: dict[str, float]  # by full name
     samples: list[Sample] = field(default_factory=list)  # for display
-    idle_roles: tuple[str, ...] = ()  # roles without a finite update in the step
+    idle_roles: tuple[str, ...] = ()  # models whose updates were all skipped (NaN or infinity)
     warnings: tuple[str, ...] = ()  # for the console
 
 
 class Learner(ABC):
-    """Base of an algorithm's trainer, which provides steps and its part of a run state."""
+    """Base class of trainers. `RunLoop` calls their methods, and saves `state_dict`."""
 
-    counters: ClassVar[tuple[str, ...]] = ("consumed_samples", "updates")  # in run states
-    roles: Mapping[str, RoleHandle]  # by folder in a run state, the trained role first
+    counters: ClassVar[tuple[str, ...]] = ("consumed_samples", "updates")  # saved attributes
+    roles: Mapping[str, RoleHandle]  # models by folder in a run state, the trained model first
     sampler: PromptSampler  # draws the data of a step
 
     @property
     def is_out_of_data(self) -> bool:
-        """True if the data ended before the schedule, in which every step takes one batch."""
+        """Whether the data ended before the last scheduled step."""
         return False
 
     @property
     def trained_role(self) -> RoleHandle:
-        """Role that the run trains and writes as a `.nemo` file."""
+        """The model that the run trains and finally writes to a file."""
         return next(iter(self.roles.values()))
 
     @abstractmethod
     def step(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Execute step ``step`` (from 1)."""
+        """Train for one step. ``step``: its index, from 1."""
 
     @abstractmethod
     def validate(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Measure the model after ``step``."""
+        """Compute validation metrics after ``step``."""
 
     def save_model(self, path: str) -> None:
-        """Write the trained role as a `.nemo` file."""
+        """Write the trained model to ``path``."""
         self.trained_role.save_checkpoint(path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters and the sampler's position, the same on every rank."""
+        """Return counters and data position. All ranks must return the same."""
         counters = {name: getattr(self, name) for name in self.counters}
         return {**counters, "sampler": self.sampler.state_dict()}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Restore a `state_dict`, and the roles from their folders in ``folder``."""
+        """Restore what `state_dict` returned, and load the models from ``folder``."""
         for name in self.counters:
             setattr(self, name, state[name])
         self.sampler.load_state_dict(state["sampler"])
@@ -94,26 +93,26 @@ class Learner(ABC):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule of a run, in steps. An interval of 0 means only at the ends."""
+    """Steps at which a run validates, saves and ends. An interval of 0 means only at the end."""
 
     total_steps: int
     val_check_interval: int
     save_interval: int
     max_seconds: float | None = None
-    max_skipped_steps: int = 5  # consecutive steps without an update that end the run
-    async_save: bool = False  # write run states during later steps
+    max_skipped_steps: int = 5  # number of consecutive steps without an update that end the run
+    async_save: bool = False  # write run states while later steps are computed
 
     def validates(self, step: int) -> bool:
-        """Return whether ``step`` is followed by a validation."""
+        """Return whether a validation follows ``step``."""
         return self._is_due(step, self.val_check_interval)
 
     @property
     def saves_in_background(self) -> bool:
-        """True if run states are written during later steps."""
+        """Whether run states are written while later steps are computed."""
         return self.async_save and 0 < self.save_interval < self.total_steps
 
     def saves(self, step: int) -> bool:
-        """Return whether ``step`` is followed by saving."""
+        """Return whether a run state is saved after ``step``."""
         return self._is_due(step, self.save_interval)
 
     def _is_due(self, step: int, interval: int) -> bool:
@@ -122,17 +121,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Restoration:
-    """The run state that a run continues from."""
+    """Description of the run state that was restored."""
 
     step: int
     path: Path
-    changes: list[str]  # configuration keys whose values differ from the saved run's
-    saved_layout: str | None  # description of the saved layout if it differs, else None
+    changes: list[str]  # ``key: old -> new`` of configuration keys that differ
+    saved_layout: str | None  # description of the saved parallel layout if it differs, else None
 
 
 @dataclass(eq=False)
 class RunLoop:
-    """Loop that runs a learner to its end, or until a signal or a limit."""
+    """Loop of a run: validate, train, log and save, until the last step, a signal or a limit."""
 
     learner: Learner
     schedule: Schedule
@@ -140,25 +139,25 @@ class RunLoop:
     store: RunStateStore
     metrics: MetricsWriter
     console: Console
-    config: Mapping[str, Any]  # part of run states, as ``identity``
-    monitor: str  # metric that ranks run states
+    config: Mapping[str, Any]  # saved in run states, as is ``identity``
+    monitor: str  # metric by which the best run states are kept
     layout: str = "1 process"  # number of processes and sizes of all parallel axes
     identity: Mapping[str, Any] = field(default_factory=dict)
     on_saved: Callable[[], None] = lambda: None  # called on rank 0 after every run state
     callbacks: Callbacks = field(default_factory=Callbacks)
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # see `defaults_of`
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # default of each configuration key
 
     def __post_init__(self) -> None:
         self.step = 0  # the last finished step
         self.resumed_step: int | None = None  # step of the restored run state
-        self.interrupted = False  # by a signal, before the end
-        self.ended_by = ""  # reason of the end
-        self._unannounced: int | None = None  # step of a run state that callbacks do not know
+        self.interrupted = False  # True after a signal stopped the run
+        self.ended_by = ""  # why the run ended
+        self._unannounced: int | None = None  # step of a run state before callbacks are notified
         self._started = time.monotonic()
         self._idle_steps = 0  # consecutive, up to the current step
 
     def run(self) -> None:
-        """Run from ``resumed_step`` on. A new run (None) begins with a validation."""
+        """Run the remaining steps. A new run begins with a validation."""
         total, resumed_step = self.schedule.total_steps, self.resumed_step or 0
         with (
             self._running(),
@@ -186,7 +185,7 @@ class RunLoop:
                 out_of_time = from_rank_zero(limit is not None and seconds >= limit)
                 is_last = step == total or self.learner.is_out_of_data
                 is_stopped = out_of_time or self.callbacks.stop_reason is not None
-                # Not after a signal: the resumed run must write the lines of an uninterrupted run.
+                # A signal causes no validation: a resumed run must log what other runs log.
                 if is_last or self.schedule.validates(step) or (is_stopped and not interrupted):
                     validation = self._validate(step, timers)
                     samples = [*result.samples, *validation.samples]
@@ -216,7 +215,7 @@ class RunLoop:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Start the run. If it ends with an error, finish the current run state."""
+        """Notify callbacks of the start. After an error, finish writing the current run state."""
         try:
             self.step, self.ended_by = self.resumed_step or 0, "the last step is made"
             self.callbacks.notify("on_run_start", self.step)
@@ -231,7 +230,7 @@ class RunLoop:
     def _save_when_due(
         self, step: int, written: Mapping[str, float], timers: PhaseTimers, is_end: bool
     ) -> None:
-        """Write a run state after ``step``, or check a run state that is being written."""
+        """Save a run state if one is due. Otherwise raise errors of a background save, if any."""
         if is_end or self.schedule.saves(step):
             with timers("save"):
                 self._save(step, written, self.schedule.async_save and not is_end)
@@ -250,16 +249,16 @@ class RunLoop:
         return result
 
     def _announce(self) -> None:
-        """Notify callbacks of the last run state once it is complete."""
+        """Notify callbacks of the last run state, once it is completely written."""
         if self._unannounced is not None and not self.store.is_saving:
             step, self._unannounced = self._unannounced, None
             self.callbacks.notify("on_save", step, self.store.path(step))
 
     def restore(self) -> Restoration | None:
-        """Restore the newest readable run state, if any, and remove lines of later steps.
+        """Restore the newest readable run state, and remove lines of later steps from the logs.
 
-        Workers restore their random states, this method that of rank 0. Raises `CheckpointError` if
-        there are states and none can be read. Nothing is removed.
+        Returns None if there is no run state. Raises `CheckpointError`, and removes nothing, if
+        there are run states but none can be read.
         """
         self.store.recover()
         states, damaged = self.store.survey()
@@ -275,9 +274,9 @@ class RunLoop:
                 self._say(f"{error}. The run continues from an earlier state, if any", "bold red")
         if restored is None and damaged:
             raise CheckpointError(
-                f"no run state in {self.store.root} can be read: {', '.join(damaged)}. Restore a "
-                "copy of one, set exp_manager.explicit_log_dir to another directory, or begin "
-                "anew there with exp_manager.start_anew=true, which keeps the files there"
+                f"no run state in {self.store.root} can be read: {', '.join(damaged)}. Copy one "
+                "back from a backup, set exp_manager.explicit_log_dir to another directory, or "
+                "start a new run here with exp_manager.start_anew=true, which keeps earlier files"
             )
         self.resumed_step = None if restored is None else restored.step
         last = -1 if restored is None else restored.step
@@ -287,13 +286,13 @@ class RunLoop:
     def _continue_from(self, path: Path) -> Restoration:
         saved = self.store.load(path)
         remedy = (
-            "another algorithm or version wrote it. Set exp_manager.explicit_log_dir to another "
-            "directory"
+            "another algorithm or version of this library wrote it. Set "
+            "exp_manager.explicit_log_dir to another directory"
         )
         with raised_as(CheckpointError, f"the run state {path}", KeyError, remedy=remedy):
             learner, layout = saved.state["learner"], saved.state["layout"]
             self.learner.load(learner, path)
-            # Random states belong to ranks of a layout.
+            # Random states are only valid for the same parallel layout. Workers restore their own.
             if layout == self.layout and is_rank_zero():
                 restore_rng(saved.state["rng"], accelerator.set_rng_state)
             saved_config = saved.state["config"]
@@ -306,7 +305,7 @@ class RunLoop:
         self, step: int, result: StepResult, timers: PhaseTimers, progress: ConsoleProgress
     ) -> dict[str, float]:
         metrics = {**result.metrics, **timers.flush()}
-        # If rank 0's disk is full, the other ranks must not wait for rank 0 in the next step.
+        # Errors of rank 0, such as a full disk, are raised on all ranks: none may wait for rank 0.
         on_rank_zero(lambda: self.metrics.write(step, metrics, result.samples))
         progress.step(step, metrics)
         for warning in result.warnings:
@@ -318,7 +317,7 @@ class RunLoop:
         return metrics
 
     def _check_learning(self, step: int, idle: tuple[str, ...], finished: int | None) -> None:
-        """Warn of a step without an update. Raise after many in a row, or if no step had one."""
+        """Warn if the step had no update. Raise after many such steps, or if no step had one."""
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if not idle:
             return
@@ -331,7 +330,7 @@ class RunLoop:
         )
         if self._idle_steps in (self.schedule.max_skipped_steps, finished):
             raise NonFiniteError(
-                f"{message}. The run learns nothing and ends. The samples are in "
+                f"{message}. The run ends, because it learns nothing. The samples are in "
                 f"{self.store.root.parent / 'nonfinite'}. Check the rewards and the weights, "
                 "lower the learning rate, or raise max_skipped_steps="
                 f"{self.schedule.max_skipped_steps}"

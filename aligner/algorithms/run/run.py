@@ -41,7 +41,7 @@ Config_co = TypeVar("Config_co", bound=BaseRunConfig, covariant=True)
 
 @dataclass(frozen=True)
 class Run(Generic[Config_co]):
-    """Objects that a run owns until it ends, created by `open`. A dry run changes ``config``."""
+    """Objects that exist until the run ends. `open` creates them. A dry run replaces ``config``."""
 
     config: Config_co
     engine: Engine
@@ -54,11 +54,11 @@ class Run(Generic[Config_co]):
     @staticmethod
     @contextmanager
     def open(config: Config) -> Iterator["Run[Config]"]:
-        """Start the processes, prepare the run's directory and read the model file's header.
+        """Start the processes, prepare the run's directory and read the model's description.
 
         Raises:
-            ConfigError: the directory is another run's, or the processes cannot share a batch.
-            LayoutError: the model cannot be laid out over the processes.
+            ConfigError: the directory contains another run, or the batch size does not fit.
+            LayoutError: the parallel layout does not fit the model or the number of processes.
         """
         with ExitStack() as closing:
             if config.dry_run:
@@ -74,7 +74,7 @@ class Run(Generic[Config_co]):
             yield Run(config, engine, console, callbacks, tokenizer, architecture, closing)
 
     def attempts(self) -> Iterator[AbstractContextManager["Attempt"]]:
-        """Yield a context that starts the workers, and another one each time a worker died."""
+        """Yield a context that starts the workers, and a new one each time that a worker died."""
         started, restarts = time.monotonic(), self.engine.max_restarts
         has_failed = False
 
@@ -84,7 +84,7 @@ class Run(Generic[Config_co]):
             try:
                 with ExitStack() as closing:
                     yield Attempt(self, self.engine.clusters(closing), closing, started)
-            except WorkerDiedError as error:  # in the block, or while the others were shut down
+            except WorkerDiedError as error:  # in the block, or while other workers are shut down
                 has_failed = True
                 if index == restarts:
                     raise
@@ -106,7 +106,7 @@ class Run(Generic[Config_co]):
 def check_roles(
     config: BaseRunConfig, architecture: GPTArchitecture, worlds: tuple[int, int]
 ) -> None:
-    """Raise if workers (of policy, of critic or 0) cannot share the layouts or the batches."""
+    """Raise if the numbers of workers do not fit the parallel layouts or the batch sizes."""
     check_layout(architecture, config.model.parallel, worlds[0])
     if worlds[1] and config.value_parallel != config.model.parallel:
         check_layout(architecture, config.value_parallel, worlds[1], "critic")
@@ -116,7 +116,7 @@ def check_roles(
 
 
 class Attempt(Workers):
-    """One start of the workers of a run. ``started``: monotonic time of the run's first start."""
+    """One start of a run's workers. ``started``: monotonic time of the run's first start."""
 
     def __init__(
         self, run: Run[BaseRunConfig], clusters: Clusters, closing: ExitStack, started: float
@@ -131,7 +131,7 @@ class Attempt(Workers):
     def loop(
         self, trainer: Learner, steps: int, summary: StartupSummary, *, saved_as: str = "policy"
     ) -> Iterator[RunLoop | dry_run.DryLoop]:
-        """Restore and report the newest run state, yield the loop to run, and write the model."""
+        """Restore the newest run state, report it, yield the loop, then write report and model."""
         config, console = self.config, self._run.console
         if config.dry_run:
             console.print(startup_report(replace(summary, is_dry=True)))
@@ -197,9 +197,9 @@ class Attempt(Workers):
         return loop
 
     def _finish(self, loop: RunLoop, trainer: Learner, saved_as: str, device: str) -> None:
-        """Write the report and, if the run was not interrupted, the trained model."""
+        """Write the report and, unless a signal stopped the run, the trained model."""
         config, folder, is_complete = self.config, log_dir(self.config), not loop.interrupted
-        # Files to name.
+        # Paths to print at the end.
         paths, samples = {"report": folder / "report.html"}, folder / "samples.jsonl"
         if is_complete:
             if on_rank_zero(lambda: samples.exists() and samples.stat().st_size > 0):
@@ -210,9 +210,9 @@ class Attempt(Workers):
         # The trained model, unless its weights are not finite.
         suffix = self._run.architecture.suffix
         trained = folder / f"{saved_as}{suffix}"
-        saves = is_complete and config.exp_manager.save_nemo
-        is_finite = not saves or trainer.trained_role.has_finite_weights()
-        if saves and is_finite:
+        saves_model = is_complete and config.exp_manager.save_nemo
+        is_finite = not saves_model or trainer.trained_role.has_finite_weights()
+        if saves_model and is_finite:
             # An earlier directory of this run is kept until the new one is written.
             earlier = trained.with_name(f".{trained.name}.earlier")
             on_rank_zero(lambda: _rename_directory(trained, earlier))
@@ -240,13 +240,13 @@ class Attempt(Workers):
         if not is_finite:
             raise NonFiniteError(
                 f"weights of the trained model are NaN or infinite, so {trained} was not written. "
-                "Go back to an earlier run state, check the rewards and the data, lower the "
-                "learning rate, or start from another model"
+                "Check the rewards and the data, lower the learning rate, continue from an earlier "
+                "run state, or start from another model"
             )
 
 
 def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
-    """Lock the run's directory until ``closing`` closes, and prepare it. Return notes."""
+    """Lock and prepare the run's directory, until ``closing`` closes. Return notes to print."""
     check_names([config.monitor])
     folder = log_dir(config)
     directory = RunDirectory(folder, RunStateStore(folder / "run_state"))
@@ -265,7 +265,7 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
 
 
 def _rename_directory(source: Path, target: Path) -> None:
-    """Replace ``target`` by ``source``, if that is a directory."""
+    """Rename the directory ``source`` to ``target``, and replace an old ``target``. Skip files."""
     if source.is_dir():
         shutil.rmtree(target, ignore_errors=True)
         source.rename(target)
@@ -274,7 +274,7 @@ def _rename_directory(source: Path, target: Path) -> None:
 def _notes(
     config: BaseRunConfig, steps: int, restoration: Restoration | None, layout: str
 ) -> list[str]:
-    """Return notes on limits that make a run shorter, and on changes since the state was saved."""
+    """Return notes about changes since the saved run state, and limits that shorten the run."""
     if restoration is None:
         return _cut_short(config, steps)
     notes = [f"changed since the saved run: {change}" for change in restoration.changes]
@@ -295,7 +295,7 @@ def _notes(
 def _cut_short(config: BaseRunConfig, steps: int) -> list[str]:
     loop, section = config.loop, config.section
     text = (
-        f"the run has {steps} of {section}.max_steps={loop.max_steps} steps, because {section}."
-        f"max_epochs={loop.max_epochs} limits it. Raise max_epochs to go over the data again"
+        f"the run ends after {steps} of {section}.max_steps={loop.max_steps} steps, because "
+        f"{section}.max_epochs={loop.max_epochs} limits it. Raise max_epochs to make all steps"
     )
     return [text] if loop.max_steps > steps else []

@@ -1,4 +1,4 @@
-"""Preparation of the first step: description of the model, lengths, and the start-up report."""
+"""Description of the model, checks of lengths, and the start-up report."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from aligner.packages import find_packages, untried_versions
 
 
 def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture]:
-    """Return tokenizer, with the configured chat template, and architecture of a run's model."""
+    """Return tokenizer and architecture of a run's model, without loading weights."""
     tokenizer, architecture = describe_model(config.model, config.policy.backend)
     if config.policy.backend == "megatron":
         require_megatron(architecture)
@@ -41,7 +41,7 @@ def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture
 def describe_model(
     model: TrainedModelConfig, backend: str = "megatron"
 ) -> tuple[Tokenizer, GPTArchitecture]:
-    """Return tokenizer and architecture of a model that fits its adapters, without weights."""
+    """Return tokenizer and architecture of a model. Raises if its adapters do not fit."""
     trusted = model.trust_remote_code
     lora, path = model.peft.lora, model.peft.restore_from_path
     source = open_model(model.restore_from_path, backend, lora is not None, trusted=trusted)
@@ -58,12 +58,12 @@ def describe_model(
 
 
 def shapes_of(architecture: GPTArchitecture) -> dict[str, Shape]:
-    """Return name and shape of every parameter of the model, without a role's head."""
+    """Return the shape of each parameter of the model, without heads, by its name."""
     return (expected_shapes if architecture.has_table else parameter_shapes)(architecture)
 
 
 def count_parameters(architecture: GPTArchitecture) -> int:
-    """Return the number of parameters of the model, without a role's head."""
+    """Return the number of parameters of the model, without heads."""
     return sum(math.prod(shape) for shape in shapes_of(architecture).values())
 
 
@@ -74,7 +74,7 @@ def check_room(
     response: int,
     limit_key: str = "data.max_prompt_length",
 ) -> None:
-    """Raise if prompts leave no room for ``response`` new tokens, the value of ``key``."""
+    """Raise if ``response`` new tokens after the longest prompt exceed the model's positions."""
     positions = architecture.max_position_embeddings
     if longest_prompt + response <= positions:
         return
@@ -84,13 +84,13 @@ def check_room(
             f"Set {limit_key}={positions - response} to drop longer prompts, or lower max_length"
         )
     raise ConfigError(
-        f"the longest prompt has {longest_prompt} tokens and {key}={response} more may follow, but "
-        f"the model has {positions} positions. {remedy}"
+        f"the longest prompt has {longest_prompt} tokens, and a response may add {key}={response} "
+        f"tokens, but the model has {positions} positions. {remedy}"
     )
 
 
 def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -> str:
-    """Describe the dropout in training, and the checkpoint's rates if they differ."""
+    """Return a sentence about dropout in training, with the checkpoint's rates if they differ."""
     rates = f"{architecture.hidden_dropout:g} of hidden states, "
     rates += f"{architecture.attention_dropout:g} of attention weights"
     if model.dropout is None:
@@ -102,13 +102,13 @@ def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -
 
 
 def repetition_in_words(config: BaseRunConfig, *, on_gpus: bool) -> str:
-    """Describe how a repeated or resumed GPU run that samples may differ (not at all on a CPU)."""
+    """Return a sentence about how results may differ if a run is repeated on GPUs, else ''."""
     if not on_gpus or not isinstance(config, SamplingRunConfig):
         return ""
     engine = config.generation.engine
     samples = "" if engine is None else f" {engine.title}'s samples may differ."
     if config.trainer.deterministic:
-        return f"trainer.deterministic: the same run twice is the same to the bit.{samples}"
+        return f"trainer.deterministic=true: repeated runs have equal results, bit by bit.{samples}"
     return (
         "A resumed run continues from the exact state, but sums are computed in varying order "
         "(flash attention's gradient, gathered rows, NCCL): numbers differ in their last bits, and "
@@ -125,7 +125,7 @@ def startup_summary(
     restores: Sequence[str],
     notes: Sequence[str],
 ) -> StartupSummary:
-    """Return the start-up report. ``longest``: tokens of a sequence, for the memory estimate."""
+    """Return the start-up report. ``longest``: length in tokens, for the memory estimate."""
     config, architecture = workers.config, workers.architecture
     processes, device = workers.clusters.policy.world_size(), workers.roles[0].device_info()
     text = f"ignored, because no result depends on it here: {', '.join(IGNORED)}"
@@ -165,7 +165,7 @@ def role_memory(
     trainable: bool = True,
     model_parallel_size: int | None = None,
 ) -> RoleMemory:
-    """Return the memory of a role on ``data_size`` ranks, by default in the policy's layout."""
+    """Return the memory of a model, whose optimizer state is divided over ``data_size`` ranks."""
     low_precision = config.trainer.precision == "bf16"
     lora = config.model.peft.lora if trainable else None
     adapters = {} if lora is None else adapter_shapes(architecture, lora)
@@ -184,14 +184,14 @@ def role_memory(
 def working_memory(
     config: BaseRunConfig, architecture: GPTArchitecture, length: int, *, on_gpus: bool
 ) -> dict[str, int]:
-    """Estimate the bytes per process in addition to the models, by purpose.
+    """Estimate the bytes per process that a run needs in addition to its models, by purpose.
 
-    ``KV cache``: keys and values of the sequences in flight, of ``length`` tokens each, in runs
-    that sample. ``activations``: kept for the backward pass of a micro-batch, which fills its token
-    budget or contains sequences of ``length`` tokens. A layer keeps 17 values per token and hidden
-    unit (Korthikanti et al. 2022, 34 bytes in 16 bit, without attention scores). With full
-    recomputation, each layer's input and the activations of one layer are kept. ``output layer``:
-    float32 hidden states and their gradient, and two tiles of logits.
+    ``KV cache``: keys and values of sequences of ``length`` tokens that are sampled together.
+    ``activations``: what the backward pass of a micro-batch needs. A micro-batch contains as many
+    tokens as its token budget allows, or sequences of ``length`` tokens. A layer stores 17 values
+    per token and hidden unit (Korthikanti et al. 2022, 34 bytes in 16 bit, without attention
+    scores). With full recomputation, the inputs of all layers and the activations of one layer are
+    stored. ``output layer``: float32 hidden states, their gradient, and two tiles of logits.
 
     Not included: the device's context, buffers of NCCL, fragmentation, feed-forward layers wider
     than 4 times the hidden size, experts, and temporary tensors of the backward pass.
@@ -223,5 +223,5 @@ def working_memory(
 
 
 def dropped_note(count: int, items: str, key: str) -> list[str]:
-    """Return a note if ``count`` examples are longer than ``key`` allows."""
+    """Return a list with a note if ``count`` items were too long and dropped, else []."""
     return [f"{count} {items} are longer than {key} and were dropped"] if count else []

@@ -23,7 +23,7 @@ from aligner.observe.startup import StartupSummary, supervised_arithmetic
 
 
 def train_sft(config: SFTRunConfig) -> None:
-    """Fine-tune from start to end and print the paths of the run's files."""
+    """Fine-tune a model on examples, and print the paths of the run's files."""
     with Run.open(config) as run:
         examples, longest = load_split(run, ExampleDataset)
         collate = partial(collate_examples, pad_id=run.tokenizer.pad_id)
@@ -43,19 +43,20 @@ def train_supervised(
     make_trainer: Callable[..., SupervisedTrainer] = SupervisedTrainer,
     saved_as: str = "policy",
 ) -> None:
-    """Train one role on a task, from the check of lengths to the report.
+    """Train one model on a task: check lengths, start the workers, train, write model and report.
 
     Args:
         run: the opened run.
-        examples: data sets of the run.
-        longest: number of tokens of the longest sequence.
-        start: starts the models for a number of updates, and returns the trained role and its task.
-        frozen: architectures of the other models, by name.
+        examples: training and validation examples.
+        longest: length of the longest sequence, in tokens.
+        start: starts the models, given the workers and the number of optimizer steps. Returns the
+            trained model and its task.
+        frozen: architectures of models that are not trained. Keys are their names.
         make_trainer: class of the trainer.
-        saved_as: name of the trained `.nemo`.
+        saved_as: file name of the trained model, without suffix.
     """
     config, frozen = run.config, frozen or {}
-    # Every model has room for the sequences, and frozen models use the trained model's layout.
+    # All models have the same parallel layout, and must have positions for the longest sequence.
     refuse(config.length_problems(longest))
     for architecture in frozen.values():
         check_layout(architecture, config.model.parallel, run.engine.worlds[0])
@@ -80,7 +81,7 @@ def train_supervised(
 def load_split(
     run: Run[SupervisedRunConfig], kind: type[D], *other_models: GPTArchitecture
 ) -> tuple[Split[D], int]:
-    """Return the examples, in a dry run of maximum length, and the most tokens of a sequence."""
+    """Load examples (of maximum length in a dry run), and the length of the longest in tokens."""
     examples = Split.load(kind, run.config.data, run.tokenizer)
     longest = examples.max_length
     if not run.config.dry_run:

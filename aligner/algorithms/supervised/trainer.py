@@ -29,19 +29,20 @@ class ExampleSet(Protocol[T_co]):
 
 @dataclass(frozen=True)
 class Task(Generic[T_co]):
-    """Learning task: examples, batches and loss."""
+    """What a model learns: examples, a function that makes batches of them, and a loss."""
 
     train: ExampleSet[T_co]
     validation: ExampleSet[T_co] | None
     collate: Callable[[Sequence[T_co]], BatchedDataDict]
     loss: LossFunction
-    # Adds outputs of models, for the number of examples trained on before (None: validation).
+    # Adds columns that models compute. Arguments: the trained model, a batch, and the number of
+    # examples trained on before (None: validation).
     complete: Callable[[Any, BatchedDataDict, int | None], None] | None = None
 
 
 @dataclass(eq=False)
 class SupervisedTrainer(Learner):
-    """Trainer of one role on a `Task`, called by `RunLoop`. ``sampler`` draws global batches."""
+    """Trainer of one model on a `Task`. ``sampler`` draws the examples of global batches."""
 
     role: RoleHandle
     task: Task[Any]
@@ -81,7 +82,7 @@ class SupervisedTrainer(Learner):
         )
 
     def validate(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Return loss and metrics, means over all tokens (or pairs) of the validation examples."""
+        """Compute loss and metrics as means over all tokens (or pairs) of validation examples."""
         examples = self.task.validation
         if examples is None:
             return StepResult({})

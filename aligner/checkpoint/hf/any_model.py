@@ -81,10 +81,9 @@ class TransformersSource:
 
 
 class LoadedWeights(Mapping[str, Tensor]):
-    """Float32 parameters and persistent buffers of a directory's model, in host memory."""
+    """Float32 parameters and persistent buffers of a directory, loaded at the first access."""
 
     def __init__(self, source: TransformersSource) -> None:
-        """Save ``source``. The weights are loaded when the first one is indexed."""
         self._source = source
 
     @cached_property
@@ -166,10 +165,7 @@ def read_any(folder: Path, *, trusted: bool = False) -> TransformersSource:
 def architecture_of(
     settings: Mapping[str, Any], origin: str, *, trusted: bool = False
 ) -> TransformersArchitecture:
-    """Return the architecture for ``settings``, the ``config.json`` of the directory ``origin``.
-
-    ``trusted`` and errors: see `read_any`.
-    """
+    """Return the architecture for a ``config.json``. ``origin``: its directory. See `read_any`."""
     # Code of the directory runs only if the user trusts the directory.
     code = origin if trusted and "auto_map" in settings else ""
     _check_type(settings, origin, bool(code))
@@ -218,8 +214,8 @@ def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> Non
     is_causal = ("AutoModelForCausalLM" if has_code else kind) in causal
     # Find the first reason against training the model.
     if kind not in CONFIG_MAPPING_NAMES and not has_code:
-        near = difflib.get_close_matches(str(kind), sorted(CONFIG_MAPPING_NAMES), n=3)
-        similar = f" Similar types: {', '.join(near)}." if near else ""
+        similar_types = difflib.get_close_matches(str(kind), sorted(CONFIG_MAPPING_NAMES), n=3)
+        similar = f" Similar types: {', '.join(similar_types)}." if similar_types else ""
         problem = (
             f"is not supported by {version}.{similar} Install a version of transformers that has "
             "the model"
@@ -325,7 +321,7 @@ def parameter_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
 
 
 def body_path(model: "PreTrainedModel") -> str:
-    """Return the name of the submodule below the output layer, which computes hidden states."""
+    """Return the name of the submodule that computes the output layer's input."""
     # Neither ``get_decoder`` nor ``base_model`` is this module for all types.
     for body in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
         if body is not None and body is not model and not isinstance(body, nn.Linear):
@@ -376,16 +372,16 @@ def names_in_files(architecture: GPTArchitecture) -> tuple["PreTrainedModel", di
     separate in the module, or its Python code is in its directory.
     """
     model = empty_model(architecture)
-    saved = model.state_dict().keys()
-    named = (*model.named_parameters(), *model.named_buffers())
-    tensors = {name: tensor for name, tensor in named if name in saved}
+    saved_names = model.state_dict().keys()
+    named_tensors = (*model.named_parameters(), *model.named_buffers())
+    tensors = {name: tensor for name, tensor in named_tensors if name in saved_names}
     shapes, names = {}, {}
     for name, tensor in tensors.items():
-        for written, part in _as_in_files(model, {name: tensor}).items():
-            shapes[written], names[written] = part.shape, name
-    whole = _as_in_files(model, tensors)
+        for file_name, part in _as_in_files(model, {name: tensor}).items():
+            shapes[file_name], names[file_name] = part.shape, name
+    converted = _as_in_files(model, tensors)
     problem = "its Python code is in its directory" if getattr(architecture, "code", "") else ""
-    if whole.keys() != names.keys() or any(whole[n].shape != shapes[n] for n in whole):
+    if converted.keys() != names.keys() or any(converted[n].shape != shapes[n] for n in converted):
         problem = "its files join tensors that are separate in the model"
     if problem:
         raise ConfigError(
@@ -402,10 +398,9 @@ def _as_in_files(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> dic
 
 
 class FileWeights(Mapping[str, Tensor]):
-    """Weights by their names in Hugging Face files. A weight is converted when it is indexed."""
+    """Weights by their names in files, converted when indexed from weights of the module."""
 
     def __init__(self, weights: Mapping[str, Tensor], architecture: GPTArchitecture) -> None:
-        """Save ``weights``, tensors by their names in the module."""
         self._weights = weights
         self._model, self._names = names_in_files(architecture)
         self._converted: dict[str, Tensor] = {}  # of one tensor of the module

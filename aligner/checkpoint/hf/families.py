@@ -5,22 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.hf import tensors
 from aligner.checkpoint.hf.family import ORIGINAL, Config, Family
-from aligner.checkpoint.hf.tensors import (
-    ALL_HEADS_NORM,
-    FUSED_GATE_UP,
-    FUSED_QKV,
-    GLM4_MOE_TABLE,
-    GPT2_TABLE,
-    INTERLEAVED_ROPE,
-    LLAMA_TABLE,
-    MIXTRAL_TABLE,
-    QWEN2_MOE_TABLE,
-    QWEN3_MOE_TABLE,
-    STARCODER2_MLP,
-    UNGATED_MLP,
-    norms_after,
-)
 from aligner.errors import CheckpointError, raised_as
 
 # architecture field → key of config.json
@@ -63,7 +49,7 @@ _WINDOW = {"window_size": "sliding_window"}
 _LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
-    LLAMA_TABLE,
+    tensors.LLAMA_TABLE,
     {**_LLAMA_KEYS, "bias_linear": "attention_bias"},
     {"initializer_range": 0.02, "attention_dropout": 0.0, "tie_word_embeddings": False}
     | {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
@@ -79,7 +65,7 @@ _MISTRAL = _PLAIN.variant(
     keys=_WINDOW,
     defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
 )
-_MIXTRAL = dataclasses.replace(_MISTRAL, table=MIXTRAL_TABLE).variant(
+_MIXTRAL = dataclasses.replace(_MISTRAL, table=tensors.MIXTRAL_TABLE).variant(
     "mixtral",
     "MixtralForCausalLM",
     keys={"num_moe_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
@@ -101,7 +87,7 @@ _QWEN3 = _QWEN2.variant(
     fixed={"attention_bias": False},
     implied={"bias_qkv": False, "qk_layernorm": True},
 )
-_QWEN3_MOE = dataclasses.replace(_QWEN3, table=QWEN3_MOE_TABLE).variant(
+_QWEN3_MOE = dataclasses.replace(_QWEN3, table=tensors.QWEN3_MOE_TABLE).variant(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     keys={"num_moe_experts": "num_experts", "moe_router_topk": "num_experts_per_tok"}
@@ -125,14 +111,14 @@ _SIGMOID_ROUTER = {
     "moe_router_scale": "routed_scaling_factor",
 }
 _SQUARED_RELU: dict[str, Any] = {
-    "table": UNGATED_MLP,
+    "table": tensors.UNGATED_MLP,
     "fixed": {"hidden_act": "relu2"},
     "implied": {"activation": "squared_relu"},
 }
 _GLM = _PLAIN.variant(
     "glm",
     "GlmForCausalLM",
-    table={**INTERLEAVED_ROPE, **FUSED_GATE_UP},
+    table={**tensors.INTERLEAVED_ROPE, **tensors.FUSED_GATE_UP},
     keys=_BIAS_QKV,
     defaults={"attention_bias": True, "rms_norm_eps": 1.5625e-07, "num_key_value_heads": 2}
     | {"head_dim": 128, "max_position_embeddings": 131_072},
@@ -151,7 +137,7 @@ _LLAMA_LIKE = (
     _PLAIN.variant(
         "starcoder2",
         "Starcoder2ForCausalLM",
-        table=STARCODER2_MLP,
+        table=tensors.STARCODER2_MLP,
         keys={"bias_linear": "use_bias", "layernorm_epsilon": "norm_epsilon"}
         | {**_WINDOW, "hidden_dropout": "residual_dropout"},
         defaults={"use_bias": True, "norm_epsilon": 1e-5, "initializer_range": 0.018042}
@@ -163,7 +149,7 @@ _LLAMA_LIKE = (
     _PLAIN.variant(
         "phi3",
         "Phi3ForCausalLM",
-        table={**FUSED_QKV, **FUSED_GATE_UP},
+        table={**tensors.FUSED_QKV, **tensors.FUSED_GATE_UP},
         keys={**_WINDOW, "hidden_dropout": "resid_pdrop"},
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "resid_pdrop": 0.0}
         | {ORIGINAL: 4096},
@@ -205,7 +191,7 @@ _LLAMA_LIKE = (
     _PLAIN.variant(
         "ernie4_5",
         "Ernie4_5ForCausalLM",
-        table=INTERLEAVED_ROPE,
+        table=tensors.INTERLEAVED_ROPE,
         keys={"bias_linear": "use_bias"},
         defaults={"use_bias": False, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
         | {"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5e5}
@@ -214,7 +200,7 @@ _LLAMA_LIKE = (
     _PLAIN.variant(
         "helium",
         "HeliumForCausalLM",
-        table=INTERLEAVED_ROPE,
+        table=tensors.INTERLEAVED_ROPE,
         keys=_BIAS_QKV,
         defaults={"attention_bias": False, "rms_norm_eps": 1e-8, "rope_theta": 1e5}
         | {"num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096},
@@ -223,15 +209,15 @@ _LLAMA_LIKE = (
     _GLM.variant(
         "glm4",
         "Glm4ForCausalLM",
-        table=norms_after("post_self_attn_layernorm", "post_mlp_layernorm"),
+        table=tensors.norms_after("post_self_attn_layernorm", "post_mlp_layernorm"),
         implied={"branch_norms": "both"},
     ),
     _PLAIN.variant(
         "olmo2",
         "Olmo2ForCausalLM",
         table={
-            **norms_after("post_attention_layernorm", "post_feedforward_layernorm"),
-            **ALL_HEADS_NORM,
+            **tensors.norms_after("post_attention_layernorm", "post_feedforward_layernorm"),
+            **tensors.ALL_HEADS_NORM,
         },
         defaults={"rms_norm_eps": 1e-5},
         fixed={"attention_bias": False},
@@ -261,7 +247,7 @@ _LLAMA_LIKE = (
 _GLM4_MOE = _PLAIN.variant(
     "glm4_moe",
     "Glm4MoeForCausalLM",
-    table=GLM4_MOE_TABLE,
+    table=tensors.GLM4_MOE_TABLE,
     keys={**_BIAS_QKV, **_SIGMOID_ROUTER, "qk_layernorm": "use_qk_norm"},
     defaults={"attention_bias": False, "use_qk_norm": False, "rms_norm_eps": 1e-5}
     | {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "n_routed_experts": 128}
@@ -271,6 +257,20 @@ _GLM4_MOE = _PLAIN.variant(
     implied={"moe_router_sigmoid": True},
     rotary_percent=0.5,
 )
+_DEEPSEEK_V3 = _GLM4_MOE.variant(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    table=tensors.LATENT_ATTENTION,
+    keys={"q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank"}
+    | {"value_channels": "v_head_dim"},
+    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "n_routed_experts": 256}
+    | {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "qk_nope_head_dim": 128}
+    | {"qk_rope_head_dim": 64, "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5}
+    | {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
+    fixed={"attention_bias": False, "rope_interleave": True},
+    implied={"qk_layernorm": False},
+    rotary_percent=None,
+)
 _OLMO3 = next(family for family in _LLAMA_LIKE if family.model_type == "olmo2").variant(
     "olmo3",
     "Olmo3ForCausalLM",
@@ -278,7 +278,7 @@ _OLMO3 = next(family for family in _LLAMA_LIKE if family.model_type == "olmo2").
     defaults={"sliding_window": 4096, "rope_theta": 5e5},
     window_pattern=4,
 )
-_GEMMA_NORMS = norms_after(
+_GEMMA_NORMS = tensors.norms_after(
     "post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm"
 )
 _GEMMA2 = _LLAMA_LIKE[-1].variant(
@@ -307,12 +307,27 @@ _GEMMA3 = _LLAMA_LIKE[-1].variant(
     window_pattern=6,
     window_rotary_base=1e4,
 )
+_GPT_OSS = _PLAIN.variant(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    table=tensors.GPT_OSS_TABLE,
+    keys={**_WINDOW, "activation_clamp": "swiglu_limit"}
+    | {"num_moe_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
+    defaults={"sliding_window": 128, "swiglu_limit": 7.0, "num_local_experts": 128}
+    | {"num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5}
+    | {"max_position_embeddings": 131_072, "rope_theta": 1.5e5}
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL: 4096}},
+    fixed={"attention_bias": True, "swiglu_alpha": 1.702},
+    implied={"activation": "clamped_swiglu", "bias_linear": True, "attention_sinks": True},
+    window_pattern=2,
+    rotates_alike=True,
+)
 _FAMILIES = (
     *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE),
     Family(
         "gpt2",
         "GPT2LMHeadModel",
-        GPT2_TABLE,
+        tensors.GPT2_TABLE,
         _GPT2_KEYS,
         {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024}
         | {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "initializer_range": 0.02}
@@ -324,10 +339,12 @@ _FAMILIES = (
     _GEMMA2,
     _GEMMA3,
     _GLM4_MOE,
+    _GPT_OSS,
+    _DEEPSEEK_V3,
     _QWEN3_MOE.variant(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        table=QWEN2_MOE_TABLE,
+        table=tensors.QWEN2_MOE_TABLE,
         keys={"moe_shared_expert_size": "shared_expert_intermediate_size"},
         defaults={"num_key_value_heads": 16, "num_experts_per_tok": 4, "num_experts": 60}
         | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
@@ -397,7 +414,7 @@ def _guess(architecture: GPTArchitecture) -> str:
     if architecture.normalization == "rmsnorm1p":
         return "gemma" if architecture.branch_norms == "before" else "gemma3_text"
     if architecture.moe_router_sigmoid:
-        return "glm4_moe"
+        return "glm4_moe" if architecture.kv_lora_rank is None else "deepseek_v3"
     if architecture.num_moe_experts is not None:
         return "qwen3_moe" if architecture.qk_layernorm else "mixtral"
     if architecture.qk_layernorm:

@@ -24,10 +24,11 @@ ORIGINAL = "original_max_position_embeddings"
 _ROPE_SETTINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
-    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", ORIGINAL),
+    "yarn": ("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    + (ORIGINAL, "truncate"),
     "longrope": ("short_factor", "long_factor", "attention_factor", ORIGINAL),
 }
-_OPTIONAL_ROPE_SETTINGS = {"attention_factor", "beta_fast", "beta_slow"}
+_OPTIONAL_ROPE_SETTINGS = {*_ROPE_SETTINGS["yarn"]} - {"factor", ORIGINAL}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PARTIAL, _LAYERS = "partial_rotary_factor", "num_hidden_layers"
 
@@ -53,7 +54,7 @@ class Family:
     rotates_alike: bool = False  # layers with a window have the rotation of the others
 
     def variant(self, model_type: str, model_class: str, **changes: Any) -> "Family":
-        """Return a copy with these names and ``changes``. Mappings in them extend the old ones."""
+        """Return a copy with these names. A mapping in ``changes`` extends the old mapping."""
         extended: dict[str, Any] = {
             name: {**getattr(self, name), **value} if isinstance(value, Mapping) else value
             for name, value in changes.items()
@@ -65,7 +66,7 @@ class Family:
         return self.model_type == "gpt2"
 
     def read(self, config: Config) -> GPTArchitecture:
-        """Return the architecture that ``config`` describes, in which no default is missing."""
+        """Return the architecture for ``config``, to which the family's defaults were added."""
         fields: dict[str, Any] = {name: config.get(key) for name, key in self.keys.items()}
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         fields["num_query_groups"] = fields.get("num_query_groups") or heads
@@ -96,6 +97,8 @@ class Family:
             fields |= self._read_windows(config)
         if "attention_scale" in fields and self.model_type.startswith("gemma"):
             fields["attention_scale"] = fields["attention_scale"] ** -0.5
+        if "kv_lora_rank" in fields:
+            fields |= _read_latent_attention(config, fields)
         if self.scales_embeddings:
             fields["embedding_multiplier"] = math.sqrt(hidden)
         return GPTArchitecture(**{**fields, **self.implied, "family": self.model_type})
@@ -128,11 +131,15 @@ class Family:
             config |= self._written_windows(architecture, config)
         if "attention_scale" in self.keys and self.model_type.startswith("gemma"):
             config["query_pre_attn_scalar"] = round((architecture.attention_scale or 1.0) ** -2)
+        if "kv_lora_rank" in self.keys:
+            rotated = architecture.rotated_channels
+            config |= {"qk_rope_head_dim": rotated, "head_dim": rotated}
+            config["qk_nope_head_dim"] = architecture.kv_channels - rotated
         names = {"model_type": self.model_type, "architectures": [self.model_class]}
         return {**config, **names}
 
     def _read_windows(self, config: Config) -> dict[str, Any]:
-        """Return the fields for layers with and without a window, and for their rotary base."""
+        """Return the architecture's fields about layers with a window, and their rotary base."""
         numbers, pattern = range(config[_LAYERS]), config.get("sliding_window_pattern")
         full = {n for n in numbers if (n + 1) % (pattern or self.window_pattern or 1) == 0}
         if config.get("layer_types"):
@@ -155,13 +162,13 @@ class Family:
         return {**windows, "window_rotary_base": None if is_same else base}
 
     def _written_windows(self, architecture: GPTArchitecture, config: Config) -> Config:
-        """Return the keys for layers with and without a window, and for their rotation."""
+        """Return the ``config.json`` keys about layers with a window, and their rotation."""
         numbers, windowed = range(architecture.num_layers), architecture.window_size is not None
         full = architecture.layers_without_window if windowed else numbers
         kinds = {"layer_types": [_FULL if n in full else _SLIDING for n in numbers]}
-        if self.rotates_alike:
-            return kinds
         base, scaling = config["rope_theta"], config["rope_scaling"] or {"rope_type": "default"}
+        if self.rotates_alike:
+            return {**kinds, "rope_parameters": {**scaling, "rope_theta": base}}
         local = architecture.window_rotary_base or base
         return {
             **kinds,
@@ -173,7 +180,7 @@ class Family:
         }
 
     def _read_rope(self, config: Config) -> dict[str, Any]:
-        """Return the fields of the rotary embedding, and ``max_position_embeddings``."""
+        """Return the architecture's fields about rotation, and ``max_position_embeddings``."""
         # transformers 5 has other keys than earlier versions.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope = rope.get(_FULL) or rope
@@ -195,7 +202,7 @@ class Family:
         }
 
     def _written_rope(self, architecture: GPTArchitecture) -> Config:
-        """Return the keys of the rotary embedding in their older form, which all versions read."""
+        """Return the ``config.json`` keys about rotation, in a form that all versions read."""
         config: Config = {"rope_theta": architecture.rotary_base, "rope_scaling": None}
         scaling = architecture.rope_scaling
         if scaling is not None:
@@ -203,7 +210,7 @@ class Family:
             config["rope_scaling"] = {"rope_type": scaling.kind} | {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in settings.items()
-                if value is not None
+                if value is not None and value is not True
             }
             if scaling.kind == "longrope":
                 original = scaling.original_max_position_embeddings
@@ -229,14 +236,6 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
     if kind != "linear":
         values[ORIGINAL] = int(config.get(ORIGINAL) or rope.get(ORIGINAL) or positions)
     # Settings that transformers derives from others.
-    scales = [float(rope.get(name) or 0.0) for name in ("mscale", "mscale_all_dim")]
-    if kind == "yarn" and rope.get("truncate") is False:
-        raise CheckpointError(
-            "truncate=false of rope type 'yarn' in config.json is not supported. Supported: true"
-        )
-    if kind == "yarn" and all(scales) and rope.get("attention_factor") is None:
-        upper, lower = (1.0 + 0.1 * scale * math.log(rope["factor"]) for scale in scales)
-        values["attention_factor"] = upper / lower
     if kind == "longrope":
         values["factor"] = positions / values[ORIGINAL]
         if rope.get("factor") and rope.get("attention_factor") is None:
@@ -253,8 +252,24 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
         if isinstance(value, list | tuple):
             settings[name] = tuple(map(float, value))
         else:
-            settings[name] = value if name == ORIGINAL else float(value)
+            settings[name] = value if name in (ORIGINAL, "truncate") else float(value)
     return RopeScaling(**settings)
+
+
+def _read_latent_attention(config: Config, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return widths, rotated share and scale of the scores of latent attention."""
+    rotated = config["qk_rope_head_dim"]
+    width = config["qk_nope_head_dim"] + rotated
+    scaling, scale = fields["rope_scaling"], None
+    if scaling is not None and scaling.mscale_all_dim:
+        scale = width**-0.5 * scaling.yarn_factor(scaling.mscale_all_dim) ** 2
+    return {
+        "num_query_groups": fields["num_attention_heads"],
+        "kv_channels": width,
+        # The next larger number, because a smaller product would be rounded down.
+        "rotary_percent": min(math.nextafter(rotated / width, 1.0), 1.0),
+        "attention_scale": scale,
+    }
 
 
 def _read_gpt2(config: Config) -> dict[str, Any]:

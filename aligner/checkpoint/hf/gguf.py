@@ -71,9 +71,9 @@ _ROPE_FACTORS = "rope_freqs.weight"
 def read_gguf(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], dict[str, bytes]]:
     """Convert a GGUF file to the content of a Hugging Face directory.
 
-    Returns the content of ``config.json``, the float32 tensors by name (read when they are
-    indexed), and the tokenizer files by name. Raises `CheckpointError` if the file is damaged or
-    contains an unsupported key or tensor.
+    Returns the content of ``config.json``, name → float32 tensor (read when it is indexed), and
+    name → content of the tokenizer files. Raises `CheckpointError` if the file is damaged, or has
+    an unsupported key or tensor.
     """
     reader, values = gguf_values(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -108,7 +108,7 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
         if not key.startswith(_ELSEWHERE)
     }
     # Check the properties that every supported file has.
-    lacking = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
+    missing_keys = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
     problem = ""
     if architecture not in _MODEL_TYPES or kind != "model":
         problem = (
@@ -120,8 +120,8 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
             f"the file is one of split.count={settings['split.count']} parts. Join them with "
             "`llama-gguf-split --merge` and give the joined file"
         )
-    elif lacking:
-        problem = f"{', '.join(lacking)} must be present, each with one integer"
+    elif missing_keys:
+        problem = f"{', '.join(missing_keys)} must be present, each with one integer"
     elif "token_embd.weight" not in tensors:
         problem = "the tensor token_embd.weight is missing"
     if problem:
@@ -156,7 +156,6 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
 def _family(
     architecture: str, config: dict[str, Any], settings: dict[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return ``model_type`` and the family's ``config.json`` keys, taken out of ``settings``."""
     kind = _MODEL_TYPES[architecture]
     if kind == "llama" and "sliding_window" in config:
         return {"model_type": "mistral"}
@@ -196,15 +195,15 @@ def _rope(
         settings["rope.scaling.factor"] = factor
     if _ROPE_FACTORS not in tensors:
         return {}
-    divided = np.asarray(tensors[_ROPE_FACTORS].data, dtype=np.float64)
+    factors = np.asarray(tensors[_ROPE_FACTORS].data, dtype=np.float64)
     head, base = config["head_dim"], config.get("rope_theta", 10_000.0)
-    waves = 2 * np.pi * float(base) ** (np.arange(0, head, 2) / head)
-    factor = float(np.float32(divided.max()))
+    wavelengths = 2 * np.pi * float(base) ** (np.arange(0, head, 2) / head)
+    factor = float(np.float32(factors.max()))
     # Find the original context length that explains the factors. Meta's is 8192.
     for original in (8192, *(2**power for power in range(3, 24))):
-        smooth = np.clip((original / waves - 1.0) / 3.0, 0.0, 1.0)
+        smooth = np.clip((original / wavelengths - 1.0) / 3.0, 0.0, 1.0)
         expected = 1.0 / ((1.0 - smooth) / factor + smooth)
-        if divided.shape == expected.shape and np.allclose(divided, expected, rtol=1e-4):
+        if factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-4):
             llama3 = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
             llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": original}
             return {"rope_scaling": llama3} if factor != 1.0 else {}

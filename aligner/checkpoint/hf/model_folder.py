@@ -67,7 +67,8 @@ class HuggingFaceModel:
 def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
     """Open a Hugging Face directory (``config.json``, safetensors) or a ``.gguf`` file.
 
-    A weight is read when it is indexed. Raises `CheckpointError` for other and damaged files.
+    A weight is read when it is indexed. Raises `CheckpointError` if ``path`` is damaged, or has
+    another format.
     """
     path = Path(path)
     if path.is_dir():
@@ -96,22 +97,22 @@ class SafetensorsFolder(LazyTensors):
 
     def __init__(self, folder: Path) -> None:
         index, names = folder / _INDEX, ["model.safetensors"]
-        listed: dict[str, str] | None = None
+        weight_map: dict[str, str] | None = None
         if not (folder / names[0]).exists():  # transformers prefers this file to an index
             if not index.exists():
                 raise CheckpointError(
                     f"{str(folder)!r} contains no {names[0]}, and pickled weights are not read. "
                     "Save the model with save_pretrained(..., safe_serialization=True)"
                 )
-            listed = _weight_map(index)
-            names = sorted(set(listed.values()))
+            weight_map = _weight_map(index)
+            names = sorted(set(weight_map.values()))
         self._files: dict[str, Any] = {}  # open file of each tensor
         for name in names:
             text = f"{str(folder / name)!r} is missing or damaged"
             with raised_as(CheckpointError, text, SafetensorError, OSError):
                 file = safe_open(folder / name, framework="pt")
             tensors = list(file.keys())
-            unlisted = [] if listed is None else sorted(set(tensors) - listed.keys())
+            unlisted = [] if weight_map is None else sorted(set(tensors) - weight_map.keys())
             if unlisted:
                 raise CheckpointError(
                     f"{str(folder / name)!r} contains {unlisted[0]}, but {_INDEX} does not list "
@@ -126,7 +127,6 @@ class SafetensorsFolder(LazyTensors):
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the file name of each tensor that ``index`` lists."""
     listed: Any = read_json(index).get("weight_map")
     entries = listed if isinstance(listed, dict) else {"weight_map": listed}
     for key, name in entries.items():
@@ -148,10 +148,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the content of each tokenizer file in a directory, by name.
+    """Return name → content of the tokenizer files in a directory.
 
-    transformers converts files of slow tokenizers. If no file lists several end tokens, those of
-    ``config``, the content of ``config.json``, are added.
+    transformers converts other formats to ``tokenizer.json``. If the files lack a list of end
+    tokens, it is taken from ``config``, the content of ``config.json``.
     """
     files = read_files(folder, TOKENIZER_FILES)
     if is_slow(folder):
@@ -172,8 +172,8 @@ def save_hf(
     """Write a new Hugging Face directory for ``from_pretrained``.
 
     A reward model becomes a sequence classifier, a critic a token classifier. ``keys``: the model's
-    settings under NeMo's keys. Raises `CheckpointError` if transformers has no classifier with
-    equal scores, and the errors of `new_folder`.
+    settings under NeMo's keys. Raises `CheckpointError` if no classifier of transformers gives the
+    same scores, and the errors of `new_folder`.
     """
     folder = Path(folder)
     for name in tokenizer_files:
@@ -228,7 +228,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the ``config.json`` settings of a reward model, or of a critic if ``keys`` is None."""
+    """Return ``config.json`` keys of a reward model, or of a critic if ``keys`` is None."""
     if family.table is not LLAMA_TABLE:
         raise CheckpointError(
             f"the model has a reward head (rm_head), which a Hugging Face {family.model_type} "
@@ -254,7 +254,6 @@ def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None
 
 
 def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | list[int] | None]:
-    """Return the ids of special tokens. ``eos_token_id`` is a list if there are several."""
     if not tokenizer_files:
         return {}
     tokenizer = tokenizer_from_files(tokenizer_files)

@@ -33,19 +33,15 @@ def save_peft(
 ) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``, both files or none.
 
-    Args:
-        folder: path of a new or an empty directory.
-        adapters: result of `read_adapters`.
-        architecture: architecture of the base model.
-        base_model: name or path of the base model, which ``adapter_config.json`` records.
-
-    Raises `CheckpointError` if the adapters include a reward head that PEFT cannot represent.
+    ``folder``: path of a new or an empty directory. ``architecture``: architecture of the base
+    model. ``base_model``: its name or path, for ``adapter_config.json``. Raises `CheckpointError`
+    if the adapters include a reward head that PEFT cannot represent.
     """
     has_table, has_head = architecture.has_table, REWARD_HEAD[0] in adapters.tensors
     if has_head and not (has_table and config_to_hf(architecture)[0].table is LLAMA_TABLE):
         raise CheckpointError(
             f"the adapters include a reward head (rm_head), which a Hugging Face "
-            f"{architecture.family} cannot represent. Merge them into the model"
+            f"{architecture.family} cannot represent. Merge them with `aligner merge-lora`"
         )
     if has_table:
         state, layers = _table_state(adapters, architecture, has_head)
@@ -101,7 +97,6 @@ def _any_state(
 def _table_state(
     adapters: Adapters, architecture: GPTArchitecture, has_head: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return PEFT tensors and settings for a family with a table of tensor names."""
     family, _ = config_to_hf(architecture)
     # A and B of every linear of Hugging Face's model.
     linears = {

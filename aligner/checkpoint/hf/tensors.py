@@ -73,7 +73,7 @@ def _rotated_order(architecture: GPTArchitecture) -> Tensor:
     In this order, columns that were rotated in adjacent pairs can be rotated half against half.
     """
     width = architecture.kv_channels
-    rotated = int(width * architecture.rotary_percent)
+    rotated = architecture.rotated_channels
     columns = torch.arange(width)
     return torch.cat((columns[:rotated:2], columns[1:rotated:2], columns[rotated:]))
 
@@ -95,6 +95,15 @@ _CONV_QKV = Layout(
 )
 _GATE_UP = Layout(lambda parts, _: torch.cat(parts), lambda tensor, _: list(tensor.chunk(2)))
 
+# Transposed, with rows of gate and up in turns.
+_TURNS = Layout(
+    lambda parts, _: torch.cat([_conv(parts[0])[turn::2] for turn in range(2)]),
+    lambda tensor, _: [_conv(torch.stack(tensor.chunk(2), 1).flatten(0, 1))],
+    True,
+)
+
+# A source that ends with {b} has the ending "" for weights and "_bias" for biases. Experts whose
+# source has no {e} are stacked in one tensor.
 Table = Mapping[str, tuple[Layout, tuple[str, ...]]]
 
 _L, _H = "decoder.layers.{n}", "model.layers.{n}"
@@ -122,6 +131,39 @@ INTERLEAVED_ROPE: Table = {
         ),
         _SEPARATE_QKV,
     )
+}
+
+
+def _rotated_last(width: Callable[[GPTArchitecture], int]) -> Layout:
+    """Return the layout of blocks of ``width`` rows whose rotated rows are last in the file.
+
+    The file rotates adjacent rows. The canonical block begins with the even and the odd ones.
+    """
+
+    def order(architecture: GPTArchitecture) -> Tensor:
+        fixed = width(architecture) - architecture.rotated_channels
+        rows = torch.arange(width(architecture))
+        return torch.cat((rows[fixed::2], rows[fixed + 1 :: 2], rows[:fixed]))
+
+    def reordered(tensor: Tensor, rows: Tensor) -> Tensor:
+        return tensor.unflatten(0, (-1, len(rows)))[:, rows].flatten(0, 1)
+
+    return Layout(
+        lambda parts, arch: reordered(parts[0], order(arch)),
+        lambda tensor, arch: [reordered(tensor, order(arch).argsort())],
+    )
+
+
+_LATENT_QUERY = _rotated_last(lambda arch: arch.kv_channels)
+_LATENTS = _rotated_last(lambda arch: (arch.kv_lora_rank or 0) + arch.rotated_channels)
+LATENT_ATTENTION: Table = {
+    f"{_L}.self_attention.linear_q_proj": (_LATENT_QUERY, (f"{_ATTENTION}.q_proj",)),
+    f"{_L}.self_attention.linear_q_down_proj": (_COPY, (f"{_ATTENTION}.q_a_proj",)),
+    f"{_L}.self_attention.q_layernorm": (_COPY, (f"{_ATTENTION}.q_a_layernorm",)),
+    f"{_L}.self_attention.linear_q_up_proj": (_LATENT_QUERY, (f"{_ATTENTION}.q_b_proj",)),
+    f"{_L}.self_attention.linear_kv_down_proj": (_LATENTS, (f"{_ATTENTION}.kv_a_proj_with_mqa",)),
+    f"{_L}.self_attention.kv_layernorm": (_COPY, (f"{_ATTENTION}.kv_a_layernorm",)),
+    f"{_L}.self_attention.linear_kv_up_proj": (_COPY, (f"{_ATTENTION}.kv_b_proj",)),
 }
 FUSED_QKV: Table = {
     f"{_L}.self_attention.linear_qkv": (
@@ -190,6 +232,13 @@ GLM4_MOE_TABLE: Table = {
     **QWEN3_MOE_TABLE,
     **_shared_expert(f"{_MLP}.shared_experts"),
 }
+GPT_OSS_TABLE: Table = {
+    **MIXTRAL_TABLE,
+    f"{_L}.self_attention.core_attention.softmax_offset": (_COPY, (f"{_ATTENTION}.sinks{{b}}",)),
+    f"{_L}.mlp.router": (_COPY, (f"{_MLP}.router",)),
+    f"{_EXPERT}.linear_fc1": (_TURNS, (f"{_MLP}.experts.gate_up_proj{{b}}",)),
+    f"{_EXPERT}.linear_fc2": (_CONV, (f"{_MLP}.experts.down_proj{{b}}",)),
+}
 _G = "transformer.h.{n}"
 GPT2_TABLE: Table = {
     "embedding.word_embeddings": (_COPY, ("transformer.wte",)),
@@ -210,7 +259,6 @@ _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
-    """Return the layout and the Hugging Face names of one canonical tensor."""
     # The table has {n} and {e} in place of the numbers of layer and expert.
     layer, expert = LAYER.match(name), EXPERT.search(name)
     unnumbered = f"decoder.layers.{{n}}.{layer[2]}" if layer else name
@@ -222,8 +270,20 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
         raise CheckpointError(f"the tensor {name} does not exist in this Hugging Face family")
     layout, sources = table[module]
     kind = _KINDS.get(kind, kind)
+    if expert and "{e}" not in sources[0]:
+        layout = _of_stack(layout, int(expert[1]))
     indices = {"n": layer and layer[1], "e": expert and expert[1]}
-    return layout, [f"{source.format(**indices)}.{kind}" for source in sources]
+    indices["b"] = "" if kind == "weight" else f"_{kind}"
+    names = [source.format(**indices) for source in sources]
+    return layout, [n if "{b}" in s else f"{n}.{kind}" for s, n in zip(sources, names, strict=True)]
+
+
+def _of_stack(layout: Layout, expert: int) -> Layout:
+    """Return the layout of one expert's tensor in a tensor of all experts."""
+    return Layout(
+        lambda parts, arch: layout.join([parts[0][expert]], arch),
+        lambda tensor, arch: [part[None] for part in layout.part(tensor, arch)],
+    )
 
 
 def part_rows(
@@ -239,10 +299,7 @@ def part_rows(
 
 
 class HuggingFaceWeights(LazyTensors):
-    """Tensors of a Hugging Face state dict under canonical names and in canonical layouts.
-
-    The module ``score`` of a classifier is the reward head.
-    """
+    """Canonical weights of a Hugging Face state dict. ``score`` becomes the reward head."""
 
     def __init__(self, state: Weights, table: Table, architecture: GPTArchitecture) -> None:
         self._state, self._architecture = state, architecture
@@ -268,11 +325,11 @@ class HuggingFaceWeights(LazyTensors):
         # Additional layers that predict further tokens have such a projection. No model uses them.
         predictors = {n.removesuffix("eh_proj.weight") for n in surplus if "eh_proj.weight" in n}
         surplus = {n for n in surplus if not n.startswith(tuple(predictors))}
-        absent = [name for name in actual if actual[name] not in self._state]
-        if absent or surplus:
+        missing = [name for name in actual if actual[name] not in self._state]
+        if missing or surplus:
             raise CheckpointError(
                 "the tensors do not fit config.json: "
-                f"missing {absent[:4] or 'none'}, unexpected {sorted(surplus)[:4] or 'none'}"
+                f"missing {missing[:4] or 'none'}, unexpected {sorted(surplus)[:4] or 'none'}"
             )
         # A stored copy of a tied output layer must equal the embedding.
         is_tied = not any(name in self._rows for name in (OUTPUT_LAYER, *REWARD_HEAD))
@@ -311,17 +368,19 @@ class HuggingFaceView(LazyTensors):
         rows |= {name: (_COPY, [target]) for name, target in SCORE.items()}
         present = set(weights)
         self._rows = {name: row for name, row in rows.items() if name in present}
-        self._sources = {
-            target: (name, index)
-            for name, (_, targets) in self._rows.items()
-            for index, target in enumerate(targets)
-        }
+        self._sources: dict[str, list[tuple[str, int]]] = {}
+        for name, (_, targets) in self._rows.items():
+            for index, target in enumerate(targets):
+                self._sources.setdefault(target, []).append((name, index))
         self._last: tuple[str, list[Tensor]] = "", []
         super().__init__(self._sources)
 
     def __getitem__(self, target: str) -> Tensor:
-        name, index = self._sources[target]
+        parts = [self._part(*source) for source in self._sources[target]]
+        return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+
+    def _part(self, name: str, index: int) -> Tensor:
         if self._last[0] != name:  # parts of one canonical tensor are read consecutively
             layout, _ = self._rows[name]
             self._last = name, layout.part(self._weights[name], self._architecture)
-        return self._last[1][index].contiguous()
+        return self._last[1][index]

@@ -127,7 +127,7 @@ class ArchiveReader:
                     "It looks like a Hugging Face directory, but a .nemo is required. Convert it: "
                     f"`aligner convert --input {self.path} --output FILE.nemo`"
                     if "config.json" in self.names
-                    else "Is it a .nemo file?"
+                    else "Give a .nemo file"
                 )
             )
         # A directory has a mapping for each file, a tar one mapping for all members.

@@ -24,6 +24,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "geglu": "geglu",
     "fast-geglu": "geglu",
     "swiglu": "swiglu",
+    "clamped_swiglu": "clamped_swiglu",
     "fast-swiglu": "swiglu",
     "squared-relu": "squared_relu",
     "relu": "relu",
@@ -57,6 +58,7 @@ _OWN_KEYS = (
     *("qk_norm_over_heads", "branch_norms", "embedding_multiplier", "residual_multiplier"),
     *("logits_divisor", "logits_cap", "attention_cap"),
     *("logits_divisor", "window_rotary_base", "layers_without_experts", "moe_router_sigmoid"),
+    *("q_lora_rank", "kv_lora_rank", "value_channels", "attention_sinks", "activation_clamp"),
     *("moe_router_groups", "moe_router_group_topk", "moe_router_normalizes", "moe_router_scale"),
 )
 _INTERPOLATION = re.compile(r"^\$\{\.*(?:model\.)?(\w+)\}$")
@@ -123,7 +125,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
     text = "model_config.yaml contains a value of a wrong type"
     with raised_as(CheckpointError, text, TypeError, ValueError, ArithmeticError):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        scaled = hidden**0.5 if config.get("apply_embedding_scaling") else 1.0  # NeMo's Gemma
+        scale = hidden**0.5 if config.get("apply_embedding_scaling") else 1.0  # NeMo's Gemma
         own = {name: config[name] for name in _OWN_KEYS if config.get(name) is not None}
         own = {name: tuple(v) if isinstance(v, list) else v for name, v in own.items()}
         return GPTArchitecture(
@@ -164,7 +166,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             moe_shared_expert_gate=bool(get("moe_shared_expert_gate", False)),
             layers_without_window=_skipped(config, "window_attn_skip_freq", invert=True),
             family=config.get("hf_model_type"),
-            **{"embedding_multiplier": scaled, **own},
+            **{"embedding_multiplier": scale, **own},
         )
 
 
@@ -197,10 +199,7 @@ def _normalization(config: Config) -> Normalization:
 
 
 def _positions(config: Config) -> int:
-    """Return the maximum number of positions.
-
-    megatron-core's learned position embeddings have ``encoder_seq_length`` rows.
-    """
+    """Return the number of positions. Learned embeddings have ``encoder_seq_length`` rows."""
     keys = ["max_position_embeddings", "encoder_seq_length"]
     learned = config.get("position_embedding_type") in (None, "learned_absolute")
     if learned and config.get("mcore_gpt"):
@@ -296,10 +295,7 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
 
 
 def _skipped(config: Config, key: str, *, invert: bool = False) -> tuple[int, ...]:
-    """Return the numbers of the layers that ``key`` excepts: a list of flags, or every n-th layer.
-
-    ``invert``: a flag of 1 marks the other layers.
-    """
+    """Return the layers with a flag of 1 (``invert``: 0), or for an integer n every n-th layer."""
     flags, layers = config.get(key) or [], range(int(config["num_layers"]))
     if isinstance(flags, int):
         return tuple(n for n in layers if (n + 1) % flags == 0)
@@ -316,7 +312,11 @@ def _written_rope_scaling(scaling: RopeScaling | None) -> Config:
         return {}
     if scaling.kind == "linear":
         return {"seq_len_interpolation_factor": scaling.factor}
-    settings = {name: value for name, value in vars(scaling).items() if value not in (None, ())}
+    settings = {
+        name: value
+        for name, value in vars(scaling).items()
+        if value not in (None, ()) and value is not True
+    }
     if scaling.kind != "llama3":
         return {"rope_scaling": settings}
     return {

@@ -84,7 +84,6 @@ class _Shared(io.FileIO):
             time.sleep(random.uniform(0.001, 0.01))
 
     def _open(self, packed: Path) -> bool:
-        """Open the file and inflate it if necessary. Return False if another try is necessary."""
         flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW
         super().__init__(os.open(self._path, flags, 0o600), "rb")
         is_ready = False

@@ -121,7 +121,6 @@ def save_nemo(
 def _chunks(
     weights: Weights, architecture: GPTArchitecture
 ) -> Iterator[tuple[str, Shape, tuple[int, ...], Tensor]]:
-    """Yield the chunks for `write_torch_dist`, one per canonical tensor, with padded vocabulary."""
     shapes = expected_shapes(architecture)
     for name in [*shapes, *REWARD_HEAD]:
         if name not in weights:  # only a head, or the output layer that a head replaces

@@ -3,11 +3,6 @@
 torch's restricted unpickler rebuilds the tensors as views of the mapped file. A tensor is a record
 of the zip file. Its CRC-32 is computed in a thread while the tensor is copied. Files in the format
 before torch 1.6 are read completely when they are opened, and have no CRC-32.
-
-::
-
-    main thread    `Record.begin` ── copy tensors ── `Record.check`, before values are used
-    other thread         └ compute the CRC-32 ──────────┘
 """
 
 import functools
@@ -36,10 +31,7 @@ _THREAD_BYTES = 1 << 20  # for smaller records, starting a thread costs more tha
 
 
 class Record:
-    """Bytes of one record of a zip file, and the CRC-32 ``crc`` with which they were written.
-
-    If ``crc`` is None, the bytes are not checked. ``name`` is for errors.
-    """
+    """Bytes of a record in a zip file. ``crc``: CRC-32 when they were written, None if unknown."""
 
     def __init__(self, content: memoryview, crc: int | None, name: str) -> None:
         self.content, self._crc, self._name = content, crc, name
@@ -70,10 +62,7 @@ class Record:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of any shape and dtype in a file.
-
-    ``view`` is a view of the mapped file, whose checksum has not been compared yet.
-    """
+    """Tensor in a mapped file. The checksum of ``view`` has not been compared yet."""
 
     view: Tensor
     record: Record | None = None  # None: the bytes have been compared already
@@ -88,18 +77,17 @@ class StoredTensor:
         return [] if self.record is None else [self.record]
 
     def tensor(self, index: tuple[int, ...] = ()) -> Tensor:
-        """Return ``view[index]``, whose checksum has not been compared yet."""
+        """Return ``view[index]``. Its checksum has not been compared yet."""
         part = self.view[index]  # its address may not be aligned to the dtype
         return part.clone() if part.data_ptr() % part.element_size() else part
 
 
 def load_tensors(content: memoryview, name: str) -> Any:
-    """Open a file of `torch.save` without running code in it.
+    """Open a file of `torch.save`, whose bytes are ``content`` in writable memory. No code runs.
 
-    ``content``: bytes of the file in writable memory. ``name``: name of the file, for errors.
-    Returns the saved value on the CPU. If it is a tensor, or a mapping with tensors as values, the
-    tensors are `StoredTensor`. Raises `CheckpointError` if the file is damaged, or contains more
-    than tensors.
+    Returns the saved value on the CPU, in which a tensor, or each tensor of a mapping, is a
+    `StoredTensor`. ``name``: name of the file, for errors. Raises `CheckpointError` if the file is
+    damaged, or contains more than tensors.
     """
     # A damaged file can raise almost any class of error.
     with (
@@ -187,7 +175,6 @@ def _stored(value: Any, records: Mapping[int, Record]) -> Any:
 
 
 def _bytes_of(file: zipfile.ZipFile, info: zipfile.ZipInfo, content: memoryview) -> memoryview:
-    """Return the bytes of a record, as a view of ``content`` unless they are compressed."""
     if info.compress_type != zipfile.ZIP_STORED:
         return memoryview(bytearray(file.read(info)))
     mark, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(content, info.header_offset)

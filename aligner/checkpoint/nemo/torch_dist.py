@@ -84,10 +84,7 @@ def read_metadata(data: bytes) -> dcp.Metadata:
 
 
 class TorchDistSource:
-    """Tensors of a torch_dist directory in an archive. A chunk is read when it is used.
-
-    ``shapes``: key → shape of the tensor.
-    """
+    """Tensors of a torch_dist directory in an archive. A chunk is read when it is used."""
 
     def __init__(self, archive: ArchiveReader, folder: str) -> None:
         self._archive, self._folder = archive, folder
@@ -106,7 +103,7 @@ class TorchDistSource:
         self.shapes = {key: tuple(entry.size) for key, entry in self._tensors.items()}
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return ``tensor[index]`` of the tensor ``key``. Call `Record.check` for its `records`."""
+        """Return ``tensor[index]`` of the tensor ``key``. Check its `records` before using it."""
         entry, lead = self._tensors[key], len(index)
         result = torch.empty(entry.size[lead:], dtype=entry.properties.dtype)
         filled = 0
@@ -185,8 +182,8 @@ def write_torch_dist(
             index = dcp.MetadataIndex(key, torch.Size(offset))
             storage[index] = _StorageInfo(DATA_FILE, start, length)
             properties = dcp.TensorProperties(dtype=tensor.dtype)
-            whole = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
-            entry = tensors.setdefault(key, whole)
+            empty_entry = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
+            entry = tensors.setdefault(key, empty_entry)
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offset), tensor.shape))
     # Write the files that describe the chunks.
     metadata = dcp.Metadata(state_dict_metadata=dict(tensors), storage_data=storage)
@@ -198,7 +195,7 @@ def write_torch_dist(
 
 
 def saved_bytes(value: Any) -> bytes:
-    """Return the bytes that `torch.save` writes. Of a view, only its elements are saved."""
+    """Return the bytes that `torch.save` writes, for a view without the rest of its storage."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         if value.untyped_storage().nbytes() != value.nbytes:

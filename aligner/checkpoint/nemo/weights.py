@@ -138,10 +138,7 @@ class LazyWeights(LazyTensors):
         return merge(name, [self._read(part) for part in self._parts[name]], self._architecture)
 
     def _resplit(self, name: str, axis: int, like: Tensor, tp_rank: int, tp_size: int) -> Tensor:
-        """Return this rank's part from the rows (or columns) that it has in each of the parts.
-
-        ``like``: one of the parts, all of which have its shape and dtype.
-        """
+        """Copy this rank's rows (or columns) from all parts, of which ``like`` is one."""
         self._check_shape(name)
         parts, shape = self._parts[name], like.shape
         ranks = {"tp_rank": tp_rank, "tp_size": tp_size}
@@ -195,7 +192,7 @@ def _stacked_parts(
 ) -> dict[str, Sequence[Part]]:
     """Return canonical name → part, for each layer (and expert) of each stacked tensor."""
     # List one layer more than the model has, which `check_names` then reports.
-    most = (architecture.num_layers + 1, (architecture.num_moe_experts or 0) + 1)
+    max_counts = (architecture.num_layers + 1, (architecture.num_moe_experts or 0) + 1)
     parts: dict[str, Sequence[Part]] = {}
     for key, shape in source.shapes.items():
         name = canonical_name(key)
@@ -204,7 +201,7 @@ def _stacked_parts(
         # The first axes are layers, unless the name has the layer's number, and experts.
         stacked = _STACKED.match(name)
         has_experts = _STACKED_EXPERTS in name
-        limits = most[stacked is None : 1 + has_experts]
+        limits = max_counts[stacked is None : 1 + has_experts]
         if len(shape) < len(limits):
             raise CheckpointError(f"{key} has shape {list(shape)}, expected a stack of layers")
         sizes = zip(shape, limits, strict=False)

@@ -29,10 +29,7 @@ _HEADER = "/.zarray"
 
 
 class ZarrSource:
-    """Tensors of a zarr directory in an archive. A chunk is read when it is used.
-
-    ``shapes``: key → shape of the tensor.
-    """
+    """Tensors of a zarr directory in an archive. A chunk is read when it is used."""
 
     def __init__(self, archive: ArchiveReader, folder: str) -> None:
         self._archive, self._folder = archive, folder

@@ -63,7 +63,7 @@ _OTHERS_S = 30.0  # seconds to wait for other processes after an error
 class LoadedState(SavedState):
     """State whose entries were read. Tensors are on the CPU, memory-mapped, copied on write."""
 
-    state: Mapping[str, Any]  # every entry passed to ``save``, by name
+    state: Mapping[str, Any]  # entry name → tree, as passed to ``save``
 
 
 class SavedRole(Protocol):
@@ -77,13 +77,11 @@ class SavedRole(Protocol):
         """Let each worker write its share, or copy it and write the copy in the background."""
 
     def check_saving(self, wait: bool) -> None:
-        """Raise the error of a worker that could not write. ``wait``: wait for all first."""
+        """Raise the error of a worker that could not write. ``wait``: wait for all workers."""
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A state that is being written while training continues."""
-
     path: Path  # temporary directory
     size: int  # number of bytes that this rank writes
     roles: Mapping[str, SavedRole]
@@ -101,11 +99,9 @@ class RunStateStore:
         save_top_k: number of best states to keep, by ``metric``, or by step without ``monitor``.
         monitor: name of the metric that is passed to `save`, or None.
         mode: whether a higher (``max``) or lower (``min``) metric is better.
-        save_last_k: number of newest states to keep. If the newest is damaged, a run continues
-            from the previous one.
+        save_last_k: number of newest states to keep, in case the newest is damaged.
         rank: rank of this process.
-        exchange: function that gathers an object of every rank (`Exchange`). The default is for
-            one process.
+        exchange: function that gathers an object of every rank. The default is for one process.
     """
 
     def __init__(
@@ -221,10 +217,7 @@ class RunStateStore:
         self.check(wait=True)
 
     def drain(self) -> None:
-        """Wait for the last state, without collectives, because other ranks may not call this.
-
-        A run calls it after an error on this rank. Errors of writing are ignored.
-        """
+        """Wait for the last state after an error on this rank only. No collectives, no errors."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -286,10 +279,7 @@ class RunStateStore:
             discard(path)
 
     def _score(self, state: SavedState) -> float | None:
-        """Return a number that is higher for better states, or None without a value of ``monitor``.
-
-        Without ``monitor``, later states are better.
-        """
+        """Return a number that is higher for better states, None without a value of ``monitor``."""
         if self.monitor is None:
             return state.step
         if state.metric is None or state.monitor != self.monitor:
@@ -320,7 +310,7 @@ class RunStateStore:
                 recover(self.root)
 
     def load(self, path: Path) -> LoadedState:
-        """Read the entries of the state at ``path``, but not the folders of the roles.
+        """Read the entries that rank 0 wrote, but not the workers' shares.
 
         Raises `DamagedStateError` if a file is damaged.
         """
@@ -343,7 +333,6 @@ class RunStateStore:
 
 
 def _entries(state: Mapping[str, Any], copies: bool) -> dict[str, Any]:
-    """Return the normalised trees of ``state``. ``copies``: copy their tensors."""
     for name in state:
         if not _ENTRY_NAME.fullmatch(name) or name in _RESERVED:
             raise CheckpointError(
@@ -355,6 +344,5 @@ def _entries(state: Mapping[str, Any], copies: bool) -> dict[str, Any]:
 
 
 def _writing(path: Path, size: int) -> contextlib.AbstractContextManager[None]:
-    """Convert an `OSError` below ``path`` to a `StorageError` that mentions earlier states."""
     note = f". The run state was not saved. Earlier states in {path.parent} are intact"
     return storing(path, size, note)

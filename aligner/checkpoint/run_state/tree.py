@@ -32,8 +32,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "sta
     """Return a copy of ``tree`` with ``change`` applied to each tensor.
 
     Mappings become dicts. NumPy's numbers and enums become int, float or str. Raises
-    `CheckpointError` for a value that is not a tree. Its message gives the value's path in the
-    tree, which begins with ``where``.
+    `CheckpointError` for a value that is not a tree, with its path, which begins with ``where``.
     """
     if isinstance(tree, Tensor):
         kind, is_strided = type(tree), tree.layout is torch.strided
@@ -83,10 +82,7 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def is_json(tree: Any) -> bool:
-    """Return whether JSON can represent the tree exactly.
-
-    JSON cannot represent tensors, tuples, integer keys, NaN, infinity and bytes.
-    """
+    """Return whether JSON represents the tree exactly: no tensors, tuples, NaN, integer keys."""
     if isinstance(tree, dict):
         return all(isinstance(k, str) and is_json(v) for k, v in tree.items())
     if isinstance(tree, list):
@@ -97,21 +93,14 @@ def is_json(tree: Any) -> bool:
 
 
 def normalise(tree: Any, where: str = "state") -> Any:
-    """Return the tree as `write_tree` needs it, with plain containers and compact tensors.
-
-    A file contains the complete storage of each tensor. A tensor is therefore cloned if its storage
-    has elements that no tensor in the tree contains.
-    """
+    """Return a plain tree, with clones of tensors whose storages have other elements."""
     tree = map_tensors(tree, lambda tensor: tensor, where)
     is_covered = _covering(tree)
     return map_tensors(tree, lambda tensor: tensor if is_covered(tensor) else tensor.clone(), where)
 
 
 def copied(tree: Any, memory: CopyMemory) -> Any:
-    """Return a tree with copies of all tensors in ``memory``.
-
-    ``tree``: result of `map_tensors`. ``memory``: cleared for at least `bytes_to_copy` bytes.
-    """
+    """Return a result of `map_tensors` with copies in ``memory`` (see `bytes_to_copy`)."""
     is_covered = _covering(tree)
     copies: dict[int, Tensor] = {}
 
@@ -161,12 +150,12 @@ def bytes_to_copy(tree: Any) -> int:
 
 
 def storage_bytes(storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
-    """Return a storage as a uint8 tensor [bytes]. ``device``: device of its tensors, if fake."""
+    """Return a storage as uint8 [bytes]. ``device``: device of its tensors, if they are fake."""
     return torch.empty(0, dtype=torch.uint8, device=device or storage.device).set_(storage)
 
 
 def _covering(tree: Any) -> Callable[[Tensor], bool]:
-    """Return a function: whether the tree contains all elements of a tensor's storage."""
+    """Return a test whether the tree contains all elements of a tensor's storage."""
     spans: dict[int, set[tuple[int, int]]] = {}  # storage → address and bytes of its tensors
     for tensor in tensors_of(tree):
         span = tensor.data_ptr(), tensor.nbytes
@@ -203,7 +192,7 @@ _crc_options: list[bool] = []  # for each writing thread, the option before it b
 
 @contextlib.contextmanager
 def _no_archive_checksums() -> Iterator[None]:
-    """Turn off checksums in files of `torch.save`, which are never read, during the block."""
+    """Let `torch.save` write no checksums in the block, because they are never read."""
     with _crc_lock:
         _crc_options.append(torch.serialization.get_crc32_options())
         torch.serialization.set_crc32_options(False)

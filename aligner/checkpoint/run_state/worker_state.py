@@ -59,7 +59,7 @@ class StatefulWorker(Protocol):
     parallel: ParallelState
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return this worker's share, a tree (`run_state.tree`)."""
+        """Return this worker's part of the role's state, as a tree (`run_state.tree`)."""
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the state. ``states``: `state_dict` of all workers of the saved run, by rank."""
@@ -75,7 +75,7 @@ class ShareWriter:
         self._has_warned = False
 
     def prepare(self) -> None:
-        """Start to allocate the memory for a copy, which takes longer than copying, in a thread."""
+        """Start a thread that allocates the memory for a copy, which takes longer than copying."""
         size = bytes_to_copy(_share_of(self._worker))
         if self._task is not None or not self._has_memory(size):
             return
@@ -112,7 +112,7 @@ class ShareWriter:
             write()
 
     def failure(self, wait: bool) -> str | None:
-        """Return the error text of writing the last share, or None. ``wait``: wait for its end."""
+        """Return the error text of the last write, or None. ``wait``: wait for its end first."""
         task = self._task
         if task is None or not (task.wait() if wait else task.is_finished):
             return None
@@ -152,7 +152,6 @@ def _share_of(worker: StatefulWorker) -> dict[str, Any]:
 
 
 def _write_share(target: Path, rank: int, tree: Any, stop: threading.Event | None = None) -> None:
-    """Write a worker's share durably, then its mark."""
     share = target / _name(rank)
     checksum = write_tree(share, tree, stop)
     unsealed = target / f".{_mark(rank)}.partial"
@@ -201,8 +200,8 @@ def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> 
 def load_worker_state(worker: StatefulWorker, folder: str) -> None:
     """Check the files of `save_worker_state`, and restore the state in any parallel layout.
 
-    All workers of the role must call this function. The states of random generators are restored
-    only in the layout of the saved run.
+    All workers of the role must call this function. In another layout than the saved one, random
+    generators are not restored.
     """
     parallel = worker.parallel
     check_worker_states(parallel, Path(folder))
@@ -213,10 +212,7 @@ def load_worker_state(worker: StatefulWorker, folder: str) -> None:
 
 
 def check_worker_states(parallel: ParallelState, folder: Path) -> None:
-    """Raise `DamagedStateError` if a file in ``folder`` is damaged. Each worker checks some files.
-
-    A folder without `CHECKSUMS`, of an earlier version, is not checked.
-    """
+    """Raise `DamagedStateError` if a file is damaged. Each worker checks some of the files."""
     with raised_on_all(gather_objects):
         checksums = sorted(read_checksums(folder).items())
         check_files(folder, dict(checksums[parallel.rank :: parallel.world_size]))
@@ -251,7 +247,7 @@ def load_optimizer_state(worker: StatefulWorker, folder: str) -> None:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
-    """Write the tokenizer's files into ``folder`` on rank 0. All ranks raise an error of it."""
+    """Write the tokenizer's files into ``folder`` on rank 0. All ranks raise an error of rank 0."""
 
     def write() -> None:
         for name, content in tokenizer.files().items():
@@ -262,10 +258,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
 
 
 class SavedShares(Sequence[Mapping[str, Any]]):
-    """Saved `StatefulWorker.state_dict` of every worker, in rank order.
+    """Saved `StatefulWorker.state_dict` of every worker, in rank order, read when indexed.
 
-    A file is memory-mapped when it is indexed. ``rank``: worker whose file, if it exists, is read
-    for the layout of the saved run.
+    ``rank``: worker whose file, if there is one, is read for the size and layout of the saved run.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

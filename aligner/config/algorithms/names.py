@@ -1,4 +1,4 @@
-"""Name of the algorithm that the configuration of a run describes."""
+"""Derives the name of the algorithm from the configuration of a run."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ class Algorithm(NamedTuple):
 
 
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
-    """Return the algorithm of a configuration in the form of `BaseRunConfig.as_dict`.
+    """Return the algorithm that ``config`` selects.
 
-    The configuration may be of a run that an earlier version saved.
+    ``config``: nested dicts as of `BaseRunConfig.as_dict`, also if an earlier version saved them.
     """
     sections = ("ppo", "rs", "sft", "dpo", "reward_model", "distill")
     trainer = config["trainer"]

@@ -41,11 +41,11 @@ class PairDataConfig(PromptColumns, TrainingSets):
     """Column with the reward of the rejected response. `null` means a reward of 0."""
 
     max_length: Count | None = None
-    """Most tokens of a sequence. `null` means no limit. An example with a longer sequence is
-    dropped and counted. Sequences are never truncated."""
+    """Maximum number of tokens in a sequence. `null` means no limit. An example with a longer
+    sequence is dropped, never truncated."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report a reward column of only one of the two responses."""
+        """Yield an error if only one of the two reward columns is set."""
         yield from super().problems(key, run)
         chosen, rejected = self.chosen_reward_column, self.rejected_reward_column
         if (chosen is None) != (rejected is None):
@@ -57,7 +57,7 @@ class PairDataConfig(PromptColumns, TrainingSets):
 
 @dataclass(frozen=True)
 class PreferenceDataConfig(PairDataConfig):
-    """Pairs, or for KTO single responses with a label, good or bad."""
+    """Columns of pairs, or for KTO of single responses that are labelled good or bad."""
 
     response_column: StrictStr = "response"
     """KTO: column of the response."""
@@ -115,7 +115,7 @@ class TrainerDPOConfig(SupervisedLoopConfig):
         return self.loss != "simpo"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report options of another loss."""
+        """Yield an error for each changed option that belongs to another loss."""
         options = sorted({name for names in LOSS_OPTIONS.values() for name in names})
         for name in options:
             value, default = getattr(self, name), getattr(TrainerDPOConfig, name)
@@ -136,7 +136,7 @@ class DPOTrainerConfig(TrainingConfig):
 
 @dataclass(frozen=True)
 class RewardDataConfig(PairDataConfig):
-    """Pairs, or for regression single responses with ratings."""
+    """Columns of pairs, or for regression of single responses with ratings."""
 
     response_column: StrictStr = "response"
     """`regression`: column of the rated response."""
@@ -159,35 +159,34 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
     difference of the two rewards."""
 
     standardize_on: Literal["train", "validation"] | None = None
-    """`bradley_terry`: data that standardise the rewards of the trained model. Mean and deviation
-    are measured on `train` or `validation` and stored in the model. `null` leaves rewards
-    unchanged."""
+    """`bradley_terry`: standardise rewards by their mean and deviation on `train` or `validation`,
+    which the model stores. `null` leaves rewards unchanged."""
 
     limit_standardize_examples: Count = 1024
     """Number of pairs to measure, from the beginning of the data."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report a loss without its data, and options and data of the other loss."""
-        data, rates = run.data, self.loss == "regression"
+        """Yield an error if data of the loss are missing, or options of the other loss are set."""
+        data, is_regression = run.data, self.loss == "regression"
         # Regression of ratings.
-        if rates and not data.attribute_columns:
+        if is_regression and not data.attribute_columns:
             yield (
-                f"{key}.loss=regression needs ratings, but data.attribute_columns is empty. Name "
-                "their columns, for example data.attribute_columns=[helpfulness]"
+                f"{key}.loss=regression needs ratings, but data.attribute_columns is empty. Set "
+                "it to the columns of ratings, for example data.attribute_columns=[helpfulness]"
             )
-        if rates and self.variant != "plain":
+        if is_regression and self.variant != "plain":
             yield f"{key}.variant={self.variant}, but {key}.loss=regression. Set it to plain"
-        if rates and self.standardize_on is not None:
-            measured = f"{key}.standardize_on={self.standardize_on}"
-            yield f"{measured}, but {key}.loss=regression. Set it to null"
+        if is_regression and self.standardize_on is not None:
+            setting = f"{key}.standardize_on={self.standardize_on}"
+            yield f"{setting}, but {key}.loss=regression. Set it to null"
 
         # Bradley-Terry on pairs.
-        if not rates and data.attribute_columns:
+        if not is_regression and data.attribute_columns:
             yield (
                 f"data.attribute_columns={list(data.attribute_columns)} needs {key}.loss="
-                "regression. Set the loss, or leave the columns empty"
+                "regression. Set the loss, or data.attribute_columns=[]"
             )
-        if not rates and self.variant != "plain" and data.chosen_reward_column is None:
+        if not is_regression and self.variant != "plain" and data.chosen_reward_column is None:
             yield (
                 f"{key}.variant={self.variant} needs the strength of each preference. Set "
                 "data.chosen_reward_column and data.rejected_reward_column, or variant=plain"

@@ -12,7 +12,7 @@ from aligner.config.fields import Count, UserClass
 
 
 def _precision(value: Any) -> Any:
-    """Normalise a precision in Lightning's spelling, or as the number that YAML reads."""
+    """Convert Lightning's spellings, and the number 32 that YAML reads, to "32" or "bf16"."""
     if str(value) in ("16", "16-mixed", "16-true", "fp16"):
         raise PydanticCustomError(
             "float16",
@@ -47,23 +47,23 @@ class ProcessConfig:
     """Processes, precision and limits."""
 
     num_nodes: Count = 1
-    """Machines."""
+    """Number of machines."""
 
     devices: Count = 1
-    """Processes per machine. The script starts the processes, unless torchrun or Ray does."""
+    """Number of processes per machine. The script starts them, unless torchrun or Ray does."""
 
     precision: Precision = "32"
-    """Format of the weights in forward and backward passes. `32` or `bf16` (Lightning's spellings
-    `32-true`, `bf16-true` and `bf16-mixed` are accepted). Value heads, losses, gradients and
-    optimizer states are float32 in both."""
+    """Format of the weights in forward and backward passes: `32`, `bf16`, or one of Lightning's
+    `32-true`, `bf16-true` and `bf16-mixed`. Value heads, losses, gradients and optimizer states are
+    always float32."""
 
     deterministic: StrictBool = False
     """Make runs on GPUs repeatable to the bit. Slower. vLLM's samples may still differ. Runs on
     CPUs are always repeatable."""
 
     max_time: Duration | None = None
-    """Time limit of the run as `DD:HH:MM:SS`. `null` means no limit. The run finishes the current
-    step, validates, saves and ends."""
+    """Time limit of the run as `DD:HH:MM:SS`. `null` means no limit. The run then finishes the
+    current step, validates, saves and ends."""
 
     @property
     def max_seconds(self) -> float | None:
@@ -81,13 +81,13 @@ class ProcessConfig:
 
 @dataclass(frozen=True)
 class CallbackConfig:
-    """A callback with keyword arguments."""
+    """A callback class, and keyword arguments of its constructor."""
 
     callback: UserClass
     """`package.module:Class` or `path/to/file.py:Class`."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of its constructor."""
+    """Keyword arguments of the constructor."""
 
 
 @dataclass(frozen=True)

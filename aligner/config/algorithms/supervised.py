@@ -28,19 +28,19 @@ class ExampleDataConfig(PromptColumns, TrainingSets):
     """Column of the response: text, the assistant's message, or a complete chat."""
 
     messages_column: Annotated[StrictStr | None, WITHOUT_TEXT] = None
-    """Column of complete chats, instead of the columns of prompt and response. The assistant's
-    message is the last of a chat. `null` means no such column."""
+    """Column of complete chats, in place of a prompt and a response column. The last message of a
+    chat is the assistant's. `null` means no such column."""
 
     text_column: StrictStr | None = None
-    """Column of plain text that is learned from its second token on, instead of these columns.
+    """Column of plain text, in place of all other columns. Every token but the first is learned.
     `null` means no such column."""
 
     learn: Literal["last", "all"] = "all"
     """Assistant messages of a chat that are learned: `all`, or only the `last`."""
 
     max_length: Count | None = None
-    """Most tokens of an example. Longer examples are dropped and counted. `null` means no limit.
-    Examples are never truncated."""
+    """Maximum number of tokens in an example. `null` means no limit. Longer examples are dropped,
+    never truncated."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class StudentConfig(TrainedModelConfig):
 
     @property
     def rollout(self) -> RolloutConfig:
-        """Sampling of the rollouts: one response to each prompt."""
+        """Sampling options of on-policy rollouts, with one response per prompt."""
         return RolloutConfig(
             rollout_micro_batch_size=self.distill.rollout_micro_batch_size,
             forward_micro_batch_size=self.micro_batch_size,
@@ -112,10 +112,10 @@ class TrainerDistillConfig(SupervisedLoopConfig):
     """Number of the teacher's most probable tokens at each position that the loss uses."""
 
     zero_outside_topk: StrictBool = True
-    """Give all other tokens teacher probability 0. `false` ignores them."""
+    """Assume teacher probability 0 for all other tokens. `false` leaves them out."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report options that distillation does not support."""
+        """Yield an error if an option has no effect, or if on-policy data contain answers."""
         default = TrainerDistillConfig.mixed_weight
         if self.kl != "mixed" and self.mixed_weight != default:
             yield (

@@ -16,7 +16,7 @@ from aligner.config.roles.sampling import KLEstimator
 
 @dataclass(frozen=True)
 class KLControllerConfig:
-    """Controller of the weight of the KL penalty in the reward."""
+    """Options of the controller that adapts the weight β of the KL penalty."""
 
     mode: Literal["fixed", "adaptive"] = "fixed"
     """`fixed`, or `adaptive`: β changes so that the KL reaches the target (Ziegler et al. 2019)."""
@@ -29,7 +29,7 @@ class KLControllerConfig:
     docs/ppo.md#the-mathematics."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report a controller that multiplies a weight of 0."""
+        """Yield an error if the controller would multiply a weight of 0."""
         if self.mode == "adaptive" and run.trainer.ppo.initial_policy_kl_penalty == 0:
             yield (
                 f"{key}.mode=adaptive multiplies trainer.ppo.initial_policy_kl_penalty=0, which "
@@ -42,7 +42,7 @@ Estimator = Annotated[StrictStr, one_of(ESTIMATORS, or_path="package.module:func
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """Advantages of the tokens of a response, given its reward."""
+    """Computation of token advantages from rewards."""
 
     estimator: Estimator = "gae"
     """Estimator of advantages, with a critic (`gae`) or without. Without a critic: `reinforce`,
@@ -72,11 +72,12 @@ class AdvantageConfig:
         return self.estimator == "gae" or self.function is not None
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report an estimator without its requirements, and options of other estimators."""
+        """Yield an error if the estimator lacks what it needs, or options of others are set."""
         # Critic.
         estimator = f"{key}.estimator={self.estimator}"
         if self.estimator == "gae" and run.critic is None:
-            yield f"{estimator} needs a critic, but critic is null. Set the section, or use rloo"
+            remedy = f"Remove critic=null, or set {key}.estimator=rloo"
+            yield f"{estimator} needs a critic, but critic is null. {remedy}"
         if self.estimator != "gae" and self.function is None and run.critic is not None:
             yield (
                 f"{estimator} uses no critic, but the section critic is set. Set critic=null, or "
@@ -127,11 +128,11 @@ class DynamicSamplingConfig:
     towards `max_epochs`."""
 
     max_rollouts: Count = 4
-    """Most prompts that a step samples, as a multiple of its number of prompts. If prompts are
-    still missing at the end, prompts with equal rewards are used."""
+    """Maximum number of prompts that a step samples, as a multiple of the prompts that it trains
+    on. At the limit, prompts with equal rewards fill the step."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report groups of one response, and learning-rate schedules of unknown length."""
+        """Yield an error for groups of one response, and for schedules of unknown length."""
         if not self.enabled:
             return
         key, per_prompt = f"{key}.enabled=true", run.model.ppo.num_rollouts_per_prompt
@@ -167,11 +168,11 @@ class RewardShapingConfig:
     conversations the bound applies to the reward of each token."""
 
     overlong_cache: Natural | None = None
-    """Tokens before `max_length` with DAPO's soft length penalty. `null` turns it off. The penalty
-    rises from 0 to 1 over these tokens. It is 1 for a truncated response."""
+    """Number of tokens before `max_length` over which DAPO's soft length penalty rises from 0 to 1.
+    The penalty of a truncated response is 1. `null` turns it off."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report a penalty on all lengths, and shaping that conversations do not support."""
+        """Yield an error for a penalty on all lengths, and for shaping without single responses."""
         cache, lengths = self.overlong_cache, "model.ppo.length_params"
         longest = run.model.ppo.length_params.max_length
         if cache is not None and cache > longest:
@@ -182,7 +183,8 @@ class RewardShapingConfig:
                 "environment.factory is set. Set it to null"
             )
         if self.shift != 0 and run.has_environment:
-            yield f"{key}.shift={self.shift:g} would reward the number of turns. Set it to 0"
+            shift = f"{key}.shift={self.shift:g}"
+            yield f"{shift} at each turn would reward the number of turns. Set it to 0"
 
 
 @dataclass(frozen=True)
@@ -204,13 +206,13 @@ class ImproperEndConfig:
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Training loop of any algorithm."""
+    """Options of the training loops of all algorithms."""
 
     max_epochs: Count = 1
-    """Passes over the training data."""
+    """Maximum number of passes over the training data."""
 
     max_steps: Annotated[Integer, Interval(ge=-1)] = -1
-    """Steps of the run, unless `max_epochs` ends it earlier. `-1` means no limit."""
+    """Maximum number of steps. `max_epochs` may end the run earlier. `-1` means no limit."""
 
     val_check_interval: Natural = 10
     """Steps between validations. `0` validates only before step 1 and after the last step."""
@@ -219,14 +221,14 @@ class LoopConfig:
     """Steps between saved run states. `0` saves only after the last step."""
 
     gradient_clip_val: NonNegative = 1.0
-    """Largest gradient norm of an update, for each role separately. `0` turns clipping off."""
+    """Maximum gradient norm of an update, for each role separately. `0` turns clipping off."""
 
     non_finite: Literal["skip", "stop"] = "skip"
     """At a NaN or infinite loss or gradient, `skip` the update, or `stop` the run. The samples are
     written to `nonfinite/` in both cases."""
 
     max_skipped_steps: Count = 5
-    """Consecutive steps without any update of a role after which the run ends with status 2."""
+    """Consecutive steps without an update of a role that end the run with status 2."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class SupervisedLoopConfig(LoopConfig):
 
 @dataclass(frozen=True)
 class SamplingLoopConfig(LoopConfig):
-    """Training loop on the policy's samples."""
+    """Options of training loops that learn from the policy's samples."""
 
     limit_val_prompts: Count | None = None
     """Number of validation prompts. `null` means all."""
@@ -278,13 +280,13 @@ class TrainerPPOConfig(SamplingLoopConfig):
     """Whiten advantages over all unmasked tokens of the rollout. Only for `gae`."""
 
     critic_warmup_steps: Natural = 0
-    """First steps that train only the critic."""
+    """Number of first steps that train only the critic."""
 
     reward: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     improper_end: ImproperEndConfig = field(default_factory=ImproperEndConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report options that the estimator of advantages does not use."""
+        """Yield an error for each option that the estimator of advantages does not use."""
         # Options that need a critic or an estimator.
         advantage = self.advantage
         estimator = f"{key}.advantage.estimator={advantage.estimator}"

@@ -1,4 +1,4 @@
-"""Commands that sample from a model without training it: generate, chat, evaluate, serve."""
+"""Configuration of commands that only sample from a model: generate, chat, evaluate, serve."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ class AskedModelConfig(ModelSourceConfig):
         not_empty("a .nemo file, a Hugging Face directory or the directory of a run"),
         ON_HUB,
     ]
-    """A `.nemo`, a Hugging Face directory, or the directory of a run: its newest state."""
+    """A `.nemo`, a Hugging Face directory, or a run's directory, whose newest state is loaded."""
 
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Format of 8-bit matrix products, on GPUs with Transformer Engine. `e4m3`, `hybrid`, or null
@@ -68,7 +68,7 @@ class AskedDataConfig(AnsweredColumns):
 
 @dataclass(frozen=True)
 class ServedDataConfig:
-    """Conversion of requests into prompts."""
+    """Options for converting requests into prompts."""
 
     system_prompt: StrictStr | None = None
     """System message for chats without one. `null` adds none."""
@@ -106,7 +106,7 @@ class ServerConfig:
     """Name of the model in requests. `null` means the name of its file or directory."""
 
     max_waiting: Count = 1024
-    """Most queued answers. The server then refuses new requests, which the client may retry."""
+    """Maximum number of queued answers. A full queue refuses requests, which clients may retry."""
 
     timeout_s: Seconds = 600.0
     """Longest wait of a request for its complete answer, in seconds."""
@@ -137,7 +137,7 @@ class AskConfig:
         return json.loads(json.dumps(asdict(self)))
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report contradictory length limits, and settings of training runs."""
+        """Yield an error for contradictory length limits, and for settings of training runs."""
         yield from self.sampling.problems("sampling", run)
         for option, value, default in (
             ("trainer.max_time", self.trainer.max_time, None),
@@ -158,7 +158,7 @@ class PromptedConfig(AskConfig):
     data: AskedDataConfig = field(default_factory=AskedDataConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Check also the names of sets, and report several greedy samples of a prompt."""
+        """Yield the errors of all commands, and those of `answer_problems`."""
         yield from super().problems(key, run)
         samples, greedy = self.sampling.samples_per_prompt, self.sampling.use_greedy
         yield from answer_problems("sampling", samples, greedy, "data.sets", self.data.sets)
@@ -166,13 +166,13 @@ class PromptedConfig(AskConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(AskConfig):
-    """All options of serving a model over HTTP."""
+    """All options of the command `serve`, an HTTP server of a model."""
 
     data: ServedDataConfig = field(default_factory=ServedDataConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Also report a number of samples, which each request chooses."""
+        """Yield the errors of all commands, and one if the number of samples is set."""
         yield from super().problems(key, run)
         if self.sampling.samples_per_prompt != 1:
             yield (
@@ -183,7 +183,7 @@ class ServeConfig(AskConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(PromptedConfig):
-    """All options of generating."""
+    """All options of the commands `generate` and `chat`."""
 
     prompt: tuple[StrictStr, ...] = ()
     """Prompts in addition to `data.prompts`. `--prompt TEXT` adds one."""
@@ -195,7 +195,7 @@ class GenerateConfig(PromptedConfig):
     """A `.jsonl` file for the answers: `--output FILE`. `null` prints them."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Also report a command without prompts, and a chat of several processes."""
+        """Yield also an error for a command without prompts, and for a chat of many processes."""
         yield from super().problems(key, run)
         # A chat reads its prompts from the terminal.
         has_prompts = bool(self.prompt or self.data.prompts or self.data.sets)
@@ -215,7 +215,7 @@ class GenerateConfig(PromptedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(PromptedConfig):
-    """All options of an evaluation."""
+    """All options of the command `evaluate`."""
 
     reward: RewardConfig
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
@@ -230,7 +230,7 @@ class EvaluateConfig(PromptedConfig):
     """Answers of each set in the HTML report."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Also report an evaluation without prompts, and conversations without room for one."""
+        """Yield also an error if there are no prompts, or ``max_tokens`` has no room for one."""
         yield from super().problems(key, run)
         environment, response = self.environment, self.sampling.max_length
         if environment.is_set and environment.max_tokens <= response:
@@ -249,9 +249,10 @@ class EvaluateConfig(PromptedConfig):
 def as_run(
     config: AskConfig, restore_from_path: str, peft: PeftConfig, tokenizer: str | None = None
 ) -> RSRunConfig:
-    """Return a rejection-sampling run without steps, for which models and engines are built.
+    """Convert ``config`` to a training configuration, from which models and engines are built.
 
-    The other arguments describe the model. They differ from ``config.model`` for a run's directory.
+    ``restore_from_path``, ``peft`` and ``tokenizer``: the model to load, which differs from
+    ``config.model`` if that is a run's directory.
     """
     # Sections that every command has.
     sampling_options, rows = config.sampling.sampling_options, config.sampling.batch_size

@@ -17,7 +17,7 @@ def overrides_of(changes: Mapping[str, Any]) -> list[str]:
 
 
 def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield changes of the configuration, each to be tried alone.
+    """Yield changes of the configuration, as dicts of keys and new values, each to be tried alone.
 
     ``saving``: only changes that save memory on a device.
     """
@@ -58,6 +58,6 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
         yield {"trainer.precision": "bf16"}
     tensor = 2 * model.tensor_model_parallel_size
     while not saving and tensor <= config.trainer.devices:
-        sequences = {"model.sequence_parallel": True} if config.policy.backend == "megatron" else {}
-        yield {TENSOR: tensor, **sequences}
+        is_megatron = config.policy.backend == "megatron"
+        yield {TENSOR: tensor, **({"model.sequence_parallel": True} if is_megatron else {})}
         tensor *= 2

@@ -1,4 +1,4 @@
-"""The longest sequences that a run can meet."""
+"""Estimates the longest prompt, response or example of a run."""
 
 from aligner.config.run import (
     BaseRunConfig,
@@ -8,7 +8,7 @@ from aligner.config.run import (
 )
 from aligner.errors import ConfigError
 
-_MOST_POSITIONS = 1 << 30
+_NO_LIMIT = 1 << 30
 # Default lengths in tokens, if neither the configuration nor the data determine them.
 _PROMPT, _EXAMPLE = 512, 2048
 
@@ -21,42 +21,43 @@ def longest_lengths(
     length: int | None = None,
     read: int | None = None,
 ) -> tuple[int, int]:
-    """Return the most tokens of a prompt and of a response in a run.
+    """Return the maximum numbers of tokens in a prompt and in a response of a run.
 
-    For a run on given examples the result is 0 and the most tokens of an example.
+    For a run on given examples, return 0 and the maximum number of tokens in an example.
 
     Args:
         config: configuration of a training run.
-        positions: most positions of the model, None for no limit.
-        prompt: tokens of a prompt, None for the longest that leaves room for the response.
-        length: tokens of a response or an example, None for the configured length.
-        read: tokens of the longest prompt or example in the data, if they were read.
+        positions: number of positions of the model. None: no limit.
+        prompt: length of prompts. None: the configured limit, else ``read``, else 512.
+        length: length of responses or examples. None: the configured limit (examples: as prompts,
+            with a default of 2048).
+        read: length of the longest prompt or example, if the data were read.
 
     Raises `ConfigError` if prompt and response together exceed the positions of the model.
     """
     # Limit of a prompt, or of an example, by the configuration.
-    most = positions or _MOST_POSITIONS
-    limit, answer = None, config.model.rollout.length_params.max_length
+    positions, limit = positions or _NO_LIMIT, None
+    max_response = config.model.rollout.length_params.max_length
     if isinstance(config, SamplingRunConfig):
         limit = config.data.max_prompt_length
         if config.environment.is_set:  # a conversation before the response of its last turn
-            limit = config.environment.max_tokens - answer
+            limit = config.environment.max_tokens - max_response
     elif isinstance(config, SupervisedRunConfig):
         limit = config.data.max_length
 
     # Given examples.
     if not samples_responses(config):
         budgets = config.model.token_budgets
-        usual = _EXAMPLE if budgets is None else budgets.train_mb_tokens
-        return 0, length or min(limit or read or usual, most)
+        default = _EXAMPLE if budgets is None else budgets.train_mb_tokens
+        return 0, length or min(limit or read or default, positions)
 
     # Sampled responses.
-    response = length or answer
-    prompt = prompt or max(1, min(limit or read or _PROMPT, most - response))
-    if prompt + response > most:
+    response = length or max_response
+    prompt = prompt or max(1, min(limit or read or _PROMPT, positions - response))
+    if prompt + response > positions:
         raise ConfigError(
-            f"a prompt of {prompt} tokens and a response of {response} exceed the model's {most} "
-            "positions. Set plan.prompt_length or plan.length"
+            f"a prompt of {prompt} tokens and a response of {response} exceed the model's "
+            f"{positions} positions. Lower plan.prompt_length or plan.length"
         )
     return prompt, response
 

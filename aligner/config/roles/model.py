@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound="TrainedModelConfig")
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Frozen reference policy, which is built only if a KL term needs it."""
+    """Options of the frozen reference policy, which is built only if a KL term needs it."""
 
     mode: Literal["keep", "swap"] = "keep"
     """Storage of the reference's weights. `keep`: a second model on the device. `swap`: in host
@@ -39,15 +39,16 @@ PackingAlgorithmName = Literal[
 
 @dataclass(frozen=True)
 class TokenBudgets:
-    """Micro-batches of a number of tokens, for policy and critic."""
+    """Limits of the tokens in a micro-batch, for policy and critic."""
 
     enabled: StrictBool = False
     train_mb_tokens: Count = 4096
-    """Most tokens of a micro-batch in training, with padding, per rank. No sequence may be
-    longer."""
+    """Maximum number of tokens in a training micro-batch, with padding, per rank. No sequence may
+    be longer."""
 
     logprob_mb_tokens: Count | None = None
-    """Most tokens of a micro-batch for log-probs and values. `null` means as in training."""
+    """Maximum number of tokens in a micro-batch for log-probs and values. `null` means as in
+    training."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class DynamicBatchingConfig(TokenBudgets):
     """Padded micro-batches of sequences of similar length."""
 
     enabled: StrictBool = False
-    """Padded micro-batches of a token budget, of sequences of similar length. Excludes packing."""
+    """Padded micro-batches within a token budget, of similarly long sequences. Excludes packing."""
 
     sequence_length_round: Count = 8
     """Multiple to which padded lengths are rounded up."""
@@ -84,27 +85,27 @@ class ModelSourceConfig:
     """The model to train: a `.nemo` file, an unpacked `.nemo`, or a Hugging Face directory."""
 
     trust_remote_code: StrictBool = False
-    """Run the Python code in a Hugging Face directory whose `config.json` has `auto_map`. Without
-    it such code is never imported. Needs `policy.backend=dtensor`."""
+    """Run Python code from a Hugging Face directory (`auto_map` in `config.json`). Needs
+    `policy.backend=dtensor`."""
 
     tokenizer: FilePath | None = None
-    """Path of another tokenizer. `null` means the tokenizer in the `.nemo`. Or a function that
-    returns a tokenizer, `package.module:function` or `path/to/file.py:function`
-    (docs/howto.md#own-code-by-path)."""
+    """Path of another tokenizer, or a function that returns one, `package.module:function` or
+    `path/to/file.py:function` (docs/howto.md#own-code-by-path). `null` means the tokenizer in the
+    `.nemo`."""
 
     tensor_model_parallel_size: Count = 1
-    """Processes that share every layer. `parallel@model=tensor2` sets 2 with sequence parallelism
-    (docs/layouts.md)."""
+    """Number of processes that split every layer. `parallel@model=tensor2` sets 2 with sequence
+    parallelism (docs/layouts.md)."""
 
     pipeline_model_parallel_size: Count = 1
-    """Pipeline stages: processes with consecutive layers each. `parallel@model=pipeline2` sets
+    """Number of pipeline stages, each with consecutive layers. `parallel@model=pipeline2` sets
     2."""
 
     context_parallel_size: Count = 1
-    """Processes that share every sequence, in chunks. `parallel@model=context2` sets 2."""
+    """Number of processes that split every sequence. `parallel@model=context2` sets 2."""
 
     expert_model_parallel_size: Count = 1
-    """Processes that share the experts of a mixture of experts."""
+    """Number of processes that divide the experts of a mixture of experts."""
 
     sequence_parallel: StrictBool = False
     """Shard norms and dropouts over the tensor-parallel processes. Needs
@@ -159,12 +160,11 @@ class TrainedModelConfig(ModelSourceConfig):
     selects Transformer Engine on GPUs if it is installed and no adapters are trained."""
 
     fusions: StrictBool = True
-    """On GPUs: use fused kernels for SwiGLU, rotary embedding, biases and experts. Needs Triton and
-    a C compiler with Python's headers. Without them operations run separately."""
+    """Use fused kernels for SwiGLU, rotary embedding, biases and experts, on GPUs with Triton and a
+    C compiler with Python's headers."""
 
     overlap_grad_reduce: StrictBool = False
-    """Sum gradients over data-parallel ranks during the backward pass. Useful on several nodes.
-    Over NVLink the gain is small."""
+    """Sum gradients over data-parallel ranks during the backward pass. Useful on several nodes."""
 
     overlap_param_gather: StrictBool = False
     """Collect updated weights from data-parallel ranks during the next forward pass. Needs
@@ -180,12 +180,12 @@ class TrainedModelConfig(ModelSourceConfig):
 
     @property
     def reference_mode(self) -> Literal["keep", "swap"]:
-        """Storage of the frozen copy of the initial weights, if one is needed."""
+        """How a frozen copy of the initial weights is stored, if a loss needs the copy."""
         return "keep"
 
     @property
     def parallel(self) -> ParallelConfig:
-        """Layout sizes under short names."""
+        """Parallel layout of the model."""
         return ParallelConfig(
             tensor=self.tensor_model_parallel_size,
             pipeline=self.pipeline_model_parallel_size,
@@ -210,7 +210,7 @@ class TrainedModelConfig(ModelSourceConfig):
 
     @property
     def token_limits(self) -> dict[str, int]:
-        """Effective token budgets by their keys in this section."""
+        """Token budgets in use, by their keys in this section."""
         budgets = self.token_budgets
         if budgets is None:
             return {}
@@ -223,7 +223,7 @@ class TrainedModelConfig(ModelSourceConfig):
 
     @property
     def length_multiple(self) -> int:
-        """Multiple that lengths are rounded up to before a token budget counts them."""
+        """Multiple to which sequences are padded in a micro-batch with a token budget."""
         if self.sequence_packing.enabled is True:
             return self.parallel.sequence_multiple
         if self.dynamic_batching.enabled:
@@ -279,7 +279,7 @@ class RSModelConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The policy's architecture with a value head, by default in the policy's layout."""
+    """Options of the critic, a model of the policy's architecture with a value head."""
 
     restore_from_path: ModelPath | None = None
     """A `.nemo` file or Hugging Face directory. `null` means the policy's file, with a new value

@@ -24,10 +24,10 @@ class SchedConfig:
     up, half a cosine to `min_lr`, then `constant_steps` there."""
 
     warmup_steps: Natural = 0
-    """Updates of linear increase from 0 to `lr`."""
+    """Number of updates in which the rate rises linearly from 0 to `lr`."""
 
     constant_steps: Natural = 0
-    """`cosine`: updates at `min_lr` at the end."""
+    """`cosine`: number of updates at `min_lr` at the end."""
 
     min_lr: NonNegative = 0.0
     """Learning rate at the end of `cosine` and `linear`."""

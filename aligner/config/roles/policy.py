@@ -34,7 +34,7 @@ class BackendConfig:
     models of transformers, sharded by FSDP2 and tensor-parallel DTensors (docs/value_parity.md)."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report layouts, adapters and token budgets that the backend does not support."""
+        """Yield an error for each setting of the model that the backend does not support."""
         yield from model_problems(self.backend, run.model)
         if run.critic is not None and run.critic.layout_overrides:
             critic_model = run.critic.with_layout(run.model)
@@ -44,7 +44,7 @@ class BackendConfig:
 
 
 def check_policy_backend(backend: str, model: TrainedModelConfig) -> None:
-    """Refuse a layout, adapters or token budgets that a backend does not support."""
+    """Raise `ConfigError` for settings of ``model`` that the backend does not support."""
     refuse(model_problems(backend, model))
 
 
@@ -76,7 +76,7 @@ def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
 
 
 def _budget_problems(model: TrainedModelConfig, key: str) -> Iterator[str]:
-    """Yield a message for each token budget that lengths in the layout do not fill."""
+    """Yield a message for each token budget that is not a multiple of the padded length."""
     parallel, length_round = model.parallel, model.sequence_length_round
     multiple = math.lcm(
         parallel.sequence_multiple, parallel.context * parallel.row_multiple(length_round)
@@ -93,7 +93,6 @@ def _budget_problems(model: TrainedModelConfig, key: str) -> Iterator[str]:
 
 
 def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
-    """Yield a message for each option that excludes adapters, or that adapters exclude."""
     # Backend and adapters.
     lora, full_training = model.peft.lora_tuning, "model.peft.peft_scheme=null"
     if backend == "dtensor" and model.parallel.tensor > 1:
@@ -137,7 +136,6 @@ def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
 
 
 def _dtensor_problems(model: TrainedModelConfig, key: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each option among ``names`` that needs megatron-core."""
     if model.rollout.offload_gradients:
         yield (
             f"{model.rollout_key}.offload_gradients=true: policy.backend=dtensor has no gradient "

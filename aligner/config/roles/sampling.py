@@ -31,13 +31,13 @@ class LengthParams:
     """Limits of a response's length in tokens, the end-of-sequence token included."""
 
     max_length: Count = 64
-    """Most new tokens, the end-of-sequence token included."""
+    """Maximum number of new tokens, the end-of-sequence token included."""
 
     min_length: Natural = 1
-    """Fewest new tokens of a response."""
+    """Minimum number of new tokens."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report a lower limit above the upper limit."""
+        """Yield an error if the lower limit exceeds the upper limit."""
         if self.min_length > self.max_length:
             yield (
                 f"{key}.min_length={self.min_length} exceeds {key}.max_length="
@@ -47,7 +47,7 @@ class LengthParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of the next token."""
+    """Options for sampling the next token."""
 
     temperature: Positive = 1.0
     """Divisor of the logits, in sampling and in the log-probs of training."""
@@ -70,13 +70,13 @@ class SamplingParams:
 
     end_tokens: tuple[StrictStr, ...] = ()
     """Additional tokens, as text, that end a response, such as `["<end_of_turn>"]`. EOS and the
-    end-of-turn token of the chat template always do. The reward does not receive the text of the
-    token. The trained `.nemo` stores these tokens."""
+    end-of-turn token of the chat template always end it. The reward does not receive the end
+    token's text. The trained `.nemo` stores these tokens."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Lengths and sampling of responses."""
+    """Length limits and sampling options of responses."""
 
     length: LengthParams
     sampling: SamplingParams
@@ -97,7 +97,7 @@ class KLLossConfig:
     docs/ppo.md#the-mathematics."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report a KL estimator whose mean gradient is 0."""
+        """Yield an error for a KL estimator whose mean gradient is 0."""
         if self.coef > 0 and self.estimator == "k1":
             yield (
                 f"{key}.estimator=k1 has a mean gradient of 0 and does not change the policy. Use "
@@ -124,7 +124,7 @@ class CorrectionConfig:
     outside the bounds are excluded from training."""
 
     second_moment: Positive | None = None
-    """Largest mean of the squared log-ratio over the tokens of an update. `null` turns it off. The
+    """Maximum of the mean squared log-ratio over the tokens of an update. `null` turns it off. The
     tokens with the largest ratios are excluded from training (M2PO, which uses 0.04)."""
 
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
@@ -137,7 +137,7 @@ class CorrectionConfig:
         return self != CorrectionConfig()
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report bounds that exclude a ratio of 1, and options that cancel one another."""
+        """Yield an error for bounds that exclude a ratio of 1, and for options without effect."""
         # Bounds.
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
@@ -185,7 +185,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Sampling of a policy's rollouts, in every algorithm that learns from samples."""
+    """Options of a policy's rollouts, for every algorithm that learns from samples."""
 
     num_rollout_samples: BatchSize = 64
     """Responses per step, over all ranks."""
@@ -204,19 +204,19 @@ class RolloutConfig:
     CPUs."""
 
     offload_gradients: StrictBool = False
-    """Remove gradient buffers from the device while the policy does not train. The float32 weights
-    of a bf16 model are then kept in host memory. No effect on CPUs."""
+    """Free gradient buffers on the device while the policy does not train, and keep the float32
+    weights of a bf16 model in host memory. No effect on CPUs."""
 
     offload_weights: StrictBool = False
     """Keep the policy in host memory while it neither generates, scores nor trains. GPUs only.
-    Offloads weights, also those of the reference, gradient buffers and optimizer states. Each phase
-    of the policy costs a copy of the weights in each direction."""
+    Offloads weights, also of the reference, gradient buffers and optimizer states. Each phase
+    copies the weights to the device and back."""
 
     length_params: LengthParams = field(default_factory=LengthParams)
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report a number of responses that is not a multiple of the responses per prompt."""
+        """Yield an error if ``num_rollouts_per_prompt`` does not divide the number of samples."""
         samples, per_prompt = self.num_rollout_samples, self.num_rollouts_per_prompt
         if samples % per_prompt:
             yield (
@@ -228,15 +228,15 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class PolicyRSConfig(RolloutConfig):
-    """The policy's part in a step of rejection sampling."""
+    """The policy's options in rejection sampling."""
 
     num_rollouts_per_prompt: Count = 4
     top_n_rollouts: Count = 1
-    """Responses to each prompt that are learned: those with the highest rewards. Earlier responses
-    precede later responses of the same reward."""
+    """Number of responses to each prompt that are learned: those with the highest rewards. Of equal
+    rewards, the earlier response is selected."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Also report more selected responses than sampled responses."""
+        """Yield also an error if more responses are selected than sampled."""
         yield from super().problems(key, run)
         if self.top_n_rollouts > self.num_rollouts_per_prompt:
             yield (
@@ -247,10 +247,10 @@ class PolicyRSConfig(RolloutConfig):
 
 @dataclass(frozen=True)
 class PolicyPPOConfig(RolloutConfig):
-    """The policy's part in a PPO step."""
+    """The policy's options in PPO."""
 
     ppo_epochs: Count = 1
-    """Passes over the same rollout."""
+    """Number of passes over the same rollout."""
 
     ratio_eps: Fraction | tuple[Fraction, NonNegative] = 0.2
     """Clip range ε of the ratio: a number, or `[low, high]` for different bounds (clip-higher).
@@ -266,7 +266,7 @@ class PolicyPPOConfig(RolloutConfig):
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
     """Mean of the token losses. `token_mean`: mean over all tokens of the global batch.
     `sequence_mean`: mean over responses of their token means (GRPO). `fixed_length`: mean over
-    responses of their token sums, divided by the most tokens of a response or conversation (Dr.
+    responses of their token sums, divided by the length limit of a response or conversation (Dr.
     GRPO)."""
 
     dual_clip: AboveOne | None = None
@@ -288,8 +288,8 @@ class PolicyPPOConfig(RolloutConfig):
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     record_kept_tokens: Natural = 0
-    """Most tokens per position that are recorded after top-k and top-p. `0` records none
-    (docs/corrections.md#recorded-top-k-and-top-p-sets)."""
+    """Maximum number of tokens to record per position, of those that top-k and top-p keep. `0`
+    records none (docs/corrections.md#recorded-top-k-and-top-p-sets)."""
 
     @property
     def ratio_eps_range(self) -> tuple[float, float]:
@@ -299,7 +299,7 @@ class PolicyPPOConfig(RolloutConfig):
         return self.ratio_eps, self.ratio_eps
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Also report arguments without a loss, and recording that has no effect."""
+        """Yield also an error for arguments without a loss, and for recording without effect."""
         yield from super().problems(key, run)
         if self.loss_kwargs and self.loss is None:
             yield (

@@ -1,4 +1,4 @@
-"""A tokenizer without training data: one token per byte, deterministic."""
+"""Tokenizer with one token per byte, which needs no training."""
 
 import itertools
 
@@ -17,10 +17,10 @@ _CHAT_TEMPLATE = (
 
 
 def byte_level_tokenizer() -> HuggingFaceTokenizer:
-    """Build a tokenizer whose token ids are byte values, with ChatML as chat template.
+    """Build a tokenizer whose token ids are byte values, with a chat template in ChatML's format.
 
     The special tokens are ``<|endoftext|>`` 256, ``<|im_start|>`` 257 and ``<|im_end|>`` 258.
-    ``<|im_end|>`` is both end and padding token. Masks are derived from lengths, not from ids.
+    ``<|im_end|>`` is both end and padding token.
     """
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = RustTokenizer(BPE(vocab=vocab, merges=[]))
@@ -43,7 +43,7 @@ def byte_level_tokenizer() -> HuggingFaceTokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """Return GPT-2's printable character for each byte: the byte itself, or from U+0100 on."""
+    """Return GPT-2's printable character for each byte: the byte's own, or one from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     replacements = itertools.count(256)
     return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]

@@ -9,28 +9,28 @@ from aligner.errors import TokenizerError
 if TYPE_CHECKING:  # readers of data need no PyTorch
     from aligner.distributed.batched_data_dict import BatchedDataDict
 
-# A token's text depends on few earlier tokens: SentencePiece drops the space of a first piece, and
-# a character may consist of up to four byte tokens.
+# Number of earlier tokens on which a token's text can depend: SentencePiece drops the space of the
+# first piece, and a character may consist of up to four byte tokens.
 _CONTEXT = 8
 _INCOMPLETE = "�"
 
 
 def known_ids(ids: Sequence[int], size: int) -> list[int]:
-    """Return the ids below ``size``, without ids of surplus rows of an embedding.
+    """Return the ids below ``size``. Higher ids are rows that pad an embedding and have no text.
 
     Raises `TokenizerError` if an id is negative.
     """
     if min(ids, default=0) < 0:
-        raise TokenizerError(f"token id {min(ids)} is negative. A vocabulary starts at 0")
+        raise TokenizerError(f"token id {min(ids)} is negative. Give token ids from 0 on")
     return [int(token) for token in ids if token < size]
 
 
 def decode_response(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], response_ids: Sequence[int]
 ) -> str:
-    """Decode a response that follows a prompt, without its final end token.
+    """Return the text of a response that follows a prompt, without its final end token.
 
-    Unlike ``tokenizer.decode``, keep the space of a first piece of SentencePiece.
+    Unlike ``tokenizer.decode``, the space at the start of a SentencePiece response is kept.
     """
     response_ids = list(response_ids)
     if response_ids and response_ids[-1] in tokenizer.end_ids:
@@ -40,14 +40,14 @@ def decode_response(
 
 
 def token_rows(data: "BatchedDataDict") -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the tokens of prompt and response of each row of a rollout."""
+    """Yield the token ids of the prompt and of the response for each row of a rollout."""
     names = ("input_ids", "prompt_lengths", "input_lengths")
     for ids, start, end in zip(*(data[name].tolist() for name in names), strict=True):
         yield ids[:start], ids[start:end]
 
 
 def response_texts(tokenizer: Tokenizer, data: "BatchedDataDict") -> list[str]:
-    """Return the responses of a rollout, without the end-of-sequence token.
+    """Return the text of each response in a rollout, without its end token.
 
     Reads ``input_ids`` int64 [B, S], ``prompt_lengths`` and ``input_lengths`` int64 [B].
     """
@@ -55,14 +55,14 @@ def response_texts(tokenizer: Tokenizer, data: "BatchedDataDict") -> list[str]:
 
 
 class IncrementalDecoder:
-    """Incremental decoding of a growing response, one token at a time.
+    """Decoder of a response that grows token by token.
 
-    The joined results of all pushes and of ``flush()`` are the complete text. If several tokens
-    form a character, only the push of the last one returns text.
+    The results of all calls of `push` and of `flush` together are the complete text. If several
+    tokens form a character, only the last `push` returns it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
-        """Start after ``prompt_ids``."""
+        """Begin a response after the tokens ``prompt_ids``."""
         self._tokenizer = tokenizer
         self._window, self._emitted = _context_of(tokenizer, prompt_ids)
 
@@ -73,12 +73,12 @@ class IncrementalDecoder:
         return "" if text.endswith(_INCOMPLETE) else self._emit(text)
 
     def flush(self) -> str:
-        """Return the rest of the text, with U+FFFD for incomplete characters. Call it last."""
+        """Return the remaining text after the last token. Incomplete characters become U+FFFD."""
         return self._emit(self._tokenizer.decode(self._window))
 
     def _emit(self, text: str) -> str:
         new = text[len(self._emitted) :]
-        # Drop all tokens except the context, so that a push costs the same at any length.
+        # Keep only the context, so that the cost of a push does not grow with the response.
         self._window = self._window[-_CONTEXT:]
         self._emitted = self._tokenizer.decode(self._window)
         return new
@@ -93,17 +93,17 @@ def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
 def _context_of(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], limit: int = _CONTEXT
 ) -> tuple[list[int], str]:
-    """Return the last prompt tokens and their text, empty if a character is incomplete."""
+    """Return the last prompt tokens and their text, both empty if a character is incomplete."""
     context = list(prompt_ids[max(0, len(prompt_ids) - limit) :])
     text = tokenizer.decode(context) if context else ""
     return ([], "") if text.endswith(_INCOMPLETE) else (context, text)
 
 
 class StopStrings:
-    """Detection of the token with which a response first contains one of ``strings``.
+    """Detector of stop ``strings`` in a response, called after each of its tokens.
 
-    A token whose text lacks the last character of every stop string cannot complete a stop string.
-    The result is cached per token id, so that most tokens need no decoding.
+    A token can complete a stop string only if its text contains the string's last character. This
+    is cached for each token id, so that most tokens need no decoding.
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
@@ -115,18 +115,15 @@ class StopStrings:
         self._tail = _CONTEXT + 4 * max(len(string) for string in strings)
 
     def completed(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
-        """Return whether the last token of ``response`` completes a stop string.
-
-        The stop string must begin in the response, not in the prompt.
-        """
+        """Return whether the last token completes a stop string that begins in ``response``."""
         if not self._is_candidate(response[-1]):
             return False
         response = response[-self._tail :]
-        # If the tail includes a part of the prompt, the part is skipped by its length.
+        # Decode the end of the response, with the end of the prompt if the response is short.
         context, context_text = _context_of(self._tokenizer, prompt, self._tail - len(response))
         previous = self._tokenizer.decode([*context, *response[:-1]])
         text = self._tokenizer.decode([*context, *response])
-        # The last token may have changed U+FFFD into the character that it completes.
+        # The last token may complete a character, which replaces U+FFFD in the previous text.
         unchanged = common_prefix(previous, text)
         return any(
             text.find(string, max(len(context_text), unchanged - len(string) + 1)) >= 0
@@ -136,7 +133,7 @@ class StopStrings:
     def _is_candidate(self, token: int) -> bool:
         if token not in self._may_complete:
             text = self._tokenizer.decode([token])
-            # For a part of a character, or a space that depends on earlier text, decode to be sure.
+            # Parts of characters and leading spaces depend on earlier text: never exclude these.
             is_unsure = not text.strip() or _INCOMPLETE in text or text[0].isspace()
             is_candidate = is_unsure or not self._last_characters.isdisjoint(text)
             self._may_complete[token] = is_candidate

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files, built by transformers with the splitting rule that the file names."""
+"""Tokenizers of GGUF files: transformers builds them, with the file's rule for splitting text."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from aligner.errors import CheckpointError, raised_as
 from aligner.packages import require_extra
 
 _ARRAYS = ("tokens", "scores", "token_type", "merges")  # long arrays of the tokenizer
-# Keys of tokenizer.ggml. that transformers reads, or that do not affect tokenization.
+# Keys with the prefix tokenizer.ggml. that transformers reads, or that do not affect tokenization.
 _KNOWN = {
     *("model", "pre", *_ARRAYS, "add_bos_token", "add_eos_token", "add_sep_token"),
     *("add_space_prefix", "token_type_count", "bos_token_id", "eos_token_id", "unknown_token_id"),
@@ -46,14 +46,15 @@ _RULES: dict[str, tuple[str | None, ...]] = {
     "tekken": (_TEKKEN,),
     "deepseek-coder": _DEEPSEEK_CODER,
 }
-# Rules under which a word in the vocabulary is a token regardless of the merges.
+# Rules with which a word of the vocabulary is always one token, whatever the merges are.
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"}
 
 
 def gguf_values(path: Path) -> tuple[Any, dict[str, Any]]:
-    """Open a GGUF file (``gguf.GGUFReader``) and return it with its keys, without long arrays.
+    """Open a GGUF file. Returns its ``gguf.GGUFReader``, and its values by key.
 
-    Raises `CheckpointError` for a damaged file, `MissingPackageError` without the package gguf.
+    Long arrays of the tokenizer have the value None. Raises `CheckpointError` for a damaged file,
+    `MissingPackageError` if the package gguf is not installed.
     """
     require_extra("gguf", str(path))
     from gguf import GGUFReader
@@ -69,9 +70,9 @@ def gguf_values(path: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Return the tokenizer files of a GGUF model.
+    """Return name → content of the Hugging Face tokenizer files for a GGUF file.
 
-    Raises `CheckpointError` if the file has no tokenizer, or an unknown splitting rule.
+    Raises `CheckpointError` if the file has no tokenizer, or an unknown rule for splitting text.
     """
     from transformers import AutoTokenizer
 
@@ -97,11 +98,11 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
     if keys["model"] == "gpt2":
         files["tokenizer.json"] = _with_rule(files["tokenizer.json"], keys.get("pre") or "gpt-2")
     settings = json.loads(files["tokenizer_config.json"])
-    # Remove traces of loading.
+    # Remove settings that transformers adds when it loads a file.
     for key in ("is_local", "local_files_only", "backend"):
         settings.pop(key, None)
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    # Several named chat templates become a list.
+    # Convert several named chat templates to a list.
     named = {
         key.removeprefix("tokenizer.chat_template."): text
         for key, text in values.items()
@@ -119,14 +120,13 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def _check(path: Path, keys: dict[str, Any]) -> None:
-    """Raise `CheckpointError` for unsupported keys that affect tokenization."""
     model, pre = keys.get("model"), keys.get("pre")
     problem = ""
     if model not in ("gpt2", "llama"):
         problem = f"model={model!r} is not supported. Supported: gpt2 and llama"
     elif "tokens" not in keys or (model == "gpt2" and "merges" not in keys):
         problem = (
-            f"{'merges' if 'tokens' in keys else 'tokens'} is missing. Convert the model again"
+            f"{'merges' if 'tokens' in keys else 'tokens'} is missing. Create the GGUF file again"
         )
     elif model == "gpt2" and pre is not None and pre not in _RULES:
         problem = f"pre={pre!r} is an unknown splitting rule. Known: {', '.join(_RULES)}"
@@ -141,13 +141,12 @@ def _check(path: Path, keys: dict[str, Any]) -> None:
         problem = f"{unknown[0]} is not supported"
     if problem:
         raise CheckpointError(
-            f"{str(path)!r}: tokenizer.ggml.{problem}. Otherwise convert from the model's Hugging "
-            "Face directory"
+            f"{str(path)!r}: tokenizer.ggml.{problem}. Or give the model's Hugging Face directory "
+            "instead of the GGUF file"
         )
 
 
 def _with_rule(tokenizer: bytes, name: str) -> bytes:
-    """Return the ``tokenizer.json`` with the splitting rule ``name``."""
     backend = RustTokenizer.from_buffer(tokenizer)
     splits = [
         pre_tokenizers.Digits(individual_digits=True)
@@ -156,7 +155,7 @@ def _with_rule(tokenizer: bytes, name: str) -> bytes:
         for expression in _RULES[name]
         if expression is not None
     ]
-    # The byte-level step is the last.
+    # Bytes are mapped to characters after the text is split.
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=None in _RULES[name])
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, last]) if splits else last
     if name in ("qwen2", "deepseek-r1-qwen"):

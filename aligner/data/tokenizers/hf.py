@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers, based on the ``tokenizers`` package without transformers."""
+"""Hugging Face tokenizers. Only chat templates need transformers."""
 
 import copy
 import json
@@ -41,14 +41,15 @@ class HuggingFaceTokenizer:
         generation_config: Mapping[str, Any] | None = None,
         origin: str = "tokenizer.json",
     ) -> None:
-        """Wrap ``backend``, a tokenizer of the ``tokenizers`` package.
+        """Create a tokenizer from ``backend``. Raises `TokenizerError` if it has no EOS token.
 
         Args:
-            backend: the tokenizer. Its truncation and padding are turned off.
-            config: ``eos_token`` (required), ``bos_token``, ``pad_token`` as text, and
+            backend: tokenizer of the package ``tokenizers``. Its truncation and padding are turned
+                off.
+            config: ``eos_token`` (required), ``bos_token`` and ``pad_token`` as text, and
                 ``chat_template`` as Jinja text or a list of named templates.
-            generation_config: ``eos_token_id`` contains additional tokens that end a response.
-            origin: source of the tokenizer, for errors.
+            generation_config: its ``eos_token_id`` lists more tokens that end a response.
+            origin: name of the tokenizer's source, for errors.
         """
         self._backend = backend
         self._backend.no_truncation()
@@ -63,8 +64,8 @@ class HuggingFaceTokenizer:
         eos_id, self.bos_id, pad_id = map(self._special_id, ("eos_token", "bos_token", "pad_token"))
         if eos_id is None:
             raise TokenizerError(
-                f"{origin} names no end-of-sequence token. Add eos_token to the "
-                "tokenizer_config.json in the same directory"
+                f"{origin} names no end-of-sequence token. Set eos_token in the "
+                "tokenizer_config.json of the same directory"
             )
         self.eos_id = eos_id
         self.pad_id = eos_id if pad_id is None else pad_id
@@ -73,7 +74,10 @@ class HuggingFaceTokenizer:
     def from_files(
         cls, files: Mapping[str, bytes], *, origin: str = "the tokenizer files"
     ) -> "HuggingFaceTokenizer":
-        """Build from ``tokenizer.json`` and its companion files."""
+        """Build a tokenizer from ``files``, name → content of ``tokenizer.json`` and other files.
+
+        Raises `TokenizerError` if a file is damaged.
+        """
         config = _read_config(files, origin)
         with raised_as(TokenizerError, f"{origin} is not a readable tokenizer"):
             backend = RustTokenizer.from_buffer(files["tokenizer.json"].removeprefix(BOM_UTF8))
@@ -84,7 +88,7 @@ class HuggingFaceTokenizer:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response, see `Tokenizer`."""
+        """Tokens that end a response, see `Tokenizer.end_ids`."""
         if self._ends is None:
             configured = generation_ends(self._generation_file(), self._origin)
             self._ends = tuple(dict.fromkeys((self.eos_id, *configured, self.turn_end_id)))
@@ -107,18 +111,18 @@ class HuggingFaceTokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of added tokens that structure a text and are not part of it."""
+        """Ids of the added tokens that are marked as special."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
     def added_tokens(self) -> dict[int, str]:
-        """Text of every added token, special or not. `encode` recognises these in any text."""
+        """Id → text of every added token, special or not. `encode` recognises them in any text."""
         added = self._backend.get_added_tokens_decoder()
         return {token_id: token.content for token_id, token in added.items()}
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``, without additions of the post-processor."""
+        """Return the token ids of ``text``. No BOS or EOS token is added."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -128,7 +132,10 @@ class HuggingFaceTokenizer:
         return text
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "HuggingFaceTokenizer":
-        """Return a tokenizer for which ``tokens`` also end a response, in its ``files()`` too."""
+        """Return a copy for which ``tokens`` (text or ids) also end a response, as in its `files`.
+
+        Raises `TokenizerError` if a text or id is not a token.
+        """
         ids = []
         for token in tokens:
             token_id = token if isinstance(token, int) else self._backend.token_to_id(token)
@@ -138,7 +145,7 @@ class HuggingFaceTokenizer:
                     "end_strings for longer text"
                 )
             ids.append(token_id)
-        # The end tokens are stored like transformers' ``eos_token_id``.
+        # Store the end tokens as ``eos_token_id`` of the generation configuration.
         ends = tuple(dict.fromkeys((*self.end_ids, *ids)))
         if ends == self.end_ids:
             return self
@@ -147,9 +154,9 @@ class HuggingFaceTokenizer:
         return result
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "HuggingFaceTokenizer":
-        """Return a tokenizer whose chat template has these variables.
+        """Return a copy that passes ``values`` (name → value) as variables to its chat template.
 
-        Raises `DataError` if no template reads a variable, or its name is reserved.
+        Raises `DataError` if the template does not read a variable, or its name is reserved.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -157,9 +164,10 @@ class HuggingFaceTokenizer:
         reserved = ((reserved - {"documents"}) | {"messages", "conversations"}) & values.keys()
         if reserved:
             raise DataError(
-                f"chat_template_kwargs: {', '.join(reserved)}: reserved, not a template variable"
+                f"chat_template_kwargs: {', '.join(reserved)}: reserved for arguments of "
+                "transformers. Remove it"
             )
-        # A variable without effect is refused.
+        # Refuse a variable without effect.
         text = str(self._config.get("chat_template"))
         unused = [name for name in values if not re.search(rf"\b{re.escape(name)}\b", text)]
         if unused:
@@ -178,15 +186,19 @@ class HuggingFaceTokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render ``messages`` and, by default, the generation prompt of the assistant's answer."""
+        """Render ``messages`` to text, see `Tokenizer.apply_chat_template`.
+
+        Raises `DataError` if the template refuses the messages, and `TokenizerError` if the
+        tokenizer has no template.
+        """
         if not self._config.get("chat_template"):
             raise TokenizerError(
                 f"{self._origin} has no chat template, so chat messages cannot become a prompt. "
-                "Use a tokenizer with a chat_template or plain-text prompts"
+                "Use a tokenizer with a chat_template, or plain-text prompts"
             )
         if self._renderer is None:
             self._renderer = self._make_renderer()
-        # Errors of Jinja and errors that templates raise.
+        # Jinja and the template itself can raise errors.
         with raised_as(DataError, "the chat template refuses the messages"):
             text = self._renderer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -199,7 +211,7 @@ class HuggingFaceTokenizer:
         return str(text)
 
     def files(self) -> dict[str, bytes]:
-        """Return name → content of the files. ``tokenizer_config.json`` has the chat template."""
+        """Return name → content of the files, from which `from_files` builds an equal tokenizer."""
         return {
             "tokenizer.json": self._backend.to_str().encode(),
             "tokenizer_config.json": json.dumps(self._config, indent=2).encode(),
@@ -220,7 +232,10 @@ class HuggingFaceTokenizer:
             return None
         token_id: int | None = self._backend.token_to_id(text)
         if token_id is None:
-            raise TokenizerError(f"{self._origin}: {name}={text!r} is not in the vocabulary")
+            raise TokenizerError(
+                f"{self._origin}: {name}={text!r} is not in the vocabulary. Correct "
+                "tokenizer_config.json"
+            )
         return token_id
 
     def _make_renderer(self) -> "PreTrainedTokenizerFast":
@@ -237,7 +252,7 @@ class HuggingFaceTokenizer:
         extra = self._config.get("extra_special_tokens")
         if isinstance(extra, Mapping):
             special["extra_special_tokens"] = dict(extra)
-        # A list of named templates becomes a mapping.
+        # Convert a list of named templates to a mapping.
         template = self._config["chat_template"]
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
@@ -247,22 +262,22 @@ class HuggingFaceTokenizer:
 
 
 def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
-    """Return ``tokenizer_config.json`` with special tokens as text and with the chat template."""
-    # Merge both files, and replace serialized tokens by their text.
-    merged: dict[str, Any] = {}
+    """Return ``tokenizer_config.json`` with special tokens as text, and with the chat template."""
+    # Merge both files, and replace special tokens that are mappings by their text.
+    settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        merged |= config_of(files, name, origin)
+        settings |= config_of(files, name, origin)
     for name in _SPECIAL_NAMES:
-        token = merged.get(name)
+        token = settings.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str | None) or (text is None and token is not None):
-            raise TokenizerError(f"{origin}: {name}={token!r} is not a text")
+            raise TokenizerError(f"{origin}: {name}={token!r} is not a text. Correct the file")
         if token is not None:
-            merged[name] = text
-    # Of several named templates, transformers selects one for each chat.
+            settings[name] = text
+    # Read the chat template. Of several named ones, transformers selects one for each chat.
     if "chat_template.jinja" in files:
-        merged["chat_template"] = files["chat_template.jinja"].decode("utf-8-sig")
-    template = merged.get("chat_template")
+        settings["chat_template"] = files["chat_template.jinja"].decode("utf-8-sig")
+    template = settings.get("chat_template")
     if isinstance(template, list) and all(
         isinstance(entry, Mapping)
         and all(isinstance(entry.get(key), str) for key in ("name", "template"))
@@ -270,16 +285,17 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
     ):
         names = {entry["name"] for entry in template}
         if len(names) == 1 and "default" not in names:
-            merged["chat_template"] = template[-1]["template"]
+            settings["chat_template"] = template[-1]["template"]
     elif not isinstance(template, str | None):
         raise TokenizerError(
-            f"{origin}: chat_template is neither a text nor a list of named templates"
+            f"{origin}: chat_template is neither a text nor a list of named templates. Correct "
+            "tokenizer_config.json"
         )
-    return merged
+    return settings
 
 
 def _add_missing_tokens(backend: RustTokenizer, config: Mapping[str, Any]) -> None:
-    """Add tokens that ``tokenizer_config.json`` declares and ``tokenizer.json`` lacks."""
+    """Add tokens to ``backend`` that ``tokenizer_config.json`` has and ``tokenizer.json`` lacks."""
     declared = config.get("added_tokens_decoder") or {}
     text = "added_tokens_decoder of tokenizer_config.json is not a mapping of ids to tokens"
     with raised_as(TokenizerError, text, AttributeError, KeyError, TypeError, ValueError):
@@ -287,12 +303,12 @@ def _add_missing_tokens(backend: RustTokenizer, config: Mapping[str, Any]) -> No
             (int(token_id), str(token["content"]), bool(token.get("special")))
             for token_id, token in declared.items()
         )
-    # Added tokens must receive their declared ids.
+    # Check that each token gets the id that the file gives.
     for token_id, content, special in tokens:
         if backend.token_to_id(content) is None:
             backend.add_tokens([AddedToken(content, special=special)])
             if backend.token_to_id(content) != token_id:
                 raise TokenizerError(
                     f"added token {content!r} must have id {token_id}, which does not follow the "
-                    "ids of tokenizer.json"
+                    "ids of tokenizer.json. Give a tokenizer.json that contains the token"
                 )

@@ -1,6 +1,6 @@
-"""Loading of tokenizers from files of any supported kind.
+"""Load tokenizers from files in all supported formats.
 
-Only chat templates, GGUF files and directories without ``tokenizer.json`` import transformers.
+transformers is imported only for chat templates, GGUF files and files that it must convert.
 """
 
 import json
@@ -25,17 +25,17 @@ from aligner.errors import (
 )
 from aligner.importing import check_call, load_function, user_errors
 
-# Text that a tokenizer and the tokenizer of its files must encode equally.
+# Text that a tokenizer and its conversion must encode equally.
 _PROBE = "What is 12 + 34?\n  Sixteen, or é.\t😀  漢字 ½ 's\r\n\n I'LL "
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a directory or a file.
 
-    ``path``: a Hugging Face directory, a ``tokenizer.json`` (companion files are read, too), a
-    SentencePiece ``.model``, a directory with ``vocab.json`` and ``merges.txt`` (GPT-2), or a
-    ``.gguf`` file. Raises `CheckpointNotFoundError` if ``path`` does not exist, and
-    `TokenizerError` if ``path`` contains no tokenizer, or the tokenizer is damaged.
+    ``path``: a Hugging Face directory, a ``tokenizer.json`` (other tokenizer files in its directory
+    are read too), a SentencePiece ``.model``, a directory with ``vocab.json`` and ``merges.txt``
+    (GPT-2), or a ``.gguf`` file. Raises `CheckpointNotFoundError` if ``path`` does not exist, and
+    `TokenizerError` if it contains no tokenizer, or a damaged one.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -43,14 +43,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"tokenizer {path} does not exist. Give a Hugging Face directory, a tokenizer.json "
             "or a SentencePiece .model"
         )
-    # Formats of one file.
+    # Read formats that consist of one file.
     if path.suffix == ".gguf":
         from aligner.data.tokenizers.gguf import gguf_tokenizer_files
 
         return tokenizer_from_files(gguf_tokenizer_files(path), origin=str(path))
     if path.suffix == ".model":
         return tokenizer_from_files({path.name: path.read_bytes()}, origin=str(path))
-    # A Hugging Face directory, or a file that lies in one.
+    # Read a Hugging Face directory, or the directory of the file.
     directory = path if path.is_dir() else path.parent
     files = read_files(directory)
     if path.is_file():
@@ -69,12 +69,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def named_tokenizer(name: str, *, key: str) -> Tokenizer:
-    """Load the tokenizer at a path (`load_tokenizer`), or build it with a user's function.
+    """Load the tokenizer that a configuration key names: a path, or a user's function.
 
-    ``name``, the value of the configuration key ``key``: a path, or ``package.module:function`` or
+    ``name``, the value of ``key``: a path for `load_tokenizer`, ``package.module:function`` or
     ``path/to/file.py:function``. The function has no arguments and returns a tokenizer of
-    transformers or a `Tokenizer`. Raises `ConfigError` if the function cannot be imported or
-    called, raises, or returns a tokenizer that its ``files`` do not rebuild.
+    transformers or a `Tokenizer`. Raises `ConfigError` if the function cannot be imported, raises
+    an error, or returns no tokenizer, or one from whose `files` another tokenizer is built.
     """
     if ":" not in name or Path(name).expanduser().exists():
         return load_tokenizer(name)
@@ -88,13 +88,13 @@ def named_tokenizer(name: str, *, key: str) -> Tokenizer:
             f"{key}={name}: returned a {type(tokenizer).__name__}. Return a tokenizer of "
             "transformers, or of aligner.data.tokenizers.tokenizer"
         )
-    # A trained model contains only the files, which must encode text equally.
+    # A trained model contains only the tokenizer's files, which must give an equal tokenizer.
     with raised_as(ConfigError, f"{key}={name}: its files make no tokenizer", TokenizerError):
         rebuilt = tokenizer_from_files(tokenizer.files(), origin=f"{key}={name}")
     if rebuilt.encode(_PROBE) != tokenizer.encode(_PROBE) or rebuilt.end_ids != tokenizer.end_ids:
         raise ConfigError(
             f"{key}={name}: the tokenizer of its files() encodes text or ends responses "
-            "differently, and a trained model contains only the files. Return a tokenizer of "
+            "differently, but a trained model contains only these files. Return a tokenizer of "
             "transformers"
         )
     return rebuilt  # picklable, unlike a user's object
@@ -103,13 +103,14 @@ def named_tokenizer(name: str, *, key: str) -> Tokenizer:
 def tokenizer_from_files(
     files: Mapping[str, bytes], *, origin: str = "the tokenizer files"
 ) -> Tokenizer:
-    """Build a tokenizer from file contents, as packed in an archive.
+    """Build a tokenizer from the contents of its files.
 
-    ``files``: ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``, or one SentencePiece
-    ``*.model``, and optional files. With a ``tokenizer_config.json``, transformers converts a
-    ``*.model`` to a Hugging Face tokenizer. ``origin``: source of the files, for errors.
+    ``files``: name → content of ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``, or one
+    SentencePiece ``*.model``, and of optional files. With a ``tokenizer_config.json``, transformers
+    converts a ``*.model`` to a Hugging Face tokenizer. ``origin``: name of the source, for errors.
+    Raises `TokenizerError` if the files contain no tokenizer, or a damaged one.
     """
-    # Imported here, because each requires a package that the other does not.
+    # Each of these modules requires a package that may not be installed.
     from aligner.data.tokenizers.hf import HuggingFaceTokenizer
     from aligner.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
@@ -122,7 +123,7 @@ def tokenizer_from_files(
             for name, content in files.items():
                 (Path(folder) / Path(name).name).write_bytes(content)
             config = config_of(files, "tokenizer_config.json", origin)
-            if not config.get("tokenizer_class"):  # the model's ``config.json`` has named it
+            if not config.get("tokenizer_class"):  # it was in the model's ``config.json``
                 config["tokenizer_class"] = "GPT2Tokenizer" if is_pair else "LlamaTokenizer"
                 (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
             return _convert_with_transformers(Path(folder), origin=origin)
@@ -137,10 +138,10 @@ def tokenizer_from_files(
 
 
 def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> Tokenizer:
-    """Replace the tokenizer's chat template by a Jinja file.
+    """Return the tokenizer with the Jinja file ``path`` as its chat template.
 
-    Raises `ConfigError` about ``key`` if the file cannot be read, the tokenizer cannot have a
-    template, or the template omits the messages of user or assistant.
+    ``key``: configuration key of the path, for errors. Raises `ConfigError` if the file cannot be
+    read, the tokenizer cannot have a template, or the template omits messages of user or assistant.
     """
     setting = f"{key}={path}"
     text = f"{setting}: cannot be read as text"
@@ -167,14 +168,17 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
     omitted = [role for role, content in messages.items() if content not in chat]
     if omitted:
         raise ConfigError(
-            f"{setting}: the template omits the message of the {omitted[0]}, it renders "
+            f"{setting}: the template omits the message of the {omitted[0]}. It renders "
             f"{chat[:60]!r}. Correct the template"
         )
     return result
 
 
 def with_template_kwargs(tokenizer: Tokenizer, values: Mapping[str, Any]) -> Tokenizer:
-    """Apply ``data.chat_template_kwargs``. Raise `ConfigError` for an unused or reserved key."""
+    """Return the tokenizer with the template variables of ``data.chat_template_kwargs``.
+
+    Raises `ConfigError` if the template does not read a variable, or its name is reserved.
+    """
     try:
         return tokenizer.with_template_kwargs(values)
     except DataError as error:
@@ -182,7 +186,7 @@ def with_template_kwargs(tokenizer: Tokenizer, values: Mapping[str, Any]) -> Tok
 
 
 def as_tokenizer(tokenizer: Any) -> Any:
-    """Convert a tokenizer of transformers to a `Tokenizer`. Return other objects unchanged."""
+    """Return a tokenizer of transformers as a `Tokenizer`, and any other object unchanged."""
     if not hasattr(tokenizer, "save_pretrained"):
         return tokenizer
     origin = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
@@ -196,9 +200,10 @@ _CONFIG_FILES = (
 
 
 def read_files(directory: Path, names: Iterable[str] | None = None) -> dict[str, bytes]:
-    """Return name → content of a directory's tokenizer files. ``names``: default all known names.
+    """Return name → content of the tokenizer files in a directory.
 
-    Templates in ``additional_chat_templates/`` are added to ``tokenizer_config.json``.
+    ``names``: names of the files, by default all known ones. Templates in
+    ``additional_chat_templates/`` are added to ``tokenizer_config.json``.
     """
     if names is None:
         models = sorted(path.name for path in directory.glob("*.model"))
@@ -223,7 +228,7 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 def is_slow(directory: Path) -> bool:
-    """Return whether a directory has a vocabulary without ``tokenizer.json``."""
+    """Return whether a directory has a tokenizer that transformers must convert first."""
     names = {path.name for path in directory.iterdir()}
     has_vocabulary = "vocab.json" in names or any(name.endswith(".model") for name in names)
     has_class = "tokenizer_config.json" in names or ("config.json" in names and has_vocabulary)
@@ -231,7 +236,6 @@ def is_slow(directory: Path) -> bool:
 
 
 def _convert_with_transformers(directory: Path, origin: str | None = None) -> Tokenizer:
-    """Convert a slow tokenizer to a ``tokenizer.json`` with transformers."""
     from transformers import AutoTokenizer
 
     from aligner.data.tokenizers.hf import HuggingFaceTokenizer
@@ -246,8 +250,8 @@ def _convert_with_transformers(directory: Path, origin: str | None = None) -> To
             files[GENERATION_CONFIG] = (directory / GENERATION_CONFIG).read_bytes()
         expected = converted.encode(_PROBE, add_special_tokens=False)
         if "tokenizer.json" not in files:
-            raise TypeError(f"{type(converted).__name__} makes no tokenizer.json")
-    # The conversion must encode text like the slow tokenizer.
+            raise TypeError(f"{type(converted).__name__} cannot be saved as tokenizer.json")
+    # The conversion must encode text as the tokenizer of transformers does.
     tokenizer = HuggingFaceTokenizer.from_files(files, origin=origin)
     if tokenizer.encode(_PROBE) != expected:
         raise TokenizerError(

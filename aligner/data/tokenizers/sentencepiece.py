@@ -16,7 +16,10 @@ class SentencePieceTokenizer:
     def __init__(
         self, model: bytes, *, extra_ends: Sequence[int] = (), origin: str = "tokenizer.model"
     ) -> None:
-        """Load the file's content. ``extra_ends``: ids that end a response in addition to EOS."""
+        """Load ``model``, the file's content. Raises `TokenizerError` if it is damaged.
+
+        ``extra_ends``: ids that end a response in addition to EOS. ``origin``: name, for errors.
+        """
         self._model, self._extra_ends, self._origin = model, tuple(extra_ends), origin
         self._processor = SentencePieceProcessor()
         with raised_as(TokenizerError, f"{origin} is not a SentencePiece model"):
@@ -26,7 +29,8 @@ class SentencePieceTokenizer:
         self.eos_id = self.turn_end_id = int(self._processor.eos_id())
         if self.eos_id < 0:
             raise TokenizerError(
-                f"{origin} has no end-of-sequence piece. Train it with eos_id >= 0"
+                f"{origin} has no end-of-sequence piece. Train the SentencePiece model with "
+                "eos_id >= 0"
             )
         bos_id, pad_id = int(self._processor.bos_id()), int(self._processor.pad_id())
         self.bos_id = None if bos_id < 0 else bos_id
@@ -35,7 +39,7 @@ class SentencePieceTokenizer:
 
     @property
     def added_tokens(self) -> dict[int, str]:
-        """Text of every user-defined piece. `encode` recognises these in any text."""
+        """Id → text of every user-defined piece. `encode` recognises them in any text."""
         from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
         pieces = ModelProto.FromString(self._model).pieces
@@ -52,12 +56,15 @@ class SentencePieceTokenizer:
         return text
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "SentencePieceTokenizer":
-        """Return a tokenizer for which these pieces also end a response."""
+        """Return a copy for which these pieces (text or ids) also end a response.
+
+        Raises `TokenizerError` if a text or id is not a piece.
+        """
         ids = [
             token if isinstance(token, int) else int(self._processor.piece_to_id(token))
             for token in tokens
         ]
-        # Unknown texts have the id of the unknown piece.
+        # An unknown text gets the id of the unknown piece.
         for token, piece_id in zip(tokens, ids, strict=True):
             is_piece = 0 <= piece_id < self.vocab_size
             if not (is_piece and token in (piece_id, self._processor.id_to_piece(piece_id))):
@@ -70,9 +77,11 @@ class SentencePieceTokenizer:
         )
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "SentencePieceTokenizer":
-        """Return this tokenizer, or raise `DataError` for any value, which no template reads."""
+        """Return this tokenizer, which has no template. Raises `DataError` if there are values."""
         if values:
-            raise DataError(f"chat_template_kwargs: {self._origin} has no template. Remove it")
+            raise DataError(
+                f"chat_template_kwargs: {self._origin} has no chat template. Remove the key"
+            )
         return self
 
     def apply_chat_template(
@@ -90,7 +99,7 @@ class SentencePieceTokenizer:
         )
 
     def files(self) -> dict[str, bytes]:
-        """Return ``tokenizer.model``, and ``generation_config.json`` with additional end tokens."""
+        """Return name → content of ``tokenizer.model`` and, with more end tokens, their file."""
         ends = generation_file(self.end_ids) if self._extra_ends else {}
         return {"tokenizer.model": self._model, **ends}
 

@@ -1,4 +1,4 @@
-"""The interface of all tokenizers. `aligner.data.tokenizers.loading` loads the suitable class."""
+"""Interface of all tokenizers, and names and contents of their files."""
 
 import json
 import os
@@ -21,7 +21,7 @@ _SENTENCEPIECE = re.compile(r"\w[\w -]*(\.[\w -]+)*\.model")
 
 
 def is_tokenizer_file(name: object) -> bool:
-    """Return whether ``name`` is the name of a tokenizer file, which an untrusted file may give."""
+    """Return whether ``name`` is a file name of a tokenizer, and not a path to another file."""
     return isinstance(name, str) and (
         name in TOKENIZER_FILES or _SENTENCEPIECE.fullmatch(name) is not None
     )
@@ -29,16 +29,16 @@ def is_tokenizer_file(name: object) -> bool:
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Conversion between text and token ids. Picklable, so that it can be sent to workers."""
+    """Converter between text and token ids. It can be pickled and sent to workers."""
 
-    vocab_size: int  # largest token id plus one: rows of an embedding before padding
+    vocab_size: int  # largest token id plus one
     eos_id: int  # token that ends a response
     bos_id: int | None  # token that begins a text, if any
     pad_id: int  # padding token, by default the end-of-sequence token
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Every token that ends a response, ``eos_id`` first.
+        """Tokens that end a response, without duplicates. The first is ``eos_id``.
 
         The others are from ``generation_config.json``, `turn_end_id` and `with_end_tokens`.
         """
@@ -48,13 +48,16 @@ class Tokenizer(Protocol):
         """Token that ends an assistant's message in the chat template. Default: ``eos_id``."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text`` without additions. Spelt special tokens are found."""
+        """Return the token ids of ``text``. No BOS or EOS token is added.
+
+        The text of a special token in ``text`` becomes this token.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``, with special tokens and incomplete UTF-8 as U+FFFD.
+        """Return the text of ``ids``, with the text of special tokens.
 
-        Ids from ``vocab_size`` on have no text. An embedding may be wider than its tokenizer. For a
-        response use `decode_response`, which accounts for the prompt.
+        Incomplete UTF-8 becomes U+FFFD. Ids from ``vocab_size`` on have no text, because they are
+        rows that pad an embedding. For a response after a prompt, use `decode_response`.
         """
 
     def apply_chat_template(
@@ -64,26 +67,23 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render a chat, by default with the generation prompt of the assistant's next message.
-
-        ``tools``: JSON schemas of functions that the assistant may call.
-        """
+        """Return a chat as text. ``tools``: JSON schemas of functions for the assistant."""
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "Tokenizer":
-        """Return a tokenizer with these template variables, which ``files`` do not contain."""
+        """Return a copy that passes ``values`` to its chat template. They are not in `files`."""
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "Tokenizer":
-        """Return a tokenizer for which these tokens (text or ids) also end a response.
+        """Return a copy for which these tokens (text or ids) also end a response.
 
         Raises `TokenizerError` if a text or id is not a token.
         """
 
     def files(self) -> dict[str, bytes]:
-        """Return name → content of the files for ``tokenizer_from_files``."""
+        """Return name → content of the files from which an equal tokenizer can be built."""
 
 
 def differing_token(first: Tokenizer, second: Tokenizer) -> str | None:
-    """Describe the first token that differs between two tokenizers, or return None."""
+    """Return a text about the first difference between two vocabularies, or None if equal."""
     if first.files() == second.files():
         return None
     if first.vocab_size != second.vocab_size:
@@ -96,7 +96,7 @@ def differing_token(first: Tokenizer, second: Tokenizer) -> str | None:
 
 
 def encode_after(tokenizer: Tokenizer, ids: Sequence[int], text: str, added: str) -> list[int]:
-    """Return the ids of ``added`` after ``text``, whose ``ids`` are unchanged."""
+    """Return the ids of ``added`` where it follows ``text``, which has the token ``ids``."""
     all_ids = tokenizer.encode(text + added)
     if all_ids[: len(ids)] == list(ids):
         return all_ids[len(ids) :]
@@ -104,10 +104,7 @@ def encode_after(tokenizer: Tokenizer, ids: Sequence[int], text: str, added: str
 
 
 def encode_fragment(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text in the middle of a longer text.
-
-    The text is encoded after a short prefix, because some tokenizers add a space at the start.
-    """
+    """Return the ids of ``text`` in a longer text, where no tokenizer adds a space at its start."""
     for prefix in ("\n", ".", "x", "0"):
         prefix_ids = tokenizer.encode(prefix)
         all_ids = tokenizer.encode(prefix + text)
@@ -117,29 +114,29 @@ def encode_fragment(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def with_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Return ``ids`` with a BOS token before, if the tokenizer has one and ``ids`` lack it."""
+    """Prepend the BOS token to ``ids``, unless it is there or the tokenizer has none."""
     bos = tokenizer.bos_id
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
 def config_of(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
-    """Return the JSON object in the file ``name`` of a tokenizer, empty if the file is missing."""
+    """Return the JSON object in ``files[name]``, empty if there is no such file."""
     return json_object(files.get(name, b"{}"), TokenizerError, f"{origin}: {name} is not JSON")
 
 
 def named_templates(named: Mapping[str, str], default: Any) -> list[dict[str, str]]:
-    """Return ``chat_template`` of a ``tokenizer_config.json`` with several templates by name."""
+    """Return ``chat_template`` for several templates. ``default``: the template called default."""
     templates = {"default": default, **named} if isinstance(default, str) and default else named
     return [{"name": name, "template": text} for name, text in templates.items()]
 
 
 def generation_file(ends: Iterable[int]) -> dict[str, bytes]:
-    """Return ``generation_config.json`` with tokens that end a response, by its name."""
+    """Return name → content of a ``generation_config.json`` with the end tokens ``ends``."""
     return {GENERATION_CONFIG: json.dumps({"eos_token_id": list(ends)}).encode()}
 
 
 def generation_ends(files: Mapping[str, bytes], origin: str) -> tuple[int, ...]:
-    """Return ``eos_token_id`` of ``generation_config.json`` (an id or a list), empty by default.
+    """Return the end tokens in ``generation_config.json``, empty if there are none.
 
     Raises `TokenizerError` if the file is not JSON, or contains an invalid token id.
     """
@@ -153,12 +150,13 @@ def generation_ends(files: Mapping[str, bytes], origin: str) -> tuple[int, ...]:
     return tuple(ends)
 
 
-# Time for chat templates, fixed at the start of a run, so that a resumed run repeats it.
+# Environment variable with the current time for chat templates, fixed at the start of a run. A
+# resumed run uses the same time.
 TEMPLATE_TIME = "ALIGNER_TEMPLATE_TIME"
 
 
 class RunClock(datetime):
-    """A clock with the run's fixed time, or with the current time if none is fixed."""
+    """Clock for chat templates, with a fixed time if `TEMPLATE_TIME` is set."""
 
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> Self:
@@ -169,7 +167,7 @@ class RunClock(datetime):
 
 @contextmanager
 def fixed_time(moment: str) -> Iterator[None]:
-    """Fix the time of templates in the block to ``moment``, a local time in ISO format."""
+    """Fix the time of chat templates in the block to ``moment``, local time in ISO format."""
     os.environ[TEMPLATE_TIME] = moment
     try:
         yield

@@ -1,7 +1,7 @@
 """NeMo-RL's functions on logits and hidden states that are sharded over tensor-parallel ranks.
 
-As published, next-token log-probs are ``[B, S-1]``, and position t describes token t + 1. The table
-of `aligner.compat.paths` lists the modules that define the names.
+As in NeMo-RL, next-token log-probs are ``[B, S-1]``: position t has the log-prob of token t + 1.
+Each name is imported from the module in which `aligner.compat.paths` lists it.
 """
 
 from typing import Any

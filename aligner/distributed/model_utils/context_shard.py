@@ -1,8 +1,8 @@
-"""Sharding of sequences over context-parallel ranks, and the inverse, also of packed sequences.
+"""Shards sequences over context-parallel ranks, and gathers them again.
 
-Rank r stores chunks r and 2·CP - 1 - r of a sequence (`aligner.parallel.context`). Shape legend:
-``n`` packed sequences, ``T`` packed tokens, ``T_cp = T / CP`` on this rank, contiguous per sequence
-and in chunk order. Padded lengths are multiples of 2·CP.
+A sequence is cut into 2·CP chunks. Rank r stores chunks r and 2·CP - 1 - r
+(`aligner.parallel.context`). Shapes: ``n`` packed sequences have ``T`` tokens, of which each rank
+stores ``T_cp = T / CP``, sequence by sequence. Padded lengths are multiples of 2·CP.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from aligner.parallel.context import holder, local_position
 def _get_tokens_on_this_cp_rank(
     input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1
 ) -> Tensor:
-    """Concatenate this rank's two chunks of dimension ``seq_dim``, any dtype."""
+    """Return this rank's two chunks of dimension ``seq_dim``, concatenated. Any dtype."""
     if cp_size == 1:
         return input_ids
     length = input_ids.shape[seq_dim]
@@ -36,15 +36,16 @@ def _get_tokens_on_this_cp_rank(
 
 
 class AllGatherCPTensor(torch.autograd.Function):
-    """Gather of every rank's chunks in sequence order.
+    """Gathers the chunks of all ranks in sequence order.
 
-    Backward gives each rank the sum of all ranks' gradients at its chunks. A loss that every rank
-    computes counts CP times, which the mean over data x context ranks compensates.
+    Backward returns each rank the sum of all ranks' gradients at its chunks. If every rank computes
+    the loss, gradients are CP times too large. The later mean over data x context ranks corrects
+    this.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cp_group: dist.ProcessGroup, seq_dim: int = 1) -> Tensor:
-        """Gather [..., S / CP, ...] of each rank to [..., S, ...], any dtype."""
+        """Gather each rank's [..., S / CP, ...] to [..., S, ...]. Any dtype."""
         ctx.group, ctx.seq_dim = cp_group, seq_dim
         ranks = dist.get_world_size(cp_group)
         if ranks == 1:
@@ -55,7 +56,7 @@ class AllGatherCPTensor(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        """Reduce-scatter float [..., S, ...] to this rank's chunks [..., S / CP, ...]."""
+        """Sum the gradients [..., S, ...] over ranks. Return this rank's [..., S / CP, ...]."""
         ranks = dist.get_world_size(ctx.group)
         if ranks == 1:
             return grad_outputs[0], None, None
@@ -65,13 +66,12 @@ class AllGatherCPTensor(torch.autograd.Function):
 
 
 def _rank_order(ranks: int) -> list[int]:
-    """Return the index of each chunk of the sequence among the chunks of rank 0, rank 1, …"""
+    """Return for each chunk of a sequence its index in the chunks of rank 0, rank 1, …"""
     first = [2 * rank for rank in range(ranks)]
     return first + [chunk + 1 for chunk in reversed(first)]
 
 
 def _reorder(tensor: Tensor, order: list[int]) -> Tensor:
-    """Cut dimension 0 into ``len(order)`` equal chunks and concatenate the chunks in that order."""
     chunks = tensor.unflatten(0, (len(order), -1)).unbind(0)
     return torch.cat([chunks[index] for index in order])
 
@@ -79,14 +79,14 @@ def _reorder(tensor: Tensor, order: list[int]) -> Tensor:
 def allgather_cp_sharded_tensor(
     tensor: Tensor, cp_group: dist.ProcessGroup, seq_dim: int = 1
 ) -> Tensor:
-    """Gather [..., S / CP, ...] to [..., S, ...], any dtype, by `AllGatherCPTensor`."""
+    """Gather each rank's [..., S / CP, ...] to [..., S, ...]. See `AllGatherCPTensor`."""
     return AllGatherCPTensor.apply(tensor, cp_group, seq_dim)
 
 
 def scatter_context(
     tensor: Tensor, local_length: int, cp_group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Return this rank's [B, S_cp, ...] of [B, S, ...], padded with zeros to ``S_cp * CP``."""
+    """Pad [B, S, ...] with zeros to ``S_cp * CP`` positions. Return this rank's [B, S_cp, ...]."""
     ranks = 1 if cp_group is None else dist.get_world_size(cp_group)
     padding = local_length * ranks - tensor.shape[1]
     if padding < 0:
@@ -102,7 +102,7 @@ def scatter_context(
 
 
 def gather_context(local: Tensor, length: int, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """Gather [B, S_cp, ...] of every rank to [B, length, ...], the inverse of `scatter_context`."""
+    """Gather each rank's [B, S_cp, ...] to [B, length, ...]. The inverse of `scatter_context`."""
     if cp_group is not None and dist.get_world_size(cp_group) > 1:
         local = allgather_cp_sharded_tensor(local, cp_group)
     return local[:, :length]
@@ -111,9 +111,11 @@ def gather_context(local: Tensor, length: int, cp_group: dist.ProcessGroup | Non
 def packed_targets(
     target: Tensor, cu_seqlens_padded: Tensor, cp_group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Return the token that each local position predicts, int64 [T_cp], from int64 [T].
+    """Return the next token of each position on this rank, int64 [T_cp].
 
-    The last position of a sequence predicts the sequence's first token, which `unpack` drops.
+    ``target``: int64 [T], the packed tokens. ``cu_seqlens_padded``: integers [n + 1], start of each
+    sequence and end of the last. The last position of a sequence gets the sequence's first token.
+    `unpack` drops this position.
     """
     rank, ranks = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
     boundaries = cu_seqlens_padded.to(target.device, torch.int64)
@@ -135,10 +137,10 @@ def unpack(
     unpacked_seqlen: int,
     cp_group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Gather each rank's packed float [T_cp] into padded rows [n, unpacked_seqlen - 1].
+    """Gather each rank's packed ``values`` [T_cp] into one row per sequence.
 
-    The last position of each sequence is dropped. Rows are padded with 0, or cut. Gradients are
-    summed over context-parallel ranks.
+    The result is [n, unpacked_seqlen - 1], without the last position of each sequence. Rows are
+    padded with 0 or truncated. Backward sums gradients over context-parallel ranks.
     """
     boundaries = cu_seqlens_padded.to(values.device, torch.int64)
     starts, lengths = boundaries[:-1].unsqueeze(1), boundaries.diff().unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Student and teacher log-probs at the teacher's top tokens."""
+"""Student and teacher log-probs at the teacher's most probable tokens."""
 
 import torch
 import torch.distributed as dist
@@ -26,19 +26,26 @@ def get_distillation_topk_logprobs_from_logits(
     vocab_parallel_group: dist.ProcessGroup | None = None,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute log-probs of student and teacher at the teacher's ``k`` best tokens.
+    """Compute log-probs of student and teacher at the teacher's ``k`` most probable tokens.
 
-    ``student_logits``: float [B, S, V], with ``vocab_parallel_group`` [B, S_cp, V_local] and this
-    process's ``vocab_parallel_rank``, or a DTensor [B, S, V] on a mesh with ``tp`` (and ``cp``).
-    ``teacher_topk_logits``: float [B, S, k]. ``teacher_topk_indices``: int64 [B, S, k], global ids.
-    ``zero_outside_topk``: True normalises the student over the whole vocabulary, False over the k
-    tokens. The teacher is always renormalised over the k tokens.
+    Args:
+        student_logits: float [B, S, V]; a DTensor [B, S, V] on a mesh with ``tp`` (and ``cp``); or
+            this rank's [B, S_cp, V_local], if ``vocab_parallel_group`` is given.
+        teacher_topk_logits: float [B, S, k].
+        teacher_topk_indices: int64 [B, S, k], token ids.
+        zero_outside_topk: True normalises the student over the vocabulary, False over the k
+            tokens. The teacher is always normalised over the k tokens.
+        calculate_entropy: also compute the third result.
+        vocab_parallel_rank: rank in ``vocab_parallel_group``.
+        vocab_parallel_group: ranks that share the vocabulary.
+        context_parallel_group: ranks that share the sequence.
 
-    Returns ``(student [B, S-1, k], teacher [B, S-1, k], H [B, S-1] | None)``, float32. With
-    ``calculate_entropy`` H is the student's ``Σ_v p_v log p_v`` over the whole vocabulary.
+    Returns:
+        Student log-probs [B, S-1, k], teacher log-probs [B, S-1, k], and None or the student's
+        negative entropy ``Σ_v p_v log p_v`` over the vocabulary [B, S-1]. All are float32.
     """
     if teacher_topk_indices.shape[-1] == 0:
-        raise LayoutError("teacher_topk_indices has 0 tokens per position. Distil at least 1")
+        raise LayoutError("teacher_topk_indices has 0 tokens per position. Give at least 1")
     cp_group = context_parallel_group
     if isinstance(student_logits, DTensor):
         mesh = student_logits.device_mesh
@@ -70,7 +77,7 @@ def get_distillation_topk_logprobs_from_logits(
 
 
 def logprobs_of(logits: Tensor, indices: Tensor, shard: VocabShard) -> Tensor:
-    """Compute log-probs [B, S, K] of global ``indices`` from ``logits`` float [B, S, V_local]."""
+    """Compute log-probs [B, S, K] of the token ids ``indices`` from logits [B, S, V_local]."""
     end = shard.start + shard.columns
     return ChunkedDistributedGatherLogprob.apply(
         logits, indices, shard.start, end, _CHUNK_SIZE, shard.group, not torch.is_grad_enabled()
@@ -78,7 +85,7 @@ def logprobs_of(logits: Tensor, indices: Tensor, shard: VocabShard) -> Tensor:
 
 
 def mean_logprob(logits: Tensor, shard: VocabShard) -> Tensor:
-    """Compute ``Σ_v p_v log p_v`` [B, S] of ``logits`` as in `logprobs_of`."""
+    """Compute the negative entropy ``Σ_v p_v log p_v`` [B, S] from logits [B, S, V_local]."""
     return ChunkedDistributedEntropy.apply(
         logits[..., : shard.columns], _CHUNK_SIZE, shard.group, not torch.is_grad_enabled()
     )

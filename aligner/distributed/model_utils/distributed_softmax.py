@@ -1,6 +1,6 @@
 """Softmax and log-softmax of logits whose vocabulary is sharded over tensor-parallel ranks.
 
-Arithmetic is float32 (float64 for float64 logits), in chunks of the sequence.
+The arithmetic is in float32 (float64 for float64 logits), chunk by chunk along the sequence.
 """
 
 from typing import Any
@@ -14,28 +14,29 @@ from aligner.logprobs.output_layer import VocabShard, sequence_chunks
 
 
 def arithmetic_dtype(logits: Tensor) -> torch.dtype:
-    """Return float32, or the dtype of the logits [..., V_local] if it is wider."""
+    """Return float32, or float64 for float64 logits."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _compute_distributed_log_softmax(
     vocab_parallel_logits: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """Compute log-probs over the whole vocabulary of float [B, S, V_local], same dtype."""
+    """Compute this rank's columns of the log-softmax, [B, S, V_local] in the logits' dtype."""
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, True)
 
 
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Compute probabilities over the whole vocabulary of float [B, S, V_local]."""
+    """Compute this rank's columns of the softmax, [B, S, V_local] in the logits' dtype."""
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, False)
 
 
 class _DistributedSoftmax(torch.autograd.Function):
-    """Softmax or its logarithm, with ``y = l - log Σ exp(l)`` and ``p = exp(y)``.
+    """Log-softmax ``y = l - log Σ exp(l)``, or softmax ``p = exp(y)``, of logits l.
 
-    The gradients are ``dl = g - p · Σ_v g_v`` for y, and ``dl = p · (g - Σ_v p_v g_v)`` for p.
+    With upstream gradient g, the gradient of l is ``g - p · Σ_v g_v`` for y, and
+    ``p · (g - Σ_v p_v g_v)`` for p.
     """
 
     @staticmethod

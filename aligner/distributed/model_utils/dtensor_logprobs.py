@@ -1,7 +1,7 @@
 """Next-token log-probs from logits that are a DTensor, or the local part of a DTensor.
 
-Of a mesh, ``tp`` shards the vocabulary, the optional ``cp`` the sequence. Element i of the
-concatenated ``cp`` shards is position ``seq_index[i]``.
+Mesh dimension ``tp`` shards the vocabulary. The optional dimension ``cp`` shards the sequence: the
+i-th token of the concatenated shards is at position ``seq_index[i]`` of the sequence.
 """
 
 import torch
@@ -25,8 +25,9 @@ def get_logprobs_from_vocab_parallel_logits(
 ) -> Tensor:
     """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: float [B, S, V], sharded over ``tp`` by the last dimension, V of any
-    size. Other arguments: `dtensor_from_parallel_logits_to_logprobs`.
+    ``vocab_parallel_logits``: float [B, S, V], whose last dimension is sharded over ``tp``. V need
+    not be a multiple of the ranks. `dtensor_from_parallel_logits_to_logprobs` describes the other
+    arguments.
     """
     mesh = vocab_parallel_logits.device_mesh
     names = mesh.mesh_dim_names or ()
@@ -57,9 +58,10 @@ def get_logprobs_from_vocab_parallel_logits(
 def local_shard(
     logits: Tensor, rank: int | None = None, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, VocabShard]:
-    """Return this rank's columns [B, S / CP, V_local] and their position in the vocabulary.
+    """Return this rank's logits [B, S / CP, V_local], and their columns in the vocabulary.
 
-    ``logits``: a DTensor, or the part ``rank`` of the padded vocabulary in ``group``.
+    ``logits``: a DTensor, or already this rank's logits. ``rank`` is then the rank in ``group``,
+    over which the padded vocabulary is split evenly. Raises `LayoutError` if ``rank`` is missing.
     """
     width = logits.shape[-1]
     if isinstance(logits, DTensor) and group is None:
@@ -90,12 +92,11 @@ def dtensor_from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """Compute log-probs of all tokens after the first, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: the local float [B, S / CP, V_local]. ``target``: int64 [B, S],
-    unshifted, sharded like the logits over ``cp``, in the order ``seq_index`` int64 [S]. Other
-    arguments: `from_parallel_logits_to_logprobs`.
+    ``vocab_parallel_logits``: this rank's float [B, S / CP, V_local]. ``target``: int64 [B, S],
+    the tokens in the order ``seq_index`` (int64 [S]), not shifted, sharded over ``cp`` like the
+    logits. `from_parallel_logits_to_logprobs` describes the other arguments.
 
-    Backward uses each rank's gradient of its own copy, without a sum over ``cp``, which is exact if
-    all ranks compute the same loss.
+    Backward does not sum gradients over ``cp``. They are exact if all ranks compute the same loss.
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params

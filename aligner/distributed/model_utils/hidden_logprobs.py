@@ -1,6 +1,6 @@
 """Next-token log-probs from megatron-core's hidden states, without the full logits in memory.
 
-``S_cp = S / CP`` positions are on a context-parallel rank, with sequence parallelism ``S_cp / TP``.
+A context-parallel rank stores ``S_cp = S / CP`` positions, with sequence parallelism ``S_cp / TP``.
 """
 
 from functools import partial
@@ -43,19 +43,27 @@ def from_parallel_hidden_states_to_logprobs(
 ) -> Tensor:
     """Compute log-probs of ``target[:, 1:]`` from hidden states, one tile of logits at a time.
 
-    The result is float32 [B, S-1], or [n, unpacked_seqlen - 1] for packed sequences.
-
-    ``tensor_parallel_hidden_states``: float [S_cp / TP, B, H] with ``sequence_parallel``, else
-    [S_cp, B, H], equal on all tensor-parallel ranks. ``output_weight_layer``: float [V_local, H].
-    The first ``vocab_end_index - vocab_start_index`` rows are these global ids. ``output_weight``
-    replaces it, such as the tied embedding. ``runtime_gather_output`` is unused. ``target``: int64
-    [B, S], unshifted, complete on every rank, or packed [1, T]. ``inference_only``: save nothing
-    for backward. ``cp_group`` shards the sequence (`context_shard`). ``chunk_size``: maximum number
-    of tokens per step. ``sampling_params``: distribution of the log-probs. ``cu_seqlens_padded``:
-    integers [n + 1], boundaries of packed sequences in [T] (B is 1).
-
-    Gradients are exact if all tensor-parallel ranks compute the same loss, and are summed over
+    The result is float32 [B, S-1], or [n, unpacked_seqlen - 1] for n packed sequences. Gradients
+    are exact if all tensor-parallel ranks compute the same loss. Backward sums them over
     context-parallel ranks.
+
+    Args:
+        tensor_parallel_hidden_states: float [S_cp / TP, B, H] with ``sequence_parallel``, else
+            [S_cp, B, H], equal on all tensor-parallel ranks.
+        output_weight_layer: float [V_local, H], the output layer's weight.
+        output_weight: weight to use instead, such as the tied embedding.
+        runtime_gather_output: unused.
+        target: int64 [B, S], not shifted, complete on every rank, or packed tokens [1, T].
+        vocab_start_index: token id of the weight's first row.
+        vocab_end_index: token id after the last one. Further rows are padding.
+        tp_group: ranks that share the vocabulary.
+        inference_only: save nothing for backward.
+        cp_group: ranks that share the sequence (`context_shard`).
+        chunk_size: maximum number of tokens per step.
+        sampling_params: temperature, top-k and top-p of the distribution.
+        cu_seqlens_padded: integers [n + 1], start of each packed sequence and end of the last.
+        unpacked_seqlen: length of the result's rows plus one, for packed sequences.
+        sequence_parallel: whether hidden states are sharded over ``tp_group``.
     """
     del runtime_gather_output  # logits are not materialised
     weight = output_weight if output_weight is not None else output_weight_layer
@@ -97,9 +105,9 @@ def from_parallel_hidden_states_to_logprobs(
 
 
 class ChunkedDistributedHiddenStatesToLogprobs:
-    """Log-probs of targets from hidden states, without [B, S, V] in memory. Call ``apply``.
+    """Computes log-probs of targets from hidden states, without [B, S, V] in memory.
 
-    Backward uses the local hidden states, which are gathered again.
+    Call ``apply`` with the arguments of `forward` after ``ctx``.
     """
 
     @staticmethod
@@ -117,8 +125,8 @@ class ChunkedDistributedHiddenStatesToLogprobs:
         """Compute log-probs, float32 [B, S].
 
         ``ctx`` is unused. ``tensor_parallel_hidden_states``: float [S / TP, B, H], sharded by
-        sequence parallelism. ``target``: int64 [B, S], already shifted, global ids. Other
-        arguments: `from_parallel_hidden_states_to_logprobs`.
+        sequence parallelism. ``target``: int64 [B, S], the next token of each position.
+        `from_parallel_hidden_states_to_logprobs` describes the other arguments.
         """
         del ctx
         shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)

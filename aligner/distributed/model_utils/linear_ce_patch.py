@@ -1,4 +1,4 @@
-"""Patch of megatron-core's GPTModel, for the whole process, that returns log-probs."""
+"""Patches megatron-core's GPTModel, in the whole process, to return log-probs."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ if TYPE_CHECKING:  # log-probs of plain tensors need no megatron-core
 def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
     """Add the argument ``return_logprobs_for_linear_ce_fusion`` to ``GPTModel.forward``.
 
-    ``chunk_size``: maximum number of tokens with logits in memory. Another call changes only it.
+    ``chunk_size``: maximum number of tokens with logits in memory. A second call changes only this
+    number.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -44,10 +45,10 @@ def _gpt_forward_with_linear_ce_fusion(
     padding_mask: Tensor | None = None,
     return_logprobs_for_linear_ce_fusion: bool = False,
 ) -> Tensor:
-    """Call ``GPTModel.forward``, or compute log-probs of the labels, float32 [B, S-1].
+    """Call the original ``forward``, or compute log-probs of ``labels``, float32 [B, S-1].
 
-    With ``return_logprobs_for_linear_ce_fusion``, ``labels`` int64 [B, S] are the unshifted tokens.
-    Packed (``packed_seq_params``, labels [1, T]) log-probs are [n, max_seqlen_q - 1].
+    With ``return_logprobs_for_linear_ce_fusion``, ``labels`` are the tokens, int64 [B, S], not
+    shifted. For packed sequences (labels [1, T]) the log-probs are [n, max_seqlen_q - 1].
     """
     original = partial(
         self._original_forward_for_linear_ce_fusion,
@@ -67,8 +68,8 @@ def _gpt_forward_with_linear_ce_fusion(
         return original(labels=labels)
     if labels is None:
         raise ConfigError(
-            "labels=None with return_logprobs_for_linear_ce_fusion=True. Pass the tokens [B, S] "
-            "of the log-probs"
+            "labels=None, but return_logprobs_for_linear_ce_fusion=True needs tokens. Pass "
+            "labels=input_ids"
         )
     # The forward pass up to the hidden states.
     with bypassed_output_layer(self):
@@ -77,7 +78,6 @@ def _gpt_forward_with_linear_ce_fusion(
 
 
 def _logprobs(model: "GPTModel", hidden: Tensor, labels: Tensor, packed_seq_params: Any) -> Tensor:
-    """Compute log-probs of ``labels`` from the last stage's hidden states float [B, S_local, H]."""
     weight, tp_group = output_weight(model), model.pg_collection.tp
     start = weight.shape[0] * dist.get_rank(tp_group)
     packing = {}

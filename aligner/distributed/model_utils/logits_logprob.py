@@ -1,12 +1,12 @@
 """Log-probs of selected tokens from logits whose vocabulary is sharded over tensor-parallel ranks.
 
-Forward: in chunks of the sequence and in float32, each rank reduces its columns to one partial
-normaliser per position and selects its logits. These small tensors are combined over the ranks
-once. Backward recomputes the softmax without communication::
+In forward, each rank computes in float32, chunk by chunk, the logsumexp of its columns and the
+logits of the selected tokens on this rank. These small tensors are then combined over ranks.
+Backward recomputes the softmax without communication. With upstream gradients g_k::
 
     dl_v = Σ_k g_k · [v = index_k] - p_v · Σ_k g_k
 
-Every rank returns the same values. Its gradient is exact if all ranks compute the same loss.
+Every rank returns the same log-probs. Gradients are exact if all ranks compute the same loss.
 Logits are [B, S, V_local] (or [N, V_local]), with ``K`` selected tokens per position.
 """
 
@@ -25,7 +25,7 @@ from aligner.logprobs.top_k_top_p import TrainingSamplingParams, shard_threshold
 
 @dataclass(frozen=True)
 class LogprobPlan:
-    """Parameters of the computation: columns, chunk size, and sampling distribution."""
+    """Parameters of the computation: vocabulary columns, chunk size and sampling distribution."""
 
     shard: VocabShard
     chunk_size: int | None
@@ -40,19 +40,20 @@ class LogprobPlan:
         chunk_size: int | None = None,
         sampling: TrainingSamplingParams | None = None,
     ) -> "LogprobPlan":
-        """Return the plan for global ids ``start`` to ``end`` (excluded). Default: no filter."""
+        """Return a plan for logits whose columns are token ids ``start`` to ``end - 1``."""
         shard = VocabShard.between(start, end, group)
         return cls(shard, chunk_size, sampling or TrainingSamplingParams())
 
     def chunk(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return ``rows`` of logits [..., S, V_local] without padding, divided by temperature."""
+        """Return positions ``rows`` of the logits, without padding, divided by temperature."""
         chunk = logits[..., rows, : self.shard.columns].to(arithmetic_dtype(logits))
         return chunk if self.sampling.temperature == 1.0 else chunk / self.sampling.temperature
 
     def thresholds(self, chunk: Tensor, width: int) -> Tensor | None:
-        """Compute the smallest kept logit per position of ``chunk`` [..., n, columns], if filtered.
+        """Compute per position the smallest logit that top-k and top-p keep, [..., n].
 
-        Ranks exchange chunks that are padded to ``width``, which is equal on all ranks.
+        ``chunk``: [..., n, columns]. ``width``: number of columns with padding, equal on all ranks,
+        which exchange their chunks. Returns None without top-k and top-p.
         """
         if not self.sampling.restricts:
             return None
@@ -66,9 +67,10 @@ class LogprobPlan:
     def restrict(
         self, chunk: Tensor, limits: Tensor | None, local: Tensor, owned: Tensor
     ) -> Tensor:
-        """Set ``chunk`` [..., n, columns] to -inf below ``limits`` [..., n], except kept targets.
+        """Replace logits in ``chunk`` [..., n, columns] below ``limits`` [..., n] by -inf.
 
-        ``local``, ``owned``: columns [..., n, K] of the targets, and whether they are on this rank.
+        With ``sampling.keep_target`` the logits of targets remain. ``local``: columns of the
+        targets, [..., n, K]. ``owned``: whether the columns are on this rank.
         """
         if limits is None or chunk.shape[-1] == 0:
             return chunk
@@ -81,7 +83,7 @@ class LogprobPlan:
 def logprob_forward(
     ctx: Any, logits: Tensor, indices: Tensor, plan: LogprobPlan, inference_only: bool
 ) -> Tensor:
-    """Compute log-probs [..., S, K] of the global ids ``indices`` int64 [..., S, K]."""
+    """Compute log-probs [..., S, K] of the token ids ``indices``, int64 [..., S, K]."""
     assert indices.shape[:-1] == logits.shape[:-1], (indices.shape, logits.shape)
     assert plan.shard.columns <= logits.shape[-1], (plan.shard, logits.shape)
     dtype = arithmetic_dtype(logits)
@@ -108,7 +110,7 @@ def logprob_forward(
 
 
 def select_owned(chunk: Tensor, local: Tensor, owned: Tensor) -> Tensor:
-    """Return float ``chunk`` [..., columns] at columns ``local`` [..., K] if ``owned``, else 0."""
+    """Gather columns ``local`` [..., K] of ``chunk`` [..., columns]. 0 where ``owned`` is False."""
     if chunk.shape[-1] == 0:  # this rank stores only padding
         return chunk.new_zeros(local.shape)
     return torch.where(owned, chunk.gather(-1, local), 0)
@@ -117,17 +119,17 @@ def select_owned(chunk: Tensor, local: Tensor, owned: Tensor) -> Tensor:
 def target_logprobs(
     ctx: Any, logits: Tensor, target: Tensor, plan: LogprobPlan, inference_only: bool
 ) -> Tensor:
-    """Compute log-probs [..., S] of one token per position, ``target`` int64 [..., S]."""
+    """Compute log-probs [..., S] of the token ids ``target``, int64 [..., S]."""
     return logprob_forward(ctx, logits, target.unsqueeze(-1), plan, inference_only).squeeze(-1)
 
 
 class _Logprobs(torch.autograd.Function):
-    """Base of the published classes, whose forward passes differ only in their arguments."""
+    """Base of the public classes, whose forward passes differ only in their arguments."""
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient of local logits, exact for a fixed set of kept tokens."""
+        """Compute the gradient of this rank's logits. The set of kept tokens counts as constant."""
         logits, indices, normalizer, thresholds = ctx.saved_tensors
         upstream = grad_outputs[0].view(indices.shape)
         plan: LogprobPlan = ctx.plan
@@ -154,13 +156,13 @@ class _Logprobs(torch.autograd.Function):
 
 
 class PlannedLogprob(_Logprobs):
-    """Log-probs [..., S] of int64 [..., S] from logits float [..., S, V_local], with any plan."""
+    """Log-probs [..., S] of token ids [..., S] from logits [..., S, V_local], given a plan."""
 
     forward = staticmethod(target_logprobs)
 
 
 class DistributedLogprob(_Logprobs):
-    """Log-probs of one target per position. The chunk size is derived from bounded memory."""
+    """Log-probs of one target per position, in chunks of a size that bounds memory."""
 
     @staticmethod
     def forward(
@@ -172,18 +174,19 @@ class DistributedLogprob(_Logprobs):
         group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log-probs float32 [B, S] (float64 for float64 logits).
+        """Compute log-probs, float32 [B, S] (float64 for float64 logits).
 
-        ``vocab_parallel_logits``: float [B, S, V_local]. The first ``vocab_end_index -
-        vocab_start_index`` columns are these global ids, others are padding outside the softmax.
-        ``target``: int64 [B, S], already shifted. ``inference_only``: save nothing for backward.
+        ``vocab_parallel_logits``: float [B, S, V_local]. The first columns are token ids
+        ``vocab_start_index`` to ``vocab_end_index - 1``. Further columns are padding and ignored.
+        ``target``: int64 [B, S], the next token of each position. ``group``: ranks that share the
+        vocabulary. ``inference_only``: save nothing for backward.
         """
         plan = LogprobPlan.between(vocab_start_index, vocab_end_index, group)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
 
 class ChunkedDistributedLogprob(_Logprobs):
-    """`DistributedLogprob` with a specified number of positions per step."""
+    """`DistributedLogprob` with ``chunk_size`` positions per step."""
 
     @staticmethod
     def forward(
@@ -196,13 +199,13 @@ class ChunkedDistributedLogprob(_Logprobs):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute as `DistributedLogprob.forward`, ``chunk_size`` positions per step."""
+        """Compute log-probs as `DistributedLogprob.forward`, ``chunk_size`` positions per step."""
         plan = LogprobPlan.between(vocab_start_index, vocab_end_index, tp_group, chunk_size)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
 
 class ChunkedDistributedGatherLogprob(_Logprobs):
-    """Log-probs of K tokens per position, from one log-softmax."""
+    """Log-probs of K tokens per position."""
 
     @staticmethod
     def forward(
@@ -215,16 +218,15 @@ class ChunkedDistributedGatherLogprob(_Logprobs):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log-probs float32 [B, S, K] of ``global_indices`` int64 [B, S, K], may repeat."""
+        """Compute log-probs, float32 [B, S, K], of token ids. Arguments: `DistributedLogprob`."""
         plan = LogprobPlan.between(vocab_start_index, vocab_end_index, tp_group, chunk_size)
         return logprob_forward(ctx, vocab_parallel_logits, global_indices, plan, inference_only)
 
 
 class DistributedLogprobWithSampling(_Logprobs):
-    """Log-probs of the distribution after top-k and top-p, with a derived chunk size.
+    """Log-probs of one target per position, in the distribution after top-k and top-p.
 
-    The softmax and its gradient stay sharded over the vocabulary. All columns count, so padding
-    must be -inf.
+    The softmax includes all columns, so padding must be -inf.
     """
 
     @staticmethod
@@ -237,20 +239,20 @@ class DistributedLogprobWithSampling(_Logprobs):
         top_p: float,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log-probs float32 [B, S] (float64 for float64 logits).
+        """Compute log-probs, float32 [B, S] (float64 for float64 logits).
 
-        ``vocab_parallel_logits``: float [B, S, V_local], the r-th part of the vocabulary on rank r.
-        ``target``: int64 [B, S], already shifted, global ids, with log-prob -inf outside the
-        filter. ``top_k`` (None, 0 or -1: off) is applied first, then ``top_p`` (1: off) to the
-        remaining tokens. Equal logits are kept or excluded together. Raises ConfigError for other
-        values.
+        ``vocab_parallel_logits``: float [B, S, V_local]. Rank r of ``tp_group`` stores part r of
+        the vocabulary. ``target``: int64 [B, S], the next token of each position. An excluded
+        target has log-prob -inf. ``top_k`` (off: None, 0 or -1) is applied first, then ``top_p``
+        (off: 1) to the remaining tokens. Equal logits are kept or excluded together. Raises
+        `ConfigError` for invalid values of ``top_k`` and ``top_p``.
         """
         plan = _sampling_plan(vocab_parallel_logits, tp_group, top_k, top_p, None)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
 
 class ChunkedDistributedLogprobWithSampling(_Logprobs):
-    """`DistributedLogprobWithSampling` with a specified number of positions per step."""
+    """`DistributedLogprobWithSampling` with ``chunk_size`` positions per step."""
 
     @staticmethod
     def forward(
@@ -275,7 +277,6 @@ def _sampling_plan(
     top_p: float,
     chunk_size: int | None,
 ) -> LogprobPlan:
-    """Return the plan for logits [B, S, V_local], the r-th part of the vocabulary on rank r."""
     width = logits.shape[-1]
     start = 0 if group is None else width * dist.get_rank(group)
     sampling = TrainingSamplingParams(top_k=top_k, top_p=top_p)

@@ -1,4 +1,4 @@
-"""Next-token log-probs [B, S-1] in the published convention, from logits in any layout."""
+"""Next-token log-probs [B, S-1] from logits in any parallel layout."""
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,14 @@ def from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """Compute log-probs of ``target[:, 1:]``, float32 [B, S-1] (float64 for float64 logits).
 
-    ``vocab_parallel_logits``: float [B, S / CP, V_local], padded beyond S if needed. The first
-    ``vocab_end_index - vocab_start_index`` columns are these global ids, others are padding outside
-    the softmax. ``target``: int64 [B, S], unshifted, complete on every rank. ``chunk_size``:
-    positions per step. None derives it from memory. ``sampling_params``: the sampler's
-    distribution, temperature included. ``inference_only``: save nothing for backward.
+    ``vocab_parallel_logits``: float [B, S / CP, V_local], where S may include padding. The first
+    columns are token ids ``vocab_start_index`` to ``vocab_end_index - 1``. Further columns are
+    padding and ignored. ``target``: int64 [B, S], not shifted, complete on every rank.
+    ``inference_only``: save nothing for backward. ``chunk_size``: positions per step. None: a size
+    that bounds memory. ``sampling_params``: temperature, top-k and top-p of the distribution.
 
-    Every rank returns all rows. The gradient is exact if all tensor-parallel ranks compute the same
-    loss, and is summed over the context-parallel ranks (`AllGatherCPTensor`).
+    Every rank returns all rows. Gradients are exact if all tensor-parallel ranks compute the same
+    loss. Backward sums them over context-parallel ranks (`AllGatherCPTensor`).
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params
@@ -64,14 +64,15 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     sampling_params: TrainingSamplingParams | None = None,
     target_is_pre_rolled: bool = False,
 ) -> Tensor:
-    """Compute log-probs of packed sequences, unpacked to float32 [n, unpacked_seqlen - 1].
+    """Compute log-probs of packed sequences, as one row per sequence.
 
-    ``vocab_parallel_logits``: float [1, T / CP, V_local], each sequence cut separately into 2·CP
-    chunks. ``target``: int64 [1, T], unshifted, or with ``target_is_pre_rolled`` [1, T / CP], the
-    token that each local position predicts. ``cu_seqlens_padded``: integers [n + 1], sequence
-    starts in [T] and the last end. Other arguments: `from_parallel_logits_to_logprobs`.
+    The result is float32 [n, unpacked_seqlen - 1]. Rows are padded with 0 or truncated.
 
-    Rows are zero after the log-probs of their sequence, and cut at ``unpacked_seqlen``.
+    ``vocab_parallel_logits``: float [1, T / CP, V_local]. Each sequence is cut separately into 2·CP
+    chunks. ``target``: tokens, int64 [1, T], not shifted. With ``target_is_pre_rolled``: the next
+    token of each position on this rank, [1, T / CP]. ``cu_seqlens_padded``: integers [n + 1], start
+    of each sequence and end of the last. `from_parallel_logits_to_logprobs` describes the other
+    arguments.
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, group, chunk_size, sampling_params
@@ -92,12 +93,12 @@ def get_next_token_logprobs_from_logits(
     context_parallel_group: dist.ProcessGroup | None = None,
     sampling_params: TrainingSamplingParams | None = None,
 ) -> Tensor:
-    """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], for any layout of the logits.
+    """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], from logits in any layout.
 
-    ``input_ids``: int64 [B, S]. ``next_token_logits``: float [B, S, V], with
-    ``vocab_parallel_group`` [B, S / CP, V_local], part ``vocab_parallel_rank`` of the padded
-    vocabulary, or a DTensor with ``seq_index`` (int64 [S]), the sequence's order under context
-    parallelism. Raises LayoutError if the rank is missing.
+    ``input_ids``: int64 [B, S]. ``next_token_logits`` are one of: float [B, S, V]; a DTensor, with
+    ``seq_index`` (int64 [S]: position of each token) if the sequence is sharded; or float [B, S /
+    CP, V_local], part ``vocab_parallel_rank`` of the padded vocabulary in ``vocab_parallel_group``.
+    Raises `LayoutError` if the rank is missing.
     """
     if isinstance(next_token_logits, DTensor) and vocab_parallel_group is None:
         return get_logprobs_from_vocab_parallel_logits(

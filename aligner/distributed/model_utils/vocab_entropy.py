@@ -1,7 +1,7 @@
 """Entropy and cross-entropy of distributions whose vocabulary is sharded over ranks.
 
-Partial sums of ranks are weighted with each rank's share of the probability: one exchange of [B, S]
-values in forward, none in backward. Arithmetic is float32 at least, in chunks of the sequence.
+Each rank sums over its columns. The sums are combined with each rank's share of the probability as
+weight: forward exchanges [B, S] values once, backward none. The arithmetic is at least float32.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from aligner.logprobs.output_layer import VocabShard, sequence_chunks
 
 
 class ChunkedDistributedEntropy(torch.autograd.Function):
-    """``Σ_v p_v log p_v``, the negative entropy, as published."""
+    """Negative entropy ``Σ_v p_v log p_v`` of the softmax of logits, as in NeMo-RL."""
 
     @staticmethod
     def forward(
@@ -29,7 +29,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
     ) -> Tensor:
         """Compute float32 [B, S] from float [B, S, V_local], ``chunk_size`` positions per step.
 
-        A column of -inf counts 0. ``inference_only``: save nothing for backward.
+        A logit of -inf adds 0. ``inference_only``: save nothing for backward.
         """
         logits = vocab_parallel_logits
         result, normalizer, _ = _mean_logprob(logits, logits, tp_group, chunk_size)
@@ -41,7 +41,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute ``g · p_v · (log p_v - Σ p log p)``, float [B, S, V_local], from g [B, S]."""
+        """Return the logits' gradient ``g · p_v · (log p_v - Σ p log p)``, given g [B, S]."""
         logits, normalizer, result = ctx.saved_tensors
         upstream, grad = grad_outputs[0].unsqueeze(-1), torch.empty_like(logits)
         for rows in sequence_chunks(logits, ctx.chunk_size):
@@ -54,7 +54,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
 
 
 class DistributedCrossEntropy(torch.autograd.Function):
-    """``-Σ_v p_v log q_v`` of target p and student q, the forward KL plus the entropy of p."""
+    """Cross-entropy ``-Σ_v p_v log q_v`` of target p and student q (forward KL + entropy of p)."""
 
     @staticmethod
     def forward(
@@ -64,11 +64,11 @@ class DistributedCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute the cross-entropy of the student relative to the target, float32 [B, S].
+        """Compute the cross-entropy at each position, float32 [B, S].
 
-        Both logits: float [B, S, V_local], sharded in the same way, else LayoutError. Only the
-        student gets a gradient. The result is infinite if the student alone excludes (-inf) a
-        token.
+        Both logits are float [B, S, V_local], sharded in the same way. Only the student gets a
+        gradient. If only the student has a logit of -inf at a token, the result is infinite. Raises
+        `LayoutError` if shapes differ.
         """
         if student_logits.shape != target_logits.shape:
             raise LayoutError(
@@ -88,7 +88,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute ``g · (q_v - p_v)`` for the student, float [B, S, V_local], from g [B, S]."""
+        """Return the student logits' gradient ``g · (q_v - p_v)``, given g [B, S]."""
         student, target, student_normalizer, target_normalizer = ctx.saved_tensors
         upstream, grad = grad_outputs[0].unsqueeze(-1), torch.empty_like(student)
         for rows in sequence_chunks(student, None):
@@ -101,7 +101,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
 def _mean_logprob(
     p_logits: Tensor, q_logits: Tensor, group: dist.ProcessGroup | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``Σ_v p_v log q_v`` and the normalisers of p and q, [B, S] each."""
+    """Compute ``Σ_v p_v log q_v`` and the logsumexp of both logits, [B, S] each."""
     shard = VocabShard.between(0, p_logits.shape[-1], group)
     dtype = torch.promote_types(arithmetic_dtype(q_logits), p_logits.dtype)
     logits = [p_logits] if p_logits is q_logits else [p_logits, q_logits]

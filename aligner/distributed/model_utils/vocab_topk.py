@@ -1,4 +1,4 @@
-"""Raw logits of a sharded vocabulary: the largest, and the logits of specified tokens."""
+"""Selects raw logits from a sharded vocabulary: the largest, or those of given tokens."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ def distributed_vocab_topk(
     vocab_end_index: int,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` largest logits of each position over the whole vocabulary, without gradient.
+    """Return the ``k`` largest logits of each position in the whole vocabulary, without gradient.
 
-    ``vocab_parallel_logits``: see `DistributedLogprob.forward`. Padding is selected last.
-    ``chunk_size``: positions converted to float32 at a time. Returns ``(values float32 [B, S, k] in
-    descending order, global ids int64 [B, S, k])`` on every rank.
+    ``vocab_parallel_logits``: as in `DistributedLogprob.forward`. Padding is selected last.
+    ``chunk_size``: positions converted to float32 at a time. Returns logits, float32 [B, S, k] in
+    descending order, and their token ids, int64 [B, S, k], on every rank.
     """
     logits = vocab_parallel_logits
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
@@ -61,10 +61,11 @@ def gather_logits_at_global_indices(
     vocab_end_index: int,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Return logits at ``global_indices`` int64 [B, S, k], float32 [B, S, k] on every rank.
+    """Return the logits of token ids ``global_indices`` [B, S, k], float32 [B, S, k].
 
-    ``vocab_parallel_logits``: float [B, S_cp, V_local], see `DistributedLogprob.forward`.
-    ``cp_group`` shards the positions (`context_shard`). ``chunk_size``: positions per step.
+    ``vocab_parallel_logits``: float [B, S_cp, V_local], as in `DistributedLogprob.forward`.
+    ``cp_group``: ranks that share the sequence (`context_shard`). ``chunk_size``: positions per
+    step. Every rank returns all logits.
     """
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     local = scatter_context(global_indices, vocab_parallel_logits.shape[1], cp_group)
@@ -73,7 +74,7 @@ def gather_logits_at_global_indices(
 
 
 class _SelectedLogits(torch.autograd.Function):
-    """Logits [B, S, K] of int64 [B, S, K] from float [B, S, V_local], summed over their owners."""
+    """Selects the logits of token ids [B, S, K] from [B, S, V_local], on every rank."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Results of worker calls on Ray, and errors that name the failed or dead worker."""
+"""Waits for the results of worker calls on Ray. Errors name the failed or dead worker."""
 
 import time
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from aligner.distributed.ray.worker import Seat, WorkerFailure
+from aligner.distributed.ray.worker import WorkerFailure, WorkerIdentity
 from aligner.errors import WorkerDiedError, WorkerError, current_step
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ _LOG_LINES = 20
 
 
 class WorkerHandle:
-    """Handle of one worker. ``ray.get(handle.method.remote(...))`` may raise `WorkerFailure`."""
+    """Handle of one worker, for calls as ``ray.get(handle.method.remote(...))``."""
 
-    def __init__(self, actor: Any, seat: Seat) -> None:
-        self._actor, self._seat = actor, seat
+    def __init__(self, actor: Any, identity: WorkerIdentity) -> None:
+        self._actor, self._identity = actor, identity
 
     def __getattr__(self, method_name: str) -> Any:
         if method_name.startswith("_"):
@@ -32,13 +32,13 @@ class WorkerHandle:
         return SimpleNamespace(remote=remote)
 
     def __repr__(self) -> str:
-        return str(self._seat)
+        return str(self._identity)
 
 
 def wait_for(
-    calls: "Sequence[tuple[ObjectRef, Seat]]", call_name: str, timeout_s: float
+    calls: "Sequence[tuple[ObjectRef, WorkerIdentity]]", call_name: str, timeout_s: float
 ) -> list[Any]:
-    """Return the results of all calls in order. For errors see `MultiWorkerFuture.get_results`."""
+    """Wait for all calls and return their results. Raises as `MultiWorkerFuture.get_results`."""
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -53,25 +53,27 @@ def wait_for(
         if not ready:
             break
         (ref,) = ready
-        seat = calls[positions[ref]][1]
+        worker = calls[positions[ref]][1]
         try:
             results[positions[ref]] = ray.get(ref)
             continue
         except RayActorError as error:
             reason = " ".join(str(error).split("\n")[0].split())
-            log_end = last_lines(seat.log)
-            raise WorkerDiedError(f"{seat} died in {call_name}: {reason}{log_end}") from None
+            log_end = last_lines(worker.log)
+            raise WorkerDiedError(f"{worker} died in {call_name}: {reason}{log_end}") from None
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else None
             if not isinstance(cause, WorkerFailure):
                 cause = WorkerFailure(f"{type(error).__name__}: {error}", "", None)
         if cause.error is not None:
-            cause.error.add_note(f"raised by {seat} in {call_name}. Log of the worker: {seat.log}")
+            cause.error.add_note(
+                f"raised by {worker} in {call_name}. Log of the worker: {worker.log}"
+            )
             raise cause.error
         # Other exceptions may be the consequence of a dead worker, so a death has precedence.
         if first_failure is None:
             first_failure = WorkerError(
-                f"{seat} failed in {call_name}: {cause.message}. Log of the worker: {seat.log}"
+                f"{worker} failed in {call_name}: {cause.message}. Log of the worker: {worker.log}"
             )
             if cause.trace:
                 first_failure.add_note(cause.trace)
@@ -91,7 +93,7 @@ def wait_for(
 
 
 def last_lines(log: str) -> str:
-    """Return the last lines of a worker's log for a message, or its path if it cannot be read."""
+    """Return the end of a worker's log as text for a message. Names the path if reading fails."""
     try:
         lines = Path(log).read_text(errors="replace").splitlines()[-_LOG_LINES:]
     except OSError:

@@ -1,9 +1,9 @@
-"""Cleanup of the processes and files of a run's Ray cluster, also after the run is killed.
+"""Removes the processes and files of a run's Ray cluster, also after the run was killed.
 
     python -m aligner.distributed.ray.reaper DRIVER_PID FOLDER < pipe | pipe
 
-After the driver has ended, which closes its end of a pipe, the process kills Ray's processes. Ray
-would end them minutes later. The process is not a child of the driver, because Ray kills those.
+When the driver ends, the pipe closes, and this process kills Ray's processes. Ray would end them
+minutes later. This process is not a child of the driver, because Ray kills the driver's children.
 """
 
 import os
@@ -20,7 +20,7 @@ _END_S = 5.0  # limit of the wait for processes to end
 
 
 def main(driver_pid: int, folder: str) -> None:
-    """Record Ray's processes until standard input ends, then kill them and remove the folder."""
+    """Record Ray's processes until standard input closes. Then kill them and remove the folder."""
     recorded: dict[int, psutil.Process] = {}
     while not select.select([sys.stdin], [], [], _POLL_S)[0]:
         recorded |= {process.pid: process for process in processes_of(driver_pid, folder)}
@@ -34,7 +34,7 @@ def main(driver_pid: int, folder: str) -> None:
 
 
 def processes_of(driver_pid: int, folder: str) -> list[psutil.Process]:
-    """Return the driver's children whose command line contains the folder, with descendants."""
+    """Return the driver's children whose command line names ``folder``, and their descendants."""
     children = defaultdict(list)
     for process in psutil.process_iter(["ppid", "cmdline"]):
         children[process.info["ppid"]].append(process)

@@ -1,4 +1,4 @@
-"""Connection to Ray: to an existing cluster, or to a cluster that the run starts and ends.
+"""Connects to an existing Ray cluster, or starts a cluster that ends with the run.
 
 ::
 
@@ -31,16 +31,16 @@ _SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _ATTEMPTS = 3  # Ray's processes must start within 30 s, too short on a loaded machine
-_REAPER_S = 20.0  # limit of the wait for the cleanup
+_REAPER_S = 20.0  # time limit of the cleanup
 
 
 @contextlib.contextmanager
 def ray_session(address: str | None, cpus: float, object_store_mb: int) -> Iterator[None]:
-    """Connect to the cluster at ``address`` or ``RAY_ADDRESS``. Without both, start a cluster.
+    """Connect to the Ray cluster at ``address`` or ``RAY_ADDRESS``. Without both, start a cluster.
 
-    An existing cluster or connection is kept. A started cluster, with ``cpus`` of this machine and
-    ``object_store_mb`` MiB for batches, ends with the block or this process. Raises `ConfigError`
-    if no cluster answers, `WorkerError` if Ray did not start.
+    A started cluster has ``cpus`` CPUs and an object store of ``object_store_mb`` MiB. It ends with
+    the ``with`` block or this process. An existing cluster or connection is kept. Raises
+    `ConfigError` if no cluster answers, and `WorkerError` if Ray does not start.
     """
     require_extra("ray", "a connection to Ray")
     for name, value in _SETTINGS.items():

@@ -1,6 +1,7 @@
-"""The Ray actor of a worker: log, environment, and method calls.
+"""Ray actor that contains a worker: sets up its process, and calls its methods.
 
-This module imports only the standard library, because the interpreter may have few packages.
+This module imports only the standard library and `aligner.errors`, because a worker's interpreter
+may have few packages.
 """
 
 import contextlib
@@ -21,15 +22,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerIdentity:
     """Role, rank and process of a worker, for messages."""
 
-    role: str
-    rank: int
+    role: str  # such as "policy"
+    rank: int  # in the worker group
     host: str
-    node_id: str
+    node_id: str  # Ray's id of the node
     pid: int
-    log: str
+    log: str  # path of the worker's log
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank} (node {self.host}, pid {self.pid})"
@@ -37,7 +38,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class TorchWorld:
-    """Process group of a training group: the parallel layout, and the address of rank 0."""
+    """torch.distributed world of a worker group: its layout, and the address of rank 0."""
 
     parallel: "ParallelConfig"
     seed: int
@@ -48,7 +49,7 @@ class TorchWorld:
 
 
 class WorkerFailure(Exception):
-    """Exception of a worker. ``error``: the exception, if it is a picklable `AlignerError`."""
+    """An exception of a worker as text. ``error``: the exception, if a picklable `AlignerError`."""
 
     def __init__(self, message: str, trace: str, error: AlignerError | None) -> None:
         super().__init__(message, trace, error)
@@ -59,7 +60,7 @@ class WorkerFailure(Exception):
 
 
 class WorkerProcess:
-    """Ray actor that owns one worker object and calls its methods."""
+    """Ray actor that contains one worker object and calls its methods."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class WorkerProcess:
         environment: Mapping[str, str],
         workers_on_node: int,  # of this group
     ) -> None:
-        """Set up log, environment, directory and thread count before heavy imports."""
+        """Set up log, environment variables, working directory and threads before imports."""
         self._role, self._rank, self._log = role, rank, log
         _write_output_to(log)
         os.environ.update(environment)
@@ -86,15 +87,17 @@ class WorkerProcess:
         self._worker: Any = None
         self._has_world = False
 
-    def seat(self) -> Seat:
+    def identity(self) -> WorkerIdentity:
         """Return the role, rank and process of this worker."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        return Seat(self._role, self._rank, socket.gethostname(), node, os.getpid(), self._log)
+        return WorkerIdentity(
+            self._role, self._rank, socket.gethostname(), node, os.getpid(), self._log
+        )
 
     def free_port(self) -> tuple[str, int]:
-        """Return the address of this node and a port that is reserved while this process lives."""
+        """Return this node's address, and a port that is reserved while this process lives."""
         import ray
 
         # The socket is bound but never listens. With SO_REUSEADDR on both sockets, rank 0's store
@@ -111,9 +114,10 @@ class WorkerProcess:
         rank_variables: Mapping[str, str],
         world: TorchWorld | None,
     ) -> None:
-        """Construct the worker, or raise `WorkerFailure`. A ``world`` is joined first.
+        """Join ``world``, if given, and construct the worker. Raises `WorkerFailure`.
 
-        ``arguments``: positional and keyword arguments. ``rank_variables``: such as RANK.
+        ``arguments``: positional and keyword arguments of the worker. ``rank_variables``:
+        environment variables such as RANK.
         """
         os.environ |= rank_variables
         try:
@@ -136,7 +140,8 @@ class WorkerProcess:
     ) -> Any:
         """Call the worker's method and return its result in host memory.
 
-        ``step``: step of the run, for errors. ``data``: the shard, if any. Raises `WorkerFailure`.
+        ``step``: training step, for messages. ``data``: the worker's shard, if any, as argument
+        ``data``. Raises `WorkerFailure` if the method raises.
         """
         if data:
             kwargs = {**kwargs, "data": data[0]}
@@ -153,7 +158,6 @@ class WorkerProcess:
 
 
 def _join(world: TorchWorld) -> Any:
-    """Join the torch.distributed world. The environment already contains RANK."""
     os.environ |= {
         "WORLD_SIZE": str(world.world_size),
         "MASTER_ADDR": world.host,
@@ -165,7 +169,6 @@ def _join(world: TorchWorld) -> Any:
 
 
 def _write_output_to(log: str) -> None:
-    """Redirect all output of this process to the end of ``log``."""
     os.makedirs(os.path.dirname(log), exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for standard_descriptor in (1, 2):

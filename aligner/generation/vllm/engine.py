@@ -179,7 +179,6 @@ class VllmEngine:
             raise
 
     def _params(self, options: SamplingOptions, seed: int, greedy: bool) -> Any:
-        """Return the ``vllm.SamplingParams`` of a response."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -16,7 +16,7 @@ class RefitExtension:
     vllm_config: Any
 
     def begin_refit(self) -> None:
-        """Allocate weights in checkpoint format."""
+        """Allocate memory for new weights, in the layout of checkpoints."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -37,7 +37,7 @@ class RefitExtension:
             self.model_runner.get_model().load_weights(weights)
 
     def finish_refit(self) -> None:
-        """Activate what is not complete after a single layer, and tie the output layer."""
+        """Activate weights that span several layers, and tie the output layer."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

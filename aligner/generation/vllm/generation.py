@@ -25,10 +25,7 @@ GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 
 
 class VllmGeneration(BackgroundGeneration):
-    """Handle of vLLM engines, which have copies of the policy's weights.
-
-    Each engine samples a part of a rollout.
-    """
+    """Handle of vLLM engines with copies of the policy's weights, which share each rollout."""
 
     model = None  # no token budgets: an engine forms its own micro-batches
     get_logprobs = scored_rows(VllmWorker.get_logprobs, ("input_ids", "input_lengths"))

@@ -28,9 +28,8 @@ def sampling_arguments(
     """Return arguments of ``vllm.SamplingParams`` for one response.
 
     Stop strings are not included: this library finds them in its own tokenizer's text.
-    ``logprobs=0`` returns only the sampled token's log-prob. ``by_top_k``: implement ``greedy`` as
-    top-k 1, with log-prob 0. An engine that returns kept tokens needs this: it rejects temperature
-    0.
+    ``logprobs=0`` returns only the sampled token's log-prob. ``by_top_k``: sample greedily by top-k
+    1 (log-prob 0) instead of temperature 0, which engines that return kept tokens reject.
     """
     likeliest = {"temperature": 1.0, "top_k": 1} if by_top_k else {"temperature": 0.0}
     return {
@@ -102,7 +101,7 @@ def add_sets(sets: list[Sequence[int]], output: Any, tokens: int) -> None:
     else:
         raise WorkerError(
             f"{_KEY}: vLLM returned {len(rows)} sets of kept tokens with {len(output.token_ids)} "
-            f"of a response's {tokens} tokens. Set it to 0, or use another release of vLLM"
+            f"of a response's {tokens} tokens. Set the key to 0, or use another release of vLLM"
         )
 
 
@@ -111,12 +110,12 @@ def check_sets(sets: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
     if len(sets) != len(tokens):
         raise WorkerError(
             f"{_KEY}: vLLM returned the kept tokens of {len(sets)} of a response's {len(tokens)} "
-            "tokens. Releases before 0.32 return none for a response with a stop string, or if "
-            "they share sampling among tensor-parallel ranks. Set it to 0, or use 0.32"
+            "tokens. vLLM before 0.32 returns none for a response with a stop string, or if it "
+            "shares sampling among tensor-parallel ranks. Set the key to 0, or use vLLM 0.32"
         )
     for index, (ids, token) in enumerate(zip(sets, tokens, strict=True)):
         if token not in ids:
             raise WorkerError(
                 f"{_KEY}: token {token} at index {index} of a response is not among the "
-                f"{len(ids)} tokens that vLLM kept. Set it to 0, or use another release of vLLM"
+                f"{len(ids)} tokens that vLLM kept. Set the key to 0, or use another vLLM release"
             )

@@ -36,7 +36,7 @@ VERSIONS = (
 
 
 class VllmWorker(RefitReceiver):
-    """Worker of `aligner.generation.vllm.generation.VllmGeneration`."""
+    """Worker that runs one `VllmEngine` for a `VllmGeneration`."""
 
     section = "generation.vllm"
 

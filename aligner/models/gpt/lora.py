@@ -46,9 +46,9 @@ from aligner.parallel.groups import ParallelState
 
 
 class TokenDropout:
-    """Dropout of adapter inputs, a hash of seed, update, adapter, feature and the tokens so far.
+    """Dropout of adapter inputs, the same for any order of rows, micro-batches and ranks.
 
-    It depends on no row, micro-batch or rank.
+    A mask bit is a hash of seed, update, adapter, feature and all tokens up to the position.
     """
 
     def __init__(self, probability: float, seed: int) -> None:
@@ -68,8 +68,8 @@ class TokenDropout:
         """Enable dropout in a forward pass inside the block.
 
         ``input_ids``: int64 ``[b, S]``, right-padded. ``lengths``: int64 ``[b]``.
-        ``frame_indices``: int64 ``[n, L]``, index into ``b * S`` of each row's token, or negative.
-        ``positions``: int64 ``[b, S]``, from 0 in every sequence, if rows contain several.
+        ``frame_indices``: int64 ``[n, L]``, index in ``b * S`` of each input token, or negative in
+        padding. ``positions``: int64 ``[b, S]``, from 0 in each of several sequences of a row.
         """
         column = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         position = column if positions is None else positions
@@ -91,8 +91,8 @@ class TokenDropout:
     def __call__(self, hidden: Tensor, stream: int, *, part: int, parts: int, first: int) -> Tensor:
         """Apply dropout to float ``hidden`` ``[L / parts, n, features]``.
 
-        ``stream``: the adapter's hash seed. ``part``, ``parts``: this rank's part of the sharded
-        tokens. ``first``: index of the first feature among the features of all ranks.
+        ``stream``: hash seed of the adapter. ``part``: index of this rank's part of the L tokens,
+        of which there are ``parts``. ``first``: index of this rank's first feature.
         """
         assert self._keys is not None, "adapter dropout needs the forward pass of a micro-batch"
         keys = self._keys.chunk(parts)[part]
@@ -103,7 +103,7 @@ class TokenDropout:
 
 
 class Adapter(nn.Module):
-    """The two matrices A and B of a linear or of experts, or this rank's shard, initially 0."""
+    """Matrices A and B of a linear layer or of experts, or this rank's shards of them."""
 
     def __init__(
         self, inputs: int, outputs: int, lora: LoraConfig, dtype: torch.dtype, *experts: int
@@ -117,7 +117,7 @@ class Adapter(nn.Module):
         self.stream = 0  # hash seed of the dropout
 
     def down(self, hidden: Tensor, *, part: int = 0, parts: int = 1, first: int = 0) -> Tensor:
-        """Compute ``scale · A x`` ``[..., rank]``. For the sharding see `TokenDropout`."""
+        """Compute ``scale · A x`` ``[..., rank]``. For the keywords see `TokenDropout`."""
         if self.training and self.dropout is not None:
             hidden = self.dropout(hidden, self.stream, part=part, parts=parts, first=first)
         return F.linear(hidden, self.a) * self.scale
@@ -128,19 +128,19 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged_into(self, weight: Tensor) -> Tensor:
-        """Return float ``weight`` [out, in] plus the adapter, for a plain linear."""
+        """Return float ``weight`` [out, in] plus ``scale · B A``."""
         return add_product(weight, self.a, self.b, self.scale)
 
 
 class AdaptedLinear(nn.Module):
-    """Mixin of a parallel linear that adds the adapter's output."""
+    """Mixin for a parallel linear layer, which adds the adapter's output to the layer's."""
 
     lora: Adapter
 
     def forward(
         self, input_: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        """Map float ``[s, b, in]`` to ``[s, b, out]``, sharded as the linear's input and output."""
+        """Return the layer's output ``[s, b, out]`` for float ``[s, b, in]``, and its bias."""
         output, bias = super().forward(input_, *args, **kwargs)
         return output + self._adapter_output(input_) if self.lora.enabled else output, bias
 
@@ -149,7 +149,7 @@ class AdaptedLinear(nn.Module):
 
 
 class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
-    """A linear with sharded outputs and an `Adapter`."""
+    """Linear layer with an `Adapter`. Tensor-parallel ranks split the outputs."""
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -161,7 +161,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
         set_tensor_model_parallel_attributes(self.lora.b, True, 0, 1)
 
     def _adapter_output(self, hidden: Tensor) -> Tensor:
-        """Map ``[s, b, in]`` to ``[s, b, out / tp]``. Sequence parallelism shards input tokens."""
+        """Compute [s, b, out / tp] of [s, b, in], with sequence parallelism of [s / tp, b, in]."""
         group = self.tp_group
         if self.sequence_parallel:
             low = self.lora.down(hidden, part=group.rank(), parts=group.size())
@@ -174,7 +174,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
 
 
 class LoraRowParallelLinear(AdaptedLinear, RowLinear):
-    """A linear with sharded inputs and an `Adapter`."""
+    """Linear layer with an `Adapter`. Tensor-parallel ranks split the inputs."""
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -186,7 +186,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowLinear):
         set_tensor_model_parallel_attributes(self.lora.a, True, 1, 1)
 
     def _adapter_output(self, hidden: Tensor) -> Tensor:
-        """Map ``[s, b, in / tp]`` to ``[s, b, out]``. Sequence parallelism shards output tokens."""
+        """Compute [s, b, out], with sequence parallelism [s / tp, b, out], of [s, b, in / tp]."""
         group = self.tp_group
         low = self.lora.down(hidden, first=group.rank() * hidden.shape[-1])
         if self.sequence_parallel:
@@ -197,10 +197,10 @@ class LoraRowParallelLinear(AdaptedLinear, RowLinear):
 
 
 class RoleAdapters:
-    """Adapters of a model. All other weights except a head are frozen.
+    """Adapters of a megatron-core model. All other weights except a head are frozen.
 
-    ``gpt``: this process's share of the model, built with adapters. ``seed``: seed of A and of
-    dropout. ``has_head``: the role also trains a head.
+    ``gpt``: this process's shard of the model, built with adapters. ``seed``: seed of the initial
+    matrices A and of dropout. ``has_head``: whether the role also trains a head.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class RoleAdapters:
         self._fill(tensors.get)
 
     def save(self, path: str | Path, nemo_keys: Mapping[str, Any]) -> None:
-        """Write a file. Call it on every rank: rank 0 writes, and all ranks raise its error."""
+        """Write the trained weights to a file. Rank 0 writes, and all ranks raise its error."""
         tensors = self.gather()
         on_rank_zero(lambda: save_adapters(path, Adapters(self.lora, tensors, nemo_keys)))
 
@@ -261,7 +261,7 @@ class RoleAdapters:
 
     @torch.no_grad()
     def _fill(self, full_tensor: Callable[[str], Tensor | None]) -> None:
-        """Copy this process's shards of full tensors. None leaves a parameter unchanged."""
+        """Load this process's shards. ``full_tensor``: returns a full tensor by name, or None."""
         tp_rank, tp_size = self._parallel.tp_rank, self._parallel.config.tensor
         for name, parameter in canonical_parameters(self._gpt):
             share = full_tensor(name) if parameter.requires_grad else None
@@ -287,7 +287,6 @@ def adapters_off(gpt: nn.Module) -> Iterator[None]:
 
 
 def _adapters(gpt: GPTModel, architecture: GPTArchitecture) -> dict[str, Adapter]:
-    """Return this stage's adapters. The keys are the canonical names of their linears."""
     owners = {module.a: module for module in gpt.modules() if isinstance(module, Adapter)}
     return {
         name.removesuffix(LORA_A): owners[parameter]
@@ -303,7 +302,7 @@ def _require_gradient(_: nn.Module, __: Any, embedded: Tensor) -> None:
 
 
 def initial_matrix(name: str, shape: Shape, seed: int) -> Tensor:
-    """Return the initial A (uniform in ±1/√in, seeded by its name on any layout) or B (zero)."""
+    """Return an adapter's initial matrix: A uniform in ±1/√in, by ``name`` and ``seed``, B zero."""
     tensor = torch.zeros(shape)
     if name.endswith(".a"):
         bound = 1.0 / math.sqrt(shape[-1])

@@ -1,4 +1,4 @@
-"""`PolicyWorker`, one process's share of a policy, and `Policy`, the handle of its workers."""
+"""`PolicyWorker`, one process of a policy, and `Policy`, which starts and calls the workers."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,9 +44,9 @@ from aligner.refit.worker import RefitWorker
 def read_policy(
     config: TrainedModelConfig | Mapping[str, Any], run: RunSettings | None, tokenizer: Any
 ) -> tuple[TrainedModelConfig, RunSettings, Tokenizer, PublishedRole | None]:
-    """Return the policy's section, run settings, tokenizer and published mapping, if any.
+    """Return the policy's section, run settings, tokenizer, and parsed mapping of NeMo-RL, if any.
 
-    The end tokens of a mapping are added to the tokenizer's.
+    If ``config`` is a mapping, its stop tokens become additional end tokens of the tokenizer.
     """
     if isinstance(config, TrainedModelConfig):
         return config, run or RunSettings(), as_tokenizer(tokenizer), None
@@ -61,8 +61,8 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
     """Worker of `Policy`, which loads the policy from ``config.restore_from_path``.
 
     For most arguments see `Policy`. ``worker_sharding_annotations``: layout of the workers, which
-    must agree with ``config``. ``parallel``: layout and groups of this process. Default: from RANK
-    and related environment variables. ``kwargs``: ignored published arguments, listed in a warning.
+    must be that of ``config``. ``parallel``: process groups. Default: read from environment
+    variables such as RANK. ``kwargs``: ignored arguments of NeMo-RL, which a warning lists.
     """
 
     def __init__(
@@ -110,13 +110,12 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
     ) -> BatchedDataDict:
         """Sample responses to right-padded prompts (see `Policy.generate`).
 
-        Default of ``sample_ids``: the rows' indices in the global batch, of which every
-        data-parallel rank has an equal share. Workers that generate together must be called equally
-        often.
+        ``sample_ids`` default to the row indices in the global batch, of which every data-parallel
+        rank must have the same number of rows. All workers must be called equally often.
         """
         check_columns(data, ("input_ids", "input_lengths"))
         seed = self._seeds.next() if seed is None else seed
-        # Outside of the generation phase, enter it for this call.
+        # Outside of the generation phase, enter the phase for this call.
         if not self.model.is_ready_to_generate:
             self.prepare_for_generation()
             try:
@@ -125,7 +124,7 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
                 )
             finally:
                 self.finish_generation()
-        # Sample this rank's share.
+        # Sample responses to this rank's prompts.
         batch = tensors_on_device(data)
         ids = batch["input_ids"]
         first = self.parallel.dp_rank * ids.shape[0]
@@ -156,10 +155,10 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
         """Compute log-probs of ``input_ids`` under the current weights.
 
         Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``token_mask`` float32
-        [B, S], 1 for tokens to score (a handle's default: every token but the first). Optional:
-        ``kept_ids`` int32 [B, S, K], the ids that top-k and top-p kept. ``micro_batch_size``:
-        sequences per forward pass, default as configured. Returns ``logprobs`` float32 [B, S]:
-        position t is the log-prob of token t, 0 at t = 0 and where the mask is 0.
+        [B, S], 1 for tokens to score. Without a mask, `Policy` scores every token but the first.
+        Optional: ``kept_ids`` int32 [B, S, K], the ids that top-k and top-p kept.
+        ``micro_batch_size``: number of sequences per forward pass. Returns ``logprobs`` float32
+        [B, S]. Column t is the log-prob of token t, 0 for t = 0 and where the mask is 0.
         """
         logprobs = self.model.get_logprobs(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"logprobs": logprobs})
@@ -167,7 +166,7 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Compute `get_logprobs` under the initial weights, as ``reference_logprobs``."""
+        """Compute ``reference_logprobs``, as `get_logprobs` under the initial weights."""
         logprobs = self.model.get_reference_logprobs(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"reference_logprobs": logprobs})
 
@@ -178,7 +177,7 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
 
         Reads the columns of `get_logprobs`. Returns ``topk_logits`` float32 [B, S, k], divided by
         the sampling temperature and in descending order, and ``topk_indices`` int64 [B, S, k].
-        Position t is for token t, 0 at t = 0 and where the mask is 0.
+        Column t contains the candidates for token t, 0 for t = 0 and where the mask is 0.
         """
         batch, passes = passes_over(data, micro_batch_size)
         logits, ids = self.model.get_topk_logits(batch, k, vocab_size, passes)
@@ -187,11 +186,11 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
     # Weights for sampling engines -------------------------------------------------------------
 
     def hf_weight_names(self) -> Sequence[str]:
-        """Return the names of all weights, as in a Hugging Face state dict, in depth order."""
+        """Return Hugging Face's names of all weights, from the first layer to the last."""
         return list(self.model.hugging_face_weights())
 
     def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors on every worker. All workers that share the model must iterate."""
+        """Yield name and full tensor of each weight. All workers of a model must iterate."""
         weights = self.model.hugging_face_weights()
         return ((name, weights[name]) for name in names)
 
@@ -200,30 +199,29 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
     prepare_for_lp_inference = RoleWorker.prepare_for_inference  # `finish_inference` ends it
 
     def prepare_for_generation(self) -> bool:
-        """Move weights to the device and prepare to generate. Returns True."""
+        """Move weights to the device, and make the model ready to generate. Returns True."""
         self._restore_weights()
         self.model.prepare_for_generation()
         return True
 
     def finish_generation(self) -> bool:
-        """Release generation's memory, with ``offload_weights`` all memory. Returns True."""
+        """Free the memory of generation (with ``offload_weights`` all memory). Returns True."""
         self.model.finish_generation()
         self._park()
         accelerator.release_memory()
         return True
 
     def offload_before_refit(self) -> None:
-        """Move weights to the device, and free memory on a device that the engine shares."""
+        """Move weights to the device, and free other memory for an engine on the same device."""
         self.prepare_for_inference()
         super().offload_before_refit()
 
     def offload_after_refit(self) -> None:
-        """Invalidate the handles. With ``offload_weights`` all memory moves to the host."""
+        """Close the weights' handles. With ``offload_weights``, move all memory to the host."""
         super().offload_after_refit()
         self._park()
 
     def _modules_with_weights(self) -> list[nn.Module]:
-        """Return the policy's model, and the reference model if it is separate."""
         return [*super()._modules_with_weights(), *self._reference]
 
 
@@ -234,7 +232,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
 
 class DTensorPolicyWorkerV2(PolicyWorker):
-    """Worker of `Policy` on a transformers model, as FSDP2 and DTensors."""
+    """Worker of `Policy` on a transformers model, sharded by FSDP2."""
 
     model_path = "aligner.models.gpt.dtensor.actor:DTensorActorModel"
 
@@ -270,24 +268,24 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
 
         Args:
             cluster: cluster of the workers.
-            config: the policy's section, with the layout of the workers, or a mapping of
-                `PolicyConfig`, which also contains the backend and the workers' environment.
+            config: the policy's section of a configuration, or a mapping with the keys of
+                `PolicyConfig`, which also sets the backend and the workers' environment.
             tokenizer: a tokenizer of this library or of transformers.
             name_prefix: name of the role in messages and log names.
-            workers_per_node: on Ray, number of bundles to use on each node, or one per node.
-                Default: all.
+            workers_per_node: on Ray, number of workers on each node, or a list with one number for
+                each node. Default: all bundles of the cluster.
             init_optimizer: whether to create an optimizer. False for a frozen policy.
             weights_path: weights from `save_checkpoint` to continue from. The reference policy
                 still uses the weights of ``config``.
             optimizer_path: optimizer state to continue from.
-            init_reference_model: whether to keep the initial weights, for a KL term.
-            run: precision, gradient clipping and seed. Default: those of a mapping, or
+            init_reference_model: whether to keep the initial weights as a reference policy.
+            run: precision, gradient clipping and seed. Default: the settings in a mapping, or
                 `RunSettings`.
             backend: ``megatron`` or ``dtensor``, ignored for a mapping.
 
         Raises:
             ConfigError: a key of the mapping is unknown, or settings are incompatible.
-            LayoutError: the layout does not fit the cluster's workers.
+            LayoutError: the layout does not fit the number of workers.
         """
         self.cfg = config
         config, run, self.tokenizer, published = read_policy(config, run, tokenizer)
@@ -323,7 +321,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
     finish_generation = phase(PolicyWorker.finish_generation)
 
     def weights_changed(self) -> None:
-        """Do nothing: the policy samples with the weights that training changed."""
+        """Do nothing, because the policy samples with the weights that it trains."""
 
     def generate(
         self,
@@ -337,20 +335,19 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         """Sample responses to right-padded prompts (see ``GenerationOutputSpec``).
 
         Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``sample_ids`` int64 [B]
-        (default 0, 1, 2, ...). The tokens of a sample depend only on ``seed``, its ``sample_ids``
-        entry and its prompt. Without a seed, every call derives a new seed from the run's seed.
+        (default 0, 1, 2, ...). The tokens of a sample depend only on ``seed``, its sample id and
+        its prompt. Without ``seed``, every call derives a new seed from the run's seed.
 
-        ``sampling_options``: overrides the configured lengths and sampling in this call.
-        ``listener``: called with every token that a worker of this process samples, and with the
-        row in the worker's share. Raises `ConfigError` without a section ``generation``,
-        `DataError` for a missing column.
+        ``sampling_options``: length limits and sampling for this call. ``listener``: called with
+        each token that a worker in this process samples, and the row among the worker's prompts.
+        Raises `ConfigError` without a section ``generation``, `DataError` for a missing column.
         """
         if self._published is not None and not self._published.generates:
             raise ConfigError(
-                "policy.generation is not set, so that sampling is not configured. Set its "
-                "max_new_tokens, temperature, top_p and top_k"
+                "policy.generation is not set, and configures sampling. Set max_new_tokens, "
+                "temperature, top_p and top_k in it"
             )
-        # Sample on all ranks, and join the shares in the order of the prompts.
+        # Sample on all ranks, and concatenate their responses in the order of the prompts.
         results, _ = run_sharded(
             self.worker_group,
             PolicyWorker.generate,
@@ -374,7 +371,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         return output
 
     def recover(self) -> bool:
-        """See `GenerationInterface.recover`. False if workers may wait in a collective."""
+        """See `GenerationInterface.recover`. False if workers may be waiting in a collective."""
         parallel = self.model.parallel
         is_collective = parallel.model_parallel_size * parallel.expert > 1
         return not is_collective and self.worker_group.recover()

@@ -1,4 +1,4 @@
-"""`RewardWorker`, one process's share of a reward model, and `RewardModel`, their handle."""
+"""`RewardWorker`, one process of a reward model, and `RewardModel`, which calls the workers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,20 +19,20 @@ if TYPE_CHECKING:  # a handle's process need not import the model
 
 
 class RewardScorer(ABC):
-    """Mixin of workers with a reward model, separate or on the critic's backbone."""
+    """Mixin of workers with a reward model, separate or in the modules of a critic."""
 
     @property
     @abstractmethod
     def reward_model(self) -> "RewardRole":
-        """Model that scores."""
+        """Reward model that computes the scores."""
 
     def get_rewards(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """Compute ``rewards`` float32 [B], or [B, K] for K rated attributes.
 
-        Rewards are standardised if the model is. Reads ``input_ids`` int64 [B, S] and
-        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass.
+        They are standardised if the model has a standardisation. Reads ``input_ids`` int64 [B, S]
+        and ``input_lengths`` int64 [B]. ``micro_batch_size``: number of sequences per forward pass.
         """
         rewards = self.reward_model.infer(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"rewards": rewards})
@@ -43,7 +43,7 @@ class RewardScorer(ABC):
 
 
 class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
-    """Worker of `RewardModel`, which loads a reward model or a language model with a new head.
+    """Worker of `RewardModel`. It loads a reward model, or a language model with a new head.
 
     ``offload_weights``: keep weights in host memory between phases.
     """
@@ -72,7 +72,7 @@ class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
             optimizer_path=optimizer_path,
         )
         if init_optimizer:
-            # Training makes the file's standardisation and form of sequences obsolete.
+            # Training makes the standardisation and sequence form in the file obsolete.
             model.standardization = model.sequence_form = None
 
     @property
@@ -81,11 +81,11 @@ class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
         return self.model
 
     def standardize(self, mean: float, std: float) -> None:
-        """Apply ``(reward - mean) / std`` from now on, and save it with the model."""
+        """Set the standardisation ``(reward - mean) / std``, which is saved with the model."""
         self.model.standardize(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Save with the model whether training sequences start with BOS, and their end."""
+        """Set whether training sequences begin with BOS, and their end token (see `RewardRole`)."""
         self.model.remember_sequences(add_bos, end_id)
 
 
@@ -96,7 +96,7 @@ class MegatronRewardWorker(RewardWorker):
 
 
 class DTensorRewardWorker(RewardWorker):
-    """Worker of `RewardModel` on a transformers model, as FSDP2."""
+    """Worker of `RewardModel` on a transformers model, sharded by FSDP2."""
 
     model_path = "aligner.models.gpt.dtensor.critic:DTensorRewardModel"
 
@@ -105,7 +105,7 @@ REWARD_COLUMNS = ("input_ids", "input_lengths")
 
 
 class RewardModel(RoleHandle):
-    """A trainable model that scores sequences."""
+    """Reward model that scores sequences and can be trained."""
 
     workers: ClassVar[Mapping[str, str]] = {
         "megatron": "aligner.models.reward.reward_model.MegatronRewardWorker",
@@ -130,8 +130,8 @@ class RewardModel(RoleHandle):
         """Start the workers on ``cluster``.
 
         They load ``config.restore_from_path``: a reward model, or a language model with a new head.
-        ``attributes``: attributes that the head rates, empty for comparisons, None for those of the
-        file. For the other arguments see `Policy`.
+        ``attributes``: names of the attributes that the head rates, empty for training on
+        comparisons, None for the file's attributes. For the other arguments see `Policy`.
         """
         super().__init__(
             cluster,

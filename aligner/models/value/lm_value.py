@@ -1,4 +1,4 @@
-"""`ValueWorker`, one process's share of a critic, and `Value`, the handle of its workers."""
+"""`ValueWorker`, one process of a critic, and `Value`, which starts and calls the workers."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # a handle's process need not import the models
     from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
     from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 
-TokenizerType = TypeVar("TokenizerType", bound=Tokenizer)  # NeMo-RL's
+TokenizerType = TypeVar("TokenizerType", bound=Tokenizer)  # name in NeMo-RL
 
 
 def read_critic(
@@ -43,7 +43,7 @@ def read_critic(
 ) -> tuple[CriticConfig, TrainedModelConfig, RunSettings, PublishedRole | None]:
     """Return the critic's section, the policy's with the critic's layout, and run settings.
 
-    ``config`` is a section, which requires ``model``, or a mapping, which is also returned.
+    ``config``: a section, which requires ``model``, or a mapping of NeMo-RL, also returned parsed.
     """
     published = None if isinstance(config, CriticConfig) else read_published(config, "value")
     if published is not None:
@@ -51,13 +51,14 @@ def read_critic(
     assert isinstance(config, CriticConfig)
     if model is None:
         raise ConfigError(
-            "model is required in addition to a CriticConfig. Pass the policy's section"
+            "model=None: a CriticConfig does not contain all settings. Pass the policy's section "
+            "as model"
         )
     return config, config.with_layout(model), run or RunSettings(), published
 
 
 class ValueWorker(RoleWorker[ValueModel]):
-    """Worker of `Value`, which loads the critic's body, by default the policy's.
+    """Worker of `Value`. It loads the critic's model, by default the policy's with a new head.
 
     For the arguments see `Value` and `PolicyWorker`.
     """
@@ -80,7 +81,7 @@ class ValueWorker(RoleWorker[ValueModel]):
         config, model, run, _ = read_critic(config, model, run)
         parallel = place_of(model.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
-        # The model. Errors about the file name the key of its path.
+        # Load the model. Errors about the file contain the key of its path.
         body_path = config.restore_from_path or model.restore_from_path
         settings = critic_settings(config, model, run)
         own_body = config.restore_from_path is not None and weights_path is None
@@ -98,10 +99,10 @@ class ValueWorker(RoleWorker[ValueModel]):
     def get_values(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Compute ``values`` float32 [B, S]: position t is the value of the state before token t.
+        """Compute ``values`` float32 [B, S]. Column t is the value of the tokens before token t.
 
         Values are 0 at t = 0 and from a row's length on. Reads ``input_ids`` int64 [B, S] and
-        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass.
+        ``input_lengths`` int64 [B]. ``micro_batch_size``: number of sequences per forward pass.
         """
         values = self.model.get_values(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"values": values})
@@ -109,21 +110,21 @@ class ValueWorker(RoleWorker[ValueModel]):
     def share_backbone(
         self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
-        """Load a reward model into host memory, to be scored on the critic's backbone."""
+        """Load a reward model into host memory, which scores with the critic's modules."""
         raise ConfigError(
-            "reward.model.share_body_with_critic=true needs policy.backend=megatron. Set it, or "
-            "set share_body_with_critic to false"
+            "reward.model.share_body_with_critic=true is not supported by policy.backend=dtensor. "
+            "Set policy.backend=megatron, or reward.model.share_body_with_critic=false"
         )
 
 
 class DTensorValueWorkerV2(ValueWorker):
-    """Worker of `Value` on a transformers model, as FSDP2 and DTensors."""
+    """Worker of `Value` on a transformers model, sharded by FSDP2."""
 
     model_path = "aligner.models.gpt.dtensor.critic:DTensorCriticModel"
 
 
 class MegatronValueWorker(RewardScorer, ValueWorker):
-    """Worker of `Value` on megatron-core. A reward model can share its backbone."""
+    """Worker of `Value` on megatron-core. A reward model can use the critic's modules."""
 
     model_path = "aligner.models.gpt.megatron.critic:MegatronGPTCriticModel"
     model: "MegatronGPTCriticModel"
@@ -143,20 +144,20 @@ class MegatronValueWorker(RewardScorer, ValueWorker):
 
     @property
     def reward_model(self) -> "SharedBackboneRewardModel":
-        """Reward model that shares the backbone, after `share_backbone`."""
+        """Reward model that `share_backbone` loaded."""
         assert self._reward is not None, "call share_backbone first"
         return self._reward
 
     def enable_forward_pre_hook(self) -> None:
-        """Gather, from the next update on, each weight in the forward pass that reads it.
+        """From the next update on, gather each weight in the forward pass that reads it.
 
-        It has an effect only with several data-parallel workers in training.
+        This method has an effect only in training with several data-parallel workers.
         """
         if self.model.optimizer is not None:
             self.model.optimizer.defer_weight_gather()
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Gather weights right after updates again, and now unless ``param_sync`` is False."""
+        """Undo `enable_forward_pre_hook`. ``param_sync``: also gather the weights now."""
         if self.model.optimizer is None:
             return
         if self.model.settings.overlap_param_gather:  # configured, not set by a caller
@@ -176,7 +177,7 @@ VALUE_COLUMNS = ("input_ids", "input_lengths")
 
 
 class Value(RoleHandle, ValueInterface):
-    """A critic that predicts the return from every state, and trains on returns."""
+    """A critic that predicts the return from every token on, and trains on returns."""
 
     workers: ClassVar[Mapping[str, str]] = {
         "megatron": "aligner.models.value.lm_value.MegatronValueWorker",
@@ -200,11 +201,11 @@ class Value(RoleHandle, ValueInterface):
     ) -> None:
         """Start the workers on ``cluster``.
 
-        They load ``weights_path`` if given, else ``config.restore_from_path``, else the policy's
-        weights with a new head. ``config``: the critic's section of a configuration (``model`` must
-        then be given), or a mapping with the keys of `ValueConfig`. ``model``: the policy's
-        section, with the settings of micro-batches, and the layout unless ``config`` sets a layout.
-        For the other arguments and the errors see `Policy`.
+        They load ``weights_path``, by default ``config.restore_from_path``, by default the policy's
+        weights with a new head. ``config``: the critic's section of a configuration, which requires
+        ``model``, or a mapping with the keys of `ValueConfig`. ``model``: the policy's section,
+        whose micro-batch settings and, unless ``config`` sets a layout, layout are used. For the
+        other arguments and the errors see `Policy`.
         """
         self.cfg = config
         config, section, run, published = read_critic(config, model, run)

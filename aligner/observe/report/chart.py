@@ -35,10 +35,7 @@ class Series:
 
 
 def collect_series(metrics: Sequence[Mapping[str, float]]) -> dict[str, Series]:
-    """Collect steps and values of each metric from lines of ``metrics.jsonl``.
-
-    Returns a series for each metric's full name, in order of first appearance.
-    """
+    """Return the steps and values of each metric in lines of ``metrics.jsonl``, by full name."""
     columns: dict[str, tuple[list[int], list[float]]] = {}
     for line in metrics:
         for name, value in line.items():
@@ -156,14 +153,14 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
 
     ``shows``: values that the value axis includes in any case, so that charts can be compared.
     """
-    finite = [(line, points) for line in series if (points := line.finite_points)]
-    if not finite:
+    nonempty = [(line, points) for line in series if (points := line.finite_points)]
+    if not nonempty:
         return None
     # Axes that show all points, with a margin above and below.
-    all_points = [point for _, points in finite for point in points]
-    amounts = [*shows, *(value for _, value in all_points)]
-    margin = (max(amounts) - min(amounts)) * 0.08 or abs(max(amounts)) * 0.1 or 1.0
-    low, high = min(amounts) - margin, max(amounts) + margin
+    all_points = [point for _, points in nonempty for point in points]
+    all_values = [*shows, *(value for _, value in all_points)]
+    margin = (max(all_values) - min(all_values)) * 0.08 or abs(max(all_values)) * 0.1 or 1.0
+    low, high = min(all_values) - margin, max(all_values) + margin
     first, last = min(all_points)[0], max(all_points)[0]
     last = max(last, first + 1)
 
@@ -174,17 +171,17 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
         return round(_LEFT + x * width, 1), round(HEIGHT - _BOTTOM - y * height, 1)
 
     values = ticks(low, high)
-    # The step axis labels whole steps, and always the last step.
+    # Labels of the step axis: the last step, and whole steps that are not too near to it.
     inner = [s for s in ticks(first, last) if s == int(s) and last - s > 0.1 * (last - first)]
     # Pixels of each line, and the values that the page shows at the pointer.
     lines, hover = [], []
-    for line, points in finite:
+    for line, points in nonempty:
         thinned = thin_out(points)
         dots = [at(*point) for point in thinned]
         path = "".join(f"{'L' if i else 'M'}{x} {y}" for i, (x, y) in enumerate(dots))
         lines.append(Line(line.style, path, dots if len(dots) <= _MAX_DOTS else ()))
-        shown = [[*dot, *point] for dot, point in zip(dots, thinned, strict=True)]
-        hover.append({"l": line.label, "s": line.style, "p": shown})
+        marks = [[*dot, *point] for dot, point in zip(dots, thinned, strict=True)]
+        hover.append({"l": line.label, "s": line.style, "p": marks})
     return Chart(
         value_ticks=[
             (at(first, value)[1], label)

@@ -36,10 +36,7 @@ def shown_name(name: str) -> str:
 def render_evaluation(
     model: str, sets: Mapping[str, EvaluatedSet], *, config: str, environment: Mapping[str, str]
 ) -> str:
-    """Return the HTML report of ``model``'s results on ``sets``.
-
-    ``config``: the configuration as YAML. ``environment``: versions, machine and command.
-    """
+    """Return the HTML report of an evaluation. ``config``: the configuration as YAML."""
     prompts = sum(results.prompts for results in sets.values())
     answers = sum(results.prompts * results.samples_per_prompt for results in sets.values())
     return render(

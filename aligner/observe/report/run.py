@@ -95,10 +95,7 @@ _GROUPS = {
 
 
 def write_report(folder: Path, run: RunRecord) -> Path:
-    """Write ``<folder>/report.html`` and return its path.
-
-    Metrics and samples are read from ``folder``, all other content is in ``run``.
-    """
+    """Write ``<folder>/report.html`` from ``run`` and the metrics and samples in ``folder``."""
     metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
     record = replace(run, metrics=read_metrics(metrics), samples=read_samples(samples))
     path = folder / "report.html"
@@ -166,10 +163,7 @@ def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
 
 
 def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, str]] | None:
-    """Describe the log-prob gap between sampler and trainer: a text, and values by table row.
-
-    Returns None if no line has the metric.
-    """
+    """Describe the sampler's log-prob gap: text, and table rows. None if it was not measured."""
     gaps = series.get("sampler/logprob_gap_mean")
     if gaps is None:
         return None

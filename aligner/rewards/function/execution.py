@@ -53,7 +53,7 @@ class LoadedFunction:
         return parse_scores(result, samples, self.signature.name)
 
     def answers(self, samples: Samples) -> Answers:
-        """Yield the answers to the message ``samples`` (see the module)."""
+        """Yield the scores of ``samples``, or an exception's text and then the failing sample."""
         try:
             rewards, metrics = self.score(samples)
         except (SystemExit, AlignerError):

@@ -85,11 +85,6 @@ class RewardFunction(ProcessPool):
         self._time_limit_s, self._max_concurrency = time_limit_s, max_concurrency
         self._timeout_reward = timeout_reward
 
-    @classmethod
-    def load(cls, name: str, **options: Any) -> "RewardFunction":
-        """Call the constructor. Version 0.2.0 had this name."""
-        return cls(name, **options)
-
     def check_columns(self, available: Collection[str]) -> None:
         """Raise `DataError` if the function requires a column that is missing."""
         self.signature.check_columns(available)
@@ -298,7 +293,6 @@ class Reward:
 
 
 def _split(samples: Samples, count: int) -> list[Samples]:
-    """Split into at most ``count`` contiguous parts, whose sizes differ by at most one."""
     count = min(count, len(samples))
     bounds = [len(samples) * part // count for part in range(count + 1)]
     return [samples.slice(*pair) for pair in pairwise(bounds)]

@@ -90,7 +90,7 @@ class RewardClient:
         }
 
     def check(self) -> tuple[str, ...]:
-        """Wait until the server is ready and accepts the token. Return names of its attributes."""
+        """Wait until the server is ready and accepts the token. Return its reward attributes."""
         health = _RewardRequest("GET", HEALTH, b"", partial(validated, HealthAnswer))
         answer: HealthAnswer = self._send_all([health, _score_request([], 1)])[0]
         return tuple(answer.attributes)
@@ -122,7 +122,6 @@ class RewardClient:
             return portal.call(run)
 
     async def _send(self, session: httpx.AsyncClient, request: _RewardRequest) -> Any:
-        """Return the parsed answer to a request. Repeats the request after temporary failures."""
         started, pause = time.monotonic(), 0.5
         for tries in itertools.count(1):
             try:
@@ -149,7 +148,6 @@ class RewardClient:
             raise self._error(f"{request} was answered with {error}") from error
 
     async def _exchange(self, session: httpx.AsyncClient, request: _RewardRequest) -> Any:
-        """Send a request once and return the JSON value of the answer."""
         # The answer, within the limits of time and size.
         answer = bytearray()
         try:

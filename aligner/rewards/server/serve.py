@@ -67,7 +67,7 @@ class RewardService:
         def encode(samples: Sequence[WireSample]) -> list[Ids]:
             limit = self.queue.max_items
             if len(samples) > limit:
-                cause = f"{len(samples)} samples, at most {limit} are taken in a request"
+                cause = f"{len(samples)} samples, at most {limit} are scored in one request"
                 raise HTTPException(413, cause)
             return [self.encode(sample) for sample in samples]
 
@@ -79,10 +79,7 @@ class RewardService:
         return Response(json.dumps({"rewards": plain}), media_type=JSON_TYPE)
 
     def serving(self, host: str, port: int) -> AbstractContextManager[tuple[str, int]]:
-        """Answer requests until the ``with`` block ends. Yields host and port.
-
-        See `aligner.http.application.http_server`.
-        """
+        """Answer requests until the ``with`` block ends. Yields host and port (`http_server`)."""
         routes: Routes = {f"GET {HEALTH}": self.health, f"POST {SCORE}": self.score}
         setting = f"--host {host} --port {port}"
         return http_server((host, port), routes, self.queue, setting=setting)

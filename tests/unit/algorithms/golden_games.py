@@ -1,9 +1,9 @@
 """Environments and agents whose conversations `test_conversation_golden` compares to a record."""
 
-import json
 import os
 import time
-import urllib.request
+
+from user_agents import Policy
 
 from aligner.environments import Start, Turn
 from aligner.environments.tools import ToolEnv, calculator
@@ -55,25 +55,6 @@ class Tools(ToolEnv):
         return Turn(reward=float(len(text)), done=True)
 
 
-class Policy:
-    """The policy behind an address."""
-
-    def __init__(self, base_url, api_key):
-        self.base_url, self.api_key = base_url, api_key
-
-    def post(self, path, **body):
-        request = urllib.request.Request(
-            f"{self.base_url}/{path}",
-            json.dumps(body).encode(),
-            {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
-
-    def ask(self, messages):
-        return self.post("chat/completions", messages=messages)["choices"][0]["message"]
-
-
 def agent(base_url, api_key, seed, name, turns, trouble=None, marker=None):
     """Ask ``turns`` questions; every second one is a sub-agent's, with a history of its own."""
     policy = Policy(base_url, api_key)
@@ -93,5 +74,5 @@ def agent(base_url, api_key, seed, name, turns, trouble=None, marker=None):
             if trouble == "hangs":
                 time.sleep(60)
         if number % 3 == 0:
-            policy.post("reward", reward=sum(map(ord, answer["content"])) % 7 / 7)
+            policy.reward(sum(map(ord, answer["content"])) % 7 / 7)
     return {"reward": 1.0 / turns, "accuracy": turns % 2} if trouble != "unscored" else None

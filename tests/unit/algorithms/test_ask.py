@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 from recipes import CONF, composed
+from settings import parsed
 
 from aligner.algorithms.ask.evaluate import evaluate
 from aligner.algorithms.ask.generate import Chat, generate
@@ -70,26 +71,23 @@ def test_a_directory_answers_as_its_nemo(tmp_path, prompts, models, backend):
     assert all(1 <= line["tokens"] <= 8 for line in one)
 
 
-def trained_run(folder, model, prompts, *, data=None, seed=1, **changes):
+def trained_run(folder, model, prompts, settings=None):
     """A run of two steps that leaves a state and a model."""
     rollouts = {"num_rollout_samples": 4, "num_rollouts_per_prompt": 2}
-    sizes = {"global_batch_size": 2, "micro_batch_size": 2, "optim": {"lr": 1e-2}}
-    rs = {"rs": {**rollouts, "length_params": {"max_length": 6}}}
-    model = {"restore_from_path": model, **sizes, **rs, **changes}
     values = {
-        "model": model,
-        "reward": DIGIT,
-        "data": {"train": {"source": prompts}, **(data or {})},
-        "seed": seed,
+        **{"model.restore_from_path": model, "model.optim.lr": 1e-2, "reward": DIGIT},
+        **{"model.global_batch_size": 2, "model.micro_batch_size": 2},
+        "model.rs": {**rollouts, "length_params": {"max_length": 6}},
+        "data": {"train": {"source": prompts}},
         "exp_manager": {"explicit_log_dir": str(folder), "create_tensorboard_logger": False},
     }
-    train_rs(parse_config(values, RSRunConfig))
+    train_rs(parsed(values | (settings or {}), RSRunConfig))
     return folder
 
 
-@pytest.mark.parametrize("peft", [{}, {"peft": {"peft_scheme": "lora"}}], ids=["all", "lora"])
+@pytest.mark.parametrize("peft", [{}, {"model.peft.peft_scheme": "lora"}], ids=["all", "lora"])
 def test_a_runs_directory_is_its_newest_state(tmp_path, prompts, models, peft):
-    run = trained_run(tmp_path / "run", models["nemo"], prompts, **peft)
+    run = trained_run(tmp_path / "run", models["nemo"], prompts, peft)
     greedy = {"sampling": {"use_greedy": True, "samples_per_prompt": 1, "max_length": 12}}
     from_state = answers(tmp_path, prompts, str(run), **greedy)
     assert from_state == answers(tmp_path, prompts, str(run / "policy.nemo"), **greedy)
@@ -105,7 +103,7 @@ def test_a_runs_directory_is_its_newest_state(tmp_path, prompts, models, peft):
 
 def test_directories_that_hold_no_model(tmp_path):
     (tmp_path / "run_state").mkdir()
-    with pytest.raises(CheckpointNotFoundError, match="has not saved one yet"):
+    with pytest.raises(CheckpointNotFoundError, match="none was saved yet"):
         find_source(str(tmp_path))
     (tmp_path / "policy.nemo").write_bytes(b"")
     assert find_source(str(tmp_path)).path == str(tmp_path / "policy.nemo")
@@ -159,9 +157,9 @@ def test_an_evaluation_adds_up(tmp_path, prompts, models, capsys):
 
 
 def test_runs_and_evaluations_side_by_side(tmp_path, prompts, models, capsys):
-    held_out = {"validation": {"source": prompts}}
-    one = trained_run(tmp_path / "one", models["nemo"], prompts, data=held_out)
-    two = trained_run(tmp_path / "two", models["nemo"], prompts, data=held_out, seed=7)
+    held_out = {"data.validation.source": prompts}
+    one = trained_run(tmp_path / "one", models["nemo"], prompts, held_out)
+    two = trained_run(tmp_path / "two", models["nemo"], prompts, {**held_out, "seed": 7})
     reward = {"function": "aligner.examples.tasks.exact_number:reward"}
     evaluated(one, prompts, tmp_path / "asked", sampling={"max_length": 4}, reward=reward)
     before = sorted(path for path in tmp_path.rglob("*"))
@@ -187,9 +185,6 @@ def test_runs_and_evaluations_side_by_side(tmp_path, prompts, models, capsys):
     assert [path for path in left if path != tmp_path / "out"] == before
     with pytest.raises(DataError, match=r"contains neither metrics\.jsonl"):
         compare_runs([tmp_path], tmp_path / "out", "x")
-
-
-# A conversation -------------------------------------------------------------------------------
 
 
 def conversation(model, said):
@@ -224,7 +219,7 @@ def test_a_conversation_goes_on_and_is_forgotten(tiny_nemo):
     assert conversation(str(tiny_nemo), ["hello"])[1] == messages[:2]
     # What does not fit.
     written, messages = conversation(str(tiny_nemo), ["x" * 5000])
-    assert "/reset begins anew" in "".join(written)
+    assert "/reset starts a new chat" in "".join(written)
     assert messages == []
 
 
@@ -238,8 +233,6 @@ def test_a_model_without_a_template_completes_text(tiny_nemo, tmp_path):
     with pytest.raises(TokenizerError, match="use --prompt TEXT"):
         conversation(str(tmp_path / "base.nemo"), ["hello"])
 
-
-# The command line -----------------------------------------------------------------------------
 
 NASTY = [
     *["it's", 'say "hi"', "a,b:[c]{d}=e", "${x} ${oc.env:HOME}"],

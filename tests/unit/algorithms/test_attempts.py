@@ -50,28 +50,25 @@ def run_on(engine):
     return Run(config, engine, console, Callbacks(), None, None, ExitStack())
 
 
-def attempted(engine, body):
-    """Every attempt of a run, with ``body`` in it."""
+def attempted(engine, error=None, *roles):
+    """Every attempt of a run: it has the roles, and raises the error."""
     for attempt in run_on(engine).attempts():
         with attempt as workers:
-            body(workers)
+            for role in roles:
+                workers.own(role)
+            if error is not None:
+                raise error
 
 
-def raising(error):
-    def body(attempt):
-        raise error
-
-    return body
-
-
-def test_a_run_without_a_death_has_one_attempt_and_ends_in_reverse_order():
+def test_only_deaths_begin_another_attempt_and_roles_end_in_reverse_order():
     engine = Engine(max_restarts=3)
-    for attempt in run_on(engine).attempts():
-        with attempt as workers:
-            assert workers.clusters == 0
-            workers.own(Role(engine.log, "policy"))
-            workers.own(Role(engine.log, "critic"))
+    attempted(engine, None, Role(engine.log, "policy"), Role(engine.log, "critic"))
     assert engine.log == ["critic ends", "policy ends", "clusters 0 end"]
+    for error in (ConfigError("bad"), KeyboardInterrupt()):
+        engine = Engine(max_restarts=3)
+        with pytest.raises(type(error)):
+            attempted(engine, error)
+        assert engine.log == ["clusters 0 end"]
 
 
 def test_after_a_death_the_workers_are_started_again_and_it_is_said():
@@ -92,31 +89,19 @@ def test_after_a_death_the_workers_are_started_again_and_it_is_said():
     assert "(restart 2 of cluster.max_restarts=2)" in said
 
 
-@pytest.mark.parametrize("max_restarts", [0, 1])
-def test_a_death_is_raised_once_no_restart_is_left(max_restarts):
-    engine = Engine(max_restarts)
-    with pytest.raises(WorkerDiedError, match="again"):
-        attempted(engine, raising(WorkerDiedError("again")))
-    assert engine.made == max_restarts + 1
-    assert len(engine.log) == engine.made
-
-
-def test_deaths_at_shut_down_and_clusters_that_cannot_be_made():
+def test_deaths_without_a_restart_at_shut_down_and_clusters_that_cannot_be_made():
+    for max_restarts in (0, 1):
+        engine = Engine(max_restarts)
+        with pytest.raises(WorkerDiedError, match="again"):
+            attempted(engine, WorkerDiedError("again"))
+        assert len(engine.log) == engine.made == max_restarts + 1
     engine = Engine(max_restarts=1)
     with pytest.raises(WorkerDiedError, match="died in shutdown"):
-        attempted(engine, lambda attempt: attempt.own(Role(engine.log, "policy", dies=True)))
+        attempted(engine, None, Role(engine.log, "policy", dies=True))
     assert engine.log == ["policy ends", "clusters 0 end", "policy ends", "clusters 1 end"]
     engine = Engine(max_restarts=1, breaks=0)
     with pytest.raises(ConfigError, match="no room"):
-        attempted(engine, raising(AssertionError("there is nothing to run on")))
-    assert engine.log == ["clusters 0 end"]
-
-
-@pytest.mark.parametrize("error", [ConfigError("bad"), KeyboardInterrupt()])
-def test_anything_else_ends_the_run_at_once(error):
-    engine = Engine(max_restarts=3)
-    with pytest.raises(type(error)):
-        attempted(engine, raising(error))
+        attempted(engine, AssertionError("there is nothing to run on"))
     assert engine.log == ["clusters 0 end"]
 
 

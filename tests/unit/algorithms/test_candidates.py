@@ -1,15 +1,15 @@
 """Log-probs of candidates, and the best ones: against the whole vocabulary in float64."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
+from settings import parsed
 
-from aligner.algorithms.distill.build import check_teacher
+from aligner.algorithms.distill.build import check_teacher, train_distill
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.config import DistillRunConfig, TeacherConfig, parse_config
+from aligner.config import DistillRunConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.data.tokenizers.tokenizer import differing_token
@@ -17,11 +17,6 @@ from aligner.errors import ConfigError, DataError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.gpt.forward import token_logprobs as candidates
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
-from aligner.models.gpt.forward.token_logprobs import (
-    Projection,
-    best_candidates,
-    candidate_logprobs,
-)
 
 VOCABULARY, PADDED, WIDTH, TEMPERATURE = 11, 16, 5, 0.7
 LENGTHS = np.array([6, 4, 2])
@@ -60,8 +55,8 @@ def test_logprobs_and_gradients(packed, rows_at_a_time, monkeypatch):
         value = (logprobs * scale[..., :4]).sum() + (entropy * scale[..., 4]).sum()
         return torch.autograd.grad(value, (hidden, weight))
 
-    projection = Projection(hidden, weight, VOCABULARY, None, TEMPERATURE)
-    found = candidate_logprobs(projection, ids, mask.numpy(), layout, with_entropy=True)
+    projection = candidates.Projection(hidden, weight, VOCABULARY, None, TEMPERATURE)
+    found = candidates.candidate_logprobs(projection, ids, mask.numpy(), layout, with_entropy=True)
     every = whole(layout, hidden, weight, mask)
     expected = every.gather(-1, ids), -(every.exp() * every).sum(-1)
     torch.testing.assert_close(found.values_or_logprobs, expected[0])
@@ -77,8 +72,8 @@ def test_the_best_of_a_part_of_the_vocabulary(rows_at_a_time, monkeypatch):
     monkeypatch.setattr(candidates, "_LOGIT_BYTES", rows_at_a_time * PADDED * 4)
     layout, hidden, weight, _, mask = inputs(packed=True)
     weight.data[9:] *= 100
-    projection = Projection(hidden, weight, 9, None, TEMPERATURE)
-    logits, ids = best_candidates(projection, mask.numpy(), layout, count=3)
+    projection = candidates.Projection(hidden, weight, 9, None, TEMPERATURE)
+    logits, ids = candidates.best_candidates(projection, mask.numpy(), layout, count=3)
     rows, tokens = layout.predicted_tokens()
     best = (hidden @ weight[:9].t() / TEMPERATURE)[rows].topk(3)
     chosen = mask.flatten()[tokens]
@@ -110,63 +105,22 @@ def test_a_teacher_of_another_vocabulary_is_refused(tiny_nemo, tmp_path):
     path = tmp_path / "teacher.nemo"
     weights = random_weights(TINY_ARCHITECTURE)
     save_nemo(path, weights, TINY_ARCHITECTURE, files_with(exchange_a_and_b))
-    config = configuration(model__restore_from_path=str(tiny_nemo))
-    config = dataclasses.replace(config, teacher=TeacherConfig(restore_from_path=str(path)))
+    paths = {"model.restore_from_path": str(tiny_nemo), "teacher.restore_from_path": str(path)}
+    config = parsed(paths, DistillRunConfig)
     with pytest.raises(ConfigError, match=r"another vocabulary than model.restore_from_path.*'B'"):
         check_teacher(config, byte_level_tokenizer())
 
 
-def configuration(**changes):
-    values = {
-        "model": {"restore_from_path": "m.nemo"},
-        "teacher": {"restore_from_path": "t.nemo"},
-        "data": {"train": {"source": "train.jsonl"}},
-        "trainer": {"distill": changes.pop("distill", {})},
-    }
-    for key, value in changes.items():
-        section, name = key.split("__")
-        values.setdefault(section, {})[name] = value
-    return parse_config(values, DistillRunConfig)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"teacher__restore_from_path": ""}, "teacher.restore_from_path: empty"),
-        ({"distill": {"mixed_weight": 0.3}}, "mixed_weight=0.3 needs kl=mixed"),
-        ({"distill": {"mixed_weight": 1.5, "kl": "mixed"}}, "between 0 and 1"),
-        (
-            {"distill": {"on_policy": True}, "data__messages_column": "chat"},
-            "data.messages_column=chat contains answers",
-        ),
-        (
-            {"model__distill": {"length_params": {"max_length": 2, "min_length": 3}}},
-            "model.distill.length_params.min_length=3 exceeds",
-        ),
-    ],
-)
-def test_what_makes_no_sense_is_refused(changes, message):
-    configuration()
-    with pytest.raises(ConfigError, match=message):
-        configuration(**changes)
-
-
 def test_prompts_too_long_for_the_student_are_limited_by_data_max_length(tiny_nemo, tmp_path):
-    from aligner.algorithms.distill.build import train_distill
-
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "0123456789"}\n')
     run = {
-        "model": {"restore_from_path": str(tiny_nemo)},
-        "teacher": {"restore_from_path": str(tiny_nemo)},
-        "data": {"train": {"source": str(tmp_path / "prompts.jsonl")}, "max_length": 5},
-        "trainer": {"distill": {"on_policy": True}},
-        "exp_manager": {"explicit_log_dir": str(tmp_path / "run")},
+        **{f"{role}.restore_from_path": str(tiny_nemo) for role in ("model", "teacher")},
+        "data.train.source": str(tmp_path / "prompts.jsonl"),
+        "trainer.distill.on_policy": True,
+        "exp_manager.explicit_log_dir": str(tmp_path / "run"),
     }
     with pytest.raises(DataError, match=r"longer than max_length=5 .*: raise max_length$"):
-        train_distill(parse_config(run, DistillRunConfig))
-    run["data"].pop("max_length")
-    run["model"]["distill"] = {"length_params": {"max_length": 250}}
-    with pytest.raises(
-        ConfigError, match=r"longest prompt has 1\d tokens .* Set data.max_length=6 "
-    ):
-        train_distill(parse_config(run, DistillRunConfig))
+        train_distill(parsed({**run, "data.max_length": 5}, DistillRunConfig))
+    run["model.distill.length_params.max_length"] = 250
+    with pytest.raises(ConfigError, match=r"longest prompt has 1\d tokens.* data.max_length=6 "):
+        train_distill(parsed(run, DistillRunConfig))

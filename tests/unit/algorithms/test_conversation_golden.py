@@ -14,15 +14,14 @@ import golden_games
 import pytest
 import torch
 from loaded import load_policy
+from settings import parsed
+from test_credit import assign, credit
 
-from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
 from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
 from aligner.algorithms.rollout.inputs import open_environments
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.config import TrainerPPOConfig, parse_config
-from aligner.config.algorithms.trainer import AdvantageConfig
 from aligner.data.batches import Prompt, collate_prompts
 from aligner.data.tokenizers.loading import with_chat_template
 
@@ -107,15 +106,14 @@ class Played:
 
     def configuration(self, environment):
         rollout = {"num_rollout_samples": 8, "length_params": {"max_length": 6}}
-        ppo, sizes = {**rollout, "num_rollouts_per_prompt": 2}, {"global_batch_size": 8}
-        sizes["micro_batch_size"] = 4
-        return parse_config(
+        ppo = {**rollout, "num_rollouts_per_prompt": 2}
+        sizes = {"global_batch_size": 8, "micro_batch_size": 4}
+        return parsed(
             {
                 "model": {"restore_from_path": self.path, **sizes, "ppo": ppo},
                 "critic": sizes,
                 "reward": {"kind": "environment"},
                 "environment": {"max_tokens": 250, "concurrency": 4, **environment},
-                "data": {"train": {"source": "x.jsonl"}},
             }
         )
 
@@ -142,13 +140,9 @@ class Played:
             batch = source.collect(self.policy, data, seed=5, per_prompt=per_prompt)
         score(EnvironmentReward(), batch)
         result = {}
-        for credit in ("trajectory", "turn"):
-            advantage = AdvantageConfig(estimator="grpo", credit=credit)
-            trainer = TrainerPPOConfig(normalize_advantages=False, advantage=advantage)
-            each = Credit(trainer, False, 2, 8)
-            each.shape(batch)
-            each.assign(batch, 0.0)
-            result[f"{credit}_advantages"] = digest(batch["advantages"].tolist())
+        for by in ("trajectory", "turn"):
+            assign(credit("grpo", by), batch)
+            result[f"{by}_advantages"] = digest(batch["advantages"].tolist())
         result["input_ids"] = [
             ids[:length].tolist()
             for ids, length in zip(batch["input_ids"], batch["input_lengths"], strict=True)

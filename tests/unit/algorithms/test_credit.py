@@ -1,4 +1,4 @@
-"""Credit without a critic, worked by hand, and rollouts filled with groups that teach."""
+"""Credit worked by hand, and rollouts filled with groups that teach."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.algorithms.ppo.dynamic_sampling import fill_with_varied_groups, teaches
+from aligner.algorithms.ppo.dynamic_sampling import fill_with_varied_groups, rewards_differ
 from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import (
     AdvantageConfig,
@@ -36,11 +36,12 @@ def rollout(rewards, lengths, ended=None, first=0):
     )
 
 
-def credit(estimator, *, kl_in_reward=False, **options):
-    trainer = TrainerPPOConfig(
-        advantage=AdvantageConfig(estimator=estimator), normalize_advantages=False, **options
-    )
-    return Credit(trainer, kl_in_reward, rollouts_per_prompt=2, max_length=4)
+def credit(estimator="gae", by="trajectory", *, kl_in_reward=False, per_prompt=2, **options):
+    """Credit of trajectories or turns; ``options``: of the trainer."""
+    advantage = AdvantageConfig(estimator=estimator, credit=by)
+    options = {"normalize_advantages": False, **options}
+    trainer = TrainerPPOConfig(advantage=advantage, **options)
+    return Credit(trainer, kl_in_reward, rollouts_per_prompt=per_prompt, max_length=4)
 
 
 def assign(how, batch, beta=0.0):
@@ -48,38 +49,17 @@ def assign(how, batch, beta=0.0):
     return how.assign(batch, beta)
 
 
-@pytest.mark.parametrize(
-    ("shaping", "improper", "shaped", "counts"),
-    [
-        (RewardShapingConfig(), ImproperEndConfig(), [1.0, 4.0], [1, 1]),
-        (RewardShapingConfig(scale=2, shift=-1), ImproperEndConfig(), [1.0, 7.0], [1, 1]),
-        (RewardShapingConfig(scale=2, clip=3), ImproperEndConfig(), [2.0, 3.0], [1, 1]),
-        # A penalty comes off after the clip.
-        (RewardShapingConfig(clip=3), ImproperEndConfig("penalize", 0.5), [1.0, 2.5], [1, 1]),
-        (RewardShapingConfig(), ImproperEndConfig(mode="mask"), [1.0, 4.0], [1, 0]),
-    ],
-)
-def test_rewards_are_shaped(shaping, improper, shaped, counts):
+def test_rewards_are_shaped():
+    """A penalty comes off after the clip. A response that was cut off and masked earns nothing."""
     batch = rollout([1.0, 4.0], [1, 1], ended=[True, False])
-    credit("rloo", reward=shaping, improper_end=improper).shape(batch)
-    assert batch["shaped_rewards"].tolist() == shaped
-    assert batch["sample_mask"].tolist() == counts
-
-
-def test_rloo_by_hand():
-    """Prompt A earns 1 and 0, prompt B twice 0.5: what one earns more than the other."""
-    batch = rollout([1, 0, 0.5, 0.5], [3, 1, 2, 4])
-    metrics, kl = assign(credit("rloo"), batch)
-    expected = torch.tensor([1.0, -1.0, 0.0, 0.0])[:, None] * batch["token_mask"]
-    assert torch.equal(batch["advantages"], expected)
-    assert "returns" not in batch
-    assert kl == 0.0
-    assert metrics["train_rollouts/samples_with_signal"] == 0.5
-    assert metrics["train_rollouts/shaped_rewards"] == pytest.approx(0.5)
+    penalty, shaping = ImproperEndConfig("penalize", 0.5), RewardShapingConfig(2, -1, clip=3)
+    credit("rloo", reward=shaping, improper_end=penalty).shape(batch)
+    assert (batch["shaped_rewards"].tolist(), batch["sample_mask"].tolist()) == ([1, 2.5], [1, 1])
     batch = rollout([1, 0, 1, 0], [1, 4, 1, 1], ended=[True, False, True, True])
     assign(credit("rloo", improper_end=ImproperEndConfig(mode="mask")), batch)
     assert batch["sample_mask"].tolist() == [1, 0, 1, 1]
     assert batch["advantages"][:, PROMPT].tolist() == [0, 0, 1, -1]
+    assert "returns" not in batch
 
 
 def test_what_is_charged_by_hand():
@@ -212,21 +192,77 @@ def conversations(*rewards):
 def test_signal_is_what_the_estimator_compares(by, expected):
     """Equal sums, of prompt A in other turns; the question of metric and dynamic sampling."""
     batch = conversations([1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.5, 0.5])
-    advantage = AdvantageConfig(estimator="rloo", credit=by)
-    trainer = TrainerPPOConfig(advantage=advantage, normalize_advantages=False)
-    how = Credit(trainer, kl_in_reward=False, rollouts_per_prompt=2, max_length=4)
-    metrics, _ = assign(how, batch)
+    metrics, _ = assign(credit("rloo", by), batch)
     signal = batch["advantages"].view(2, -1).abs().amax(1) > 0
     assert signal.tolist() == expected
     assert metrics["train_rollouts/samples_with_signal"] == sum(expected) / 2
-    assert teaches(batch, 2, by).view(2, 2).tolist() == [[each] * 2 for each in expected]
+    assert rewards_differ(batch, 2, by).view(2, 2).tolist() == [[each] * 2 for each in expected]
 
 
 def test_the_order_of_rewards_makes_no_signal():
     """Sums in float32 differ by 7.6e-6, which grpo makes advantages of full size of."""
-    parts = [[0.3, -0.1, 0.7, 100.2], [100.2, 0.7, -0.1, 0.3]]
-    batch = conversations(*parts)
+    batch = conversations([0.3, -0.1, 0.7, 100.2], [100.2, 0.7, -0.1, 0.3])
     metrics, _ = assign(credit("grpo"), batch)
     assert metrics["train_rollouts/samples_with_signal"] == 0
     assert batch["advantages"].abs().max() == 0
-    assert not teaches(batch, 2).any()
+    assert not rewards_differ(batch, 2).any()
+
+
+# Two conversations of two turns (tokens 1 and 3) and one that was cut after its first.
+TURNS = torch.tensor([[0, 1, 0, 2], [0, 1, 0, 2], [0, 1, 0, 0]])
+REWARDS = torch.tensor([[0.0, 1, 0, 5], [0, 2, 0, 0], [0, 3, 0, 0]])
+
+
+def turns(**columns):
+    return BatchedDataDict(
+        {
+            "turn_ids": TURNS,
+            "token_mask": (TURNS > 0).float(),
+            "turn_rewards": REWARDS.clone(),
+            "rewards": REWARDS.sum(1),
+            "is_scored": torch.ones(3),
+            "sample_mask": torch.ones(3),
+            "is_end": torch.tensor([True, True, False]),
+            **columns,
+        }
+    )
+
+
+def test_rewards_of_turns_are_shaped_where_they_stand():
+    batch = turns()
+    improper = ImproperEndConfig(mode="penalize", penalty=0.5)
+    shaping = RewardShapingConfig(scale=2, clip=5)
+    credit(reward=shaping, improper_end=improper).shape(batch)
+    assert batch["shaped_turn_rewards"].tolist() == [[0, 2, 0, 5], [0, 4, 0, 0], [0, 4.5, 0, 0]]
+    assert batch["shaped_rewards"].tolist() == [7, 4, 4.5]
+    assert batch["sample_mask"].tolist() == [1, 1, 1]
+    batch = turns(sample_mask=torch.tensor([0.0, 1, 1]))
+    credit(improper_end=ImproperEndConfig(mode="mask")).shape(batch)
+    assert batch["sample_mask"].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("timestep", ["token", "turn"])
+def test_whitening_and_explained_variance_count_tokens_or_turns(timestep):
+    """Turns of one and three tokens; γ = λ = 1, and values that differ within a turn."""
+    numbers = torch.tensor([[0, 1, 0, 2, 2, 2], [0, 1, 1, 1, 0, 0], [1, 0, 0, 2, 0, 0]])
+    values = torch.tensor([[9.0, 1, 9, 2, 4, -3], [9, 0, 2, 5, 9, 9], [1, 9, 9, 7, 9, 9]])
+    rewards = torch.zeros(3, 6)
+    rewards[0, 5], rewards[1, 3], rewards[2, 0], rewards[2, 3] = 3, 1, -2, 5
+    batch = turns(values=values)
+    batch |= {"turn_ids": numbers, "token_mask": (numbers > 0).float(), "turn_rewards": rewards}
+    options = {"discount_factor": 1.0, "gae_lambda": 1.0, "normalize_advantages": True}
+    metrics, _ = assign(credit(timestep=timestep, **options), batch)
+    to_go = torch.tensor([[0.0, 3, 0, 3, 3, 3], [0, 1, 1, 1, 0, 0], [3, 0, 0, 5, 0, 0]])
+    counted = numbers > 0
+    raw = (to_go - values)[counted]
+    states = counted
+    if timestep == "turn":
+        states = torch.tensor([[0, 1, 0, 1, 0, 0], [0, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0]]) > 0
+    over = (to_go - values)[states]
+    expected = (raw - over.mean()) / over.std()
+    torch.testing.assert_close(batch["advantages"][counted], expected)
+    assert metrics["train_rollouts/advantages_mean"] == pytest.approx(over.mean().item())
+    explained = 1 - over.var() / to_go[states].var()
+    assert metrics["critic/explained_var"] == pytest.approx(explained.item())
+    assert metrics["critic/values_max"] == values[states].max()
+    assert metrics["train_rollouts/returns_mean"] == pytest.approx(to_go[states].mean().item())

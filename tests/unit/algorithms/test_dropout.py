@@ -15,7 +15,7 @@ import yaml
 from nemo_writers import write_archive
 
 from aligner.checkpoint.model_source import open_model
-from aligner.config import LoraConfig, OptimConfig, SFTRunConfig, load_config
+from aligner.config import OptimConfig, SFTRunConfig, load_config
 from aligner.errors import ConfigError
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
@@ -87,14 +87,6 @@ def test_roles_drop_what_they_are_told_and_files_keep_what_they_said(old_nemo):
         role = load_from_nemo(cls, settings, restore_path=old_nemo)
         assert role.gpt.config.hidden_dropout == role.gpt.config.attention_dropout == expected
         assert role.architecture.hidden_dropout == 0.1  # what is written when it is saved
-
-
-def test_adapters_drop_out_of_themselves(old_nemo):
-    lora = LoraConfig(adapter_dropout=0.5)
-    settings = RoleSettings(dropout=0.0, lora=lora, optim=OptimConfig())
-    role = load_from_nemo(MegatronGPTActorModel, settings, restore_path=old_nemo)
-    assert role.gpt.config.hidden_dropout == 0.0
-    assert role.gpt.adapter_dropout is not None
 
 
 def test_the_twin_drops_as_it_is_told(old_nemo):

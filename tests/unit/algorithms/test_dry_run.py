@@ -2,15 +2,17 @@
 
 import tempfile
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import recipes
 import torch
+from newest_state import snapshot
 
-from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, longest_set, report
+from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.config import load_config
-from aligner.data.batches import Shares
+from aligner.data.batches import Mixture
 from aligner.data.supervised import Example, ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
@@ -61,7 +63,7 @@ def dry_run(tmp_path, tiny_nemo):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What the roles are given: (role, method) to lengths, rows and columns of every call."""
+    """(Role, method): tokens and lengths of the rows of every call; method: what calls return."""
     calls = {}
 
     def watch(cls, name):
@@ -71,17 +73,20 @@ def seen(monkeypatch):
             batch = {key: data[key].clone() for key in ("input_ids", "input_lengths")}
             calls.setdefault((cls.__name__, name), []).append(batch)
             found = original(self, data, *args, **kwargs)
-            if name == "generate":
-                calls.setdefault("drawn", []).append(found["generation_lengths"].clone())
+            calls.setdefault(name, []).append(found)
             return found
 
         monkeypatch.setattr(cls, name, method)
 
-    for cls in (Policy, Value, RewardModel):
-        for name in ("train", "generate", "get_values", "get_rewards", "get_topk_logits"):
-            if hasattr(cls, name):
-                watch(cls, name)
+    for cls, name in ((Policy, "train"), (Policy, "generate"), (Value, "train")):
+        watch(cls, name)
+    watch(RewardModel, "train")
+    watch(RewardModel, "get_rewards")
     return calls
+
+
+def drawn_lengths(seen):
+    return {n for found in seen["generate"] for n in found["generation_lengths"].tolist()}
 
 
 @pytest.mark.parametrize("recipe", RUNS)
@@ -98,21 +103,19 @@ def test_the_longest_batch_and_nothing_else(
     config = dry_run(recipe, *settings)
     assert list(tmp_path.glob("work/*")) == []
     assert list(tmp_path.glob("aligner-dry-run-*")) == []
-    trained = {role: batches for role, batches in seen.items() if role[1] == "train"}
+    trained = {key: batches for key, batches in seen.items() if key[1:] == ("train",)}
     roles = {"reward_tiny_cpu": {"RewardModel"}, "ppo_tiny_cpu": {"Policy", "Value"}}
     assert {role for role, _ in trained} == roles.get(recipe, {"Policy"})
     for calls in trained.values():
         assert len(calls) == 2
         for batch in calls:
             assert batch["input_lengths"].unique().tolist() == [longest]
-    if "drawn" in seen:
-        response = config.model.rollout.length_params.max_length
-        assert torch.cat(seen["drawn"]).unique().tolist() == [response]
+    if "generate" in seen:
+        assert drawn_lengths(seen) == {config.model.rollout.length_params.max_length}
         prompts = seen["Policy", "generate"][0]["input_ids"]
-        if recipe.startswith("distill"):
-            assert len(prompts) == config.model.global_batch_size
-        else:
-            assert len(prompts) == config.model.rollout.num_rollout_samples
+        is_distillation = recipe.startswith("distill")
+        samples = config.model.rollout.num_rollout_samples
+        assert len(prompts) == (config.model.global_batch_size if is_distillation else samples)
         distinct = len(prompts) // config.model.rollout.num_rollouts_per_prompt
         assert len(prompts.unique(dim=0)) == distinct
     else:
@@ -129,18 +132,14 @@ def test_the_longest_batch_and_nothing_else(
         ]
 
 
-def snapshot(folder):
-    """Every file with its bytes, and when it and the directories were changed."""
-    return {
-        str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
-        for path in [folder, *sorted(folder.rglob("*"))]
-    }
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
 
 def test_a_run_in_the_directory_is_left_as_it_is(tmp_path, tiny_nemo, capsys):
     folder = tmp_path / "run"
     recipes.run(folder, tiny_nemo, "sft_tiny_cpu", "trainer.sft.max_steps=1")
-    before = snapshot(folder)
+    before, changed = snapshot(folder), times(folder)
     assert any("run_state" in name for name in before)
     for recipe, settings in (
         ("sft_tiny_cpu", ["exp_manager.start_anew=true"]),
@@ -148,7 +147,7 @@ def test_a_run_in_the_directory_is_left_as_it_is(tmp_path, tiny_nemo, capsys):
         ("grpo_tiny_cpu", []),  # which the run there would refuse
     ):
         recipes.run(folder, tiny_nemo, recipe, "dry_run=true", *settings)
-        assert snapshot(folder) == before
+        assert (snapshot(folder), times(folder)) == (before, changed)
     assert "resumed" not in capsys.readouterr().out
 
 
@@ -165,7 +164,7 @@ LONG_PROMPTS = "{split:train,size:64,shots:60,high:30,seed:0}"
     ],
 )
 def test_what_a_run_refuses_is_refused(dry_run, recipe, settings, error, words):
-    """Also where the longest batch alone would do: data too long for the model are not cut."""
+    """Also if the longest batch fits: data too long for the model are not cut."""
     with pytest.raises(error, match=words):
         dry_run(recipe, *settings)
 
@@ -180,22 +179,18 @@ def test_what_a_run_refuses_is_refused(dry_run, recipe, settings, error, words):
         ["model.sequence_packing.enabled=true", "model.sequence_packing.train_mb_tokens=256"],
         ["policy.backend=dtensor"],
         ["model.peft.peft_scheme=lora", "model.ppo.ppo_epochs=2"],
+        ["reward=model", "reward.function=null", "reward.model.restore_from_path=NEMO"],
     ],
     ids=lambda settings: settings[0],
 )
-def test_every_role_learns_under(dry_run, seen, settings, monkeypatch, capsys):
-    made = []
-    original = Policy.train
-
-    def kept(self, data, *args, **kwargs):
-        made.append(original(self, data, *args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(Policy, "train", kept)
+def test_every_role_learns_under(dry_run, seen, settings, reward_nemo, capsys):
+    settings = [setting.replace("NEMO", str(reward_nemo)) for setting in settings]
     dry_run("grpo_tiny_cpu", *settings, "data.max_prompt_length=30")
-    assert {length for each in seen["drawn"] for length in each.tolist()} == {4}
-    assert made
-    for result in made:
+    if "reward=model" in settings:  # it scores the longest sequences
+        lengths = {n for call in seen["RewardModel", "get_rewards"] for n in call["input_lengths"]}
+        assert {int(length) for length in lengths} == {34}
+    assert drawn_lengths(seen) == {4}
+    for result in seen["train"]:
         assert result["grad_norm"] > 0
         assert not result["skipped"]
         assert not any(result["all_mb_metrics"].get("empty", []))
@@ -218,27 +213,17 @@ def test_what_changes_in_the_configuration(tmp_path, tiny_nemo):
     assert dry.exp_manager.explicit_log_dir == str(tmp_path / "other")
 
 
-# Memory ----------------------------------------------------------------------------------------
+TOO_LITTLE = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    MemoryError(),
+    WorkerError("train failed on rank 1: OutOfMemoryError: CUDA out of memory."),
+]
 
 
-def raising(error):
-    def fails(*args, **kwargs):
-        raise error
-
-    return fails
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-        MemoryError(),
-        WorkerError("train failed on rank 1: OutOfMemoryError: CUDA out of memory."),
-    ],
-)
-def test_too_little_memory_is_told_with_the_phase_and_what_helps(dry_run, monkeypatch, error):
-    monkeypatch.setattr(Value, "train", raising(error))
+def test_too_little_memory_is_told_with_the_phase_and_other_errors_are_raised(dry_run, monkeypatch):
+    assert all(map(is_out_of_memory, TOO_LITTLE))
+    monkeypatch.setattr(Value, "train", Mock(side_effect=TOO_LITTLE[0]))
     with pytest.raises(DeviceMemoryError) as caught:
         dry_run("ppo_tiny_cpu")
     said = str(caught.value)
@@ -246,16 +231,12 @@ def test_too_little_memory_is_told_with_the_phase_and_what_helps(dry_run, monkey
     assert "model.activations_checkpoint_granularity=full" in said
     assert "model.micro_batch_size=16 critic.micro_batch_size=16" in said
     assert "=64" not in said  # no change for the worse
-
-
-def test_too_little_memory_for_the_models_and_other_errors(dry_run, monkeypatch):
     other = RuntimeError("shapes do not match")
-    monkeypatch.setattr(Policy, "train", raising(other))
+    monkeypatch.setattr(Policy, "train", Mock(side_effect=other))
     with pytest.raises(RuntimeError, match="shapes"):
         dry_run("sft_tiny_cpu")
     assert not is_out_of_memory(other)
-    too_little = torch.OutOfMemoryError("CUDA out of memory.")
-    monkeypatch.setattr(Workers, "start_policy", raising(too_little))
+    monkeypatch.setattr(Workers, "start_policy", Mock(side_effect=TOO_LITTLE[0]))
     with pytest.raises(DeviceMemoryError, match="out of memory in setting up"):
         dry_run("sft_tiny_cpu")
 
@@ -292,52 +273,19 @@ def test_the_fullest_card_is_that_of_all_processes_on_it():
     assert (peak.allocated, peak.reserved, peak.uncounted) == (40 * GIB, 52 * GIB, 2 * GIB)
 
 
-def test_the_report_of_a_gpu_names_what_torch_counts(capsys):
-    from rich.console import Console
-
-    peak = fullest([(3, gpu("host 1", "card 0", 30, 40, 35, 42))])
-    names = {"train": ("policy", "train"), "generate": ("policy", "generate")}
-    timers = {"timers/train": 1.5, "timers/total": 2.0}
-    Console(width=160).print(report(names, {"train": peak}, timers, ["policy"], "H"))
-    said = capsys.readouterr().out
-    lines = [line.split() for line in said.splitlines() if "train" in line or "role" in line]
-    header, row = lines[:2]
-    assert header == ["role", "phase", "allocated", "reserved", "beside", "of", "card", "rank", "s"]
-    assert row == ["policy", "train", "30.00", "40.00", "3.00", "54%", "3", "1.50"]
-    assert "43.00 of 80.00 GiB of H" in said
-    assert "updates of the policy were skipped" in said
-    assert "generate" not in said
-
-
-def test_a_reward_model_scores_the_longest_sequences():
-    asked = []
-
-    class Model:
-        def prepare_for_inference(self):
-            asked.append("in")
-
-        def get_rewards(self, data, micro_batch_size):
-            asked.append((data, micro_batch_size))
-
-        def finish_inference(self):
-            asked.append("out")
-
-    tokenizer = SimpleNamespace(vocab_size=7)
-    encoder = SimpleNamespace(tokenizer=tokenizer, max_length=9, collate=lambda rows: rows)
-    reward = SimpleNamespace(model=Model(), encoder=encoder, micro_batch_size=2)
-    data = Batch({"input_lengths": torch.tensor([5, 12, 5]), "input_ids": torch.zeros(3, 12)})
-    scored = MadeUpRewards(reward, seed=1).get_rewards(data)
-    assert scored.rewards.tolist() == [0, 1, 0]
-    (entered, (rows, size), left) = asked
-    assert (entered, size, left) == ("in", 2, "out")
-    assert [len(row) for row in rows] == [5, 9, 5]
-    assert all(0 <= token < 7 for row in rows for token in row)
+def test_a_reward_model_with_fewer_positions_scores_shorter_sequences():
+    encoder = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=7), max_length=9, collate=list)
+    reward = SimpleNamespace(model=Mock(), encoder=encoder, micro_batch_size=2)
+    data = Batch({"input_lengths": torch.tensor([5, 12, 5])})
+    assert MadeUpRewards(reward, seed=1).get_rewards(data).rewards.tolist() == [0, 1, 0]
+    rows, size = reward.model.get_rewards.call_args.args
+    assert (size, [len(row) for row in rows]) == (2, [5, 9, 5])
 
 
 def test_the_batch_of_a_dry_run_has_the_shares_of_the_sources(tiny_nemo, tmp_path):
     config = config_of("sft_tiny_cpu", tiny_nemo, tmp_path, "data.max_length=8")
     examples = [Example(id=index, ids=[1, 2], learned=[(1, 2)]) for index in range(20)]
-    data = ExampleDataset(examples, shares=Shares("ab", [16, 4], [1, 3]))
+    data = ExampleDataset(examples, mixture=Mixture("ab", [16, 4], [1, 3]))
     batch = longest_set(config, data, byte_level_tokenizer(), TINY_ARCHITECTURE)
     of_second = sum(batch[index].id >= 16 for index in range(len(batch)))
     assert of_second == pytest.approx(0.75 * len(batch), abs=1)

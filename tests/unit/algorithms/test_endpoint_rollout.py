@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 import user_agents
+from conversations import MOST, TOKENIZER, Babble, same
 from documented import ROOT
-from test_environment_rollout import MOST, TOKENIZER, Babble, same
 
 from aligner.algorithms.rollout.driver import Driver, Episode
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
@@ -146,16 +146,11 @@ def test_tokens_and_output_are_bounded():
     assert len(output) <= 500
 
 
-def test_without_any_reward_a_rollout_is_an_error(functions):
-    with pytest.raises(EnvironmentCallError, match="scored none of the 1 conversations"):
-        functions.collect([task("unscored")])
-
-
 @pytest.mark.parametrize(
     ("what", "cause"),
     [
         ("crashes", "exit code 3. Its output ends: the cause of it"),
-        ("asks_nothing", "without an answer of the policy. The end of .* output: nothing to do"),
+        ("asks_nothing", "before the policy had answered a request.* last output: nothing to do"),
     ],
 )
 def test_a_failure_stops_the_run_with_its_cause(what, cause):
@@ -243,13 +238,15 @@ def test_an_agent_whose_engine_failed_is_begun_again(what):
     same(*({**batch, "failures": None} for batch in (calm, shaken)))
 
 
-def test_an_engine_that_always_fails_ends_the_rollout(functions):
+def test_an_engine_that_always_fails_and_a_rollout_without_any_reward_are_errors(functions):
     engine = Broken()
     with pytest.raises(EnvironmentCallError, match=r"retries=0.*failure: .* of the eng") as caught:
         functions.collect([task("two_turns")], engine=engine)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert engine.tries == 1
     assert functions.collect([task("two_turns")])["end_reasons"] == ["done"]
+    with pytest.raises(EnvironmentCallError, match="scored none of the 1 conversations"):
+        functions.collect([task("unscored")])
 
 
 def test_the_agent_of_the_page(tmp_path):

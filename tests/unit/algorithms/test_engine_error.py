@@ -5,17 +5,16 @@ sampled, in the middle of its decoding.
 """
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import user_environments as envs
+from conversations import collected, same
 from loaded import load_policy
-from test_environment_rollout import HerePool, rollouts_with, same
 from test_overlap import Played, ThreadedEngine, configuration
 
 from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
-from aligner.algorithms.rollout.rollout import prompts_batch, score
-from aligner.config.environment import EnvironmentConfig
-from aligner.data.batches import Prompt, collate_prompts
+from aligner.algorithms.rollout.rollout import score
 from aligner.errors import ConfigError, EnvironmentCallError, WorkerError
 from aligner.models.gpt.decode.generator import Generator
 
@@ -63,23 +62,15 @@ def breaking(monkeypatch):
     return found
 
 
-class Game:
-    """Rollouts of the tiny policy over conversations."""
-
-    def __init__(self, path):
-        self.policy = load_policy(configuration(path).model)
-
-    def collect(self, rows=ROWS, make=envs.Echo, per_prompt=2, **settings):
-        config = EnvironmentConfig(factory="here", **{"max_tokens": 200, **settings})
-        rollouts = rollouts_with(config, HerePool(make), self.policy.tokenizer, 4)
-        items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
-        data = prompts_batch(collate_prompts(items, 0), 0, per_prompt)
-        return rollouts.collect(self.policy, data, seed=3, per_prompt=per_prompt)
-
-
 @pytest.fixture
 def game(tiny_nemo):
-    return Game(tiny_nemo)
+    """Rollouts of the tiny policy over conversations."""
+    policy = load_policy(configuration(tiny_nemo).model)
+
+    def collect(rows=ROWS, make=envs.Echo, per_prompt=2, **settings):
+        return collected(make, rows, per_prompt, engine=policy, max_tokens=200, **settings)
+
+    return SimpleNamespace(policy=policy, collect=collect)
 
 
 def without_failures(batch, *others):
@@ -148,27 +139,22 @@ def test_what_the_failed_call_held_is_let_go(game, breaking):
     assert frames["_roll_out"].f_locals == {}
 
 
-@pytest.mark.parametrize(
-    "error", [ConfigError("a key"), ValueError("a shape"), KeyboardInterrupt()]
-)
-def test_what_is_not_the_engine_s_fault_ends_the_run_at_once(game, breaking, error):
-    breaking("all", error)
-    with pytest.raises(type(error)) as caught:
-        game.collect()
-    assert (breaking.calls, caught.value) == (1, error)
-
-
-@pytest.mark.parametrize("error", [WorkerError("a worker"), MemoryError()])
-def test_what_a_worker_or_a_device_raises_is_the_engine_s(game, breaking, error):
-    breaking({1}, error)
-    assert game.collect()["failures"] == [["engine_error"]] * 8
+def test_what_is_not_the_engine_s_fault_ends_the_run_at_once(game, breaking):
+    for error in (ConfigError("a key"), ValueError("a shape"), KeyboardInterrupt()):
+        breaking("all", error)
+        with pytest.raises(type(error)) as caught:
+            game.collect()
+        assert (breaking.calls, caught.value) == (1, error)
+    for error in (WorkerError("a worker"), MemoryError()):  # of the engine
+        breaking({1}, error)
+        assert game.collect()["failures"] == [["engine_error"]] * 8
 
 
 @pytest.mark.parametrize("axis", ["tensor_model", "pipeline_model", "context", "expert_model"])
 def test_workers_that_generate_together_end_the_run(game, breaking, axis):
     """One that fails by itself has left the others in a collective of the call."""
-    name = f"{axis}_parallel_size"
-    game.policy.model = dataclasses.replace(game.policy.model, **{name: 2})
+    size = {f"{axis}_parallel_size": 2}
+    game.policy.model = dataclasses.replace(game.policy.model, **size)
     breaking({1})
     with pytest.raises(RuntimeError, match="CUDA error"):
         game.collect()

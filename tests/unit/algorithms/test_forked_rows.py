@@ -3,16 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from batches import ppo_batch
+from conversations import Babble
+from conversations import collected as conversations
 from test_chat_data import R1, chatml
-from test_environment_rollout import Babble, HerePool, rollouts_with
+from test_credit import assign, credit
 from test_token_layout import assert_same_gradient, load, loss_and_gradient
 
-from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.environments import EnvironmentReward
-from aligner.algorithms.rollout.rollout import prompts_batch, score
-from aligner.config import TrainerPPOConfig
-from aligner.config.environment import EnvironmentConfig
-from aligner.data.batches import Prompt, collate_prompts
+from aligner.algorithms.rollout.rollout import score
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.distributed.sequences import Sequences
 from aligner.environments import Start, Turn
@@ -62,17 +61,12 @@ def batches():
     ids[2, :36] = ids[0, 5:41]
     where = row_positions()
     inside = torch.arange(WIDTH) < torch.tensor([[sum(each)] for each in LENGTHS])
-    noise = torch.randn(ids.shape, generator=generator)
-    joined = {
+    lengths = [sum(each) for each in LENGTHS]
+    joined = ppo_batch(lengths, [0] * len(LENGTHS), width=WIDTH)
+    joined |= {
         "input_ids": ids,
-        "input_lengths": inside.sum(1),
         "position_ids": where,
         "token_mask": ((where > 1) & inside).float(),
-        "sample_mask": torch.ones(len(LENGTHS)),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.5),
     }
     bounds = [
         (row, sum(lengths[:number]), length)
@@ -107,8 +101,7 @@ def test_a_forked_row_is_worth_its_sequences(name, settings, tiny_nemo):
             assert torch.allclose(one, expected[index, :length], atol=1e-5)
         expected_gradient = loss_and_gradient(role, apart, 6)
         assert_same_gradient(loss_and_gradient(role, joined, mbs), expected_gradient)
-    other = {**joined, "position_ids": torch.zeros_like(joined["position_ids"])}
-    other["position_ids"][:] = torch.arange(WIDTH)
+    other = {**joined, "position_ids": torch.arange(WIDTH).expand(len(LENGTHS), -1)}
     assert (role.infer_tokens(other, 3) - role.infer_tokens(joined, 3)).abs().max() > 1e-3
 
 
@@ -127,13 +120,10 @@ def test_positions_go_where_token_ids_go_and_adapters_drop_out_by_them():
     for index, (row, start, length) in enumerate(bounds):
         assert torch.equal(one[row, start : start + length], other[index, :length])
     assert not torch.equal(one[0, 5:45], dropped(joined)[0, 5:45])
-    joined, *_ = batches()
     batch = BatchedDataDict(joined)
     assert "position_ids" in columns_of(batch, ("input_ids", "input_lengths"))
     assert "position_ids" not in columns_of(batch, ("input_lengths", "advantages"))
 
-
-# Conversations ------------------------------------------------------------------------------------
 
 TOKENIZER = chatml(R1)  # drops thinking of earlier turns
 
@@ -171,19 +161,8 @@ class Ask:
 
 
 def collected(engine=None, **settings):
-    config = EnvironmentConfig(factory="here", **{"max_tokens": 400, **settings})
-    rollouts = rollouts_with(config, HerePool(Ask), TOKENIZER, 16)
-    rows = [Prompt(index, "", [], None, {"turns": turns}) for index, turns in enumerate((3, 1))]
-    data = prompts_batch(collate_prompts(rows, 0), 0, 1)
-    return rollouts.collect(engine or Thinks(), data, seed=3, per_prompt=1)
-
-
-def test_what_a_filter_kept_stands_where_its_token_was_sampled():
-    batch = collected(Keeps())
-    assert batch["forks"] == [2, 0]
-    sampled = batch["token_mask"] > 0  # a sequence that repeats it has none
-    expected = torch.where(sampled, batch["input_ids"], -1).int()
-    assert torch.equal(batch["kept_ids"], expected[..., None])
+    options = {"engine": engine or Thinks(), "tokenizer": TOKENIZER, "longest": 16}
+    return conversations(Ask, [{"turns": 3}, {"turns": 1}], **options, **settings)
 
 
 def test_forks_are_refused_kept_or_counted():
@@ -198,6 +177,12 @@ def test_forks_are_refused_kept_or_counted():
     assert cut["end_reasons"] == ["max_tokens", "done"]
     assert cut["input_lengths"][0] < whole
     assert cut["forks"] == [1, 0]  # what nobody answered is no sequence
+    # What a filter kept stands where its token was sampled.
+    batch = collected(Keeps())
+    assert batch["forks"] == [2, 0]
+    sampled = batch["token_mask"] > 0  # a sequence that repeats it has none
+    expected = torch.where(sampled, batch["input_ids"], -1).int()
+    assert torch.equal(batch["kept_ids"], expected[..., None])
 
 
 @pytest.mark.parametrize("timestep", ["token", "turn"])
@@ -211,12 +196,7 @@ def test_credit_is_that_of_one_trajectory(timestep):
         values = torch.zeros(sampled.shape)
         values[sampled] = torch.linspace(-1, 1, int(sampled.sum()))
         batch["values"] = values + 9.0 * ~sampled  # of other tokens nobody reads values
-        trainer = TrainerPPOConfig(
-            normalize_advantages=False, discount_factor=0.9, gae_lambda=0.8, timestep=timestep
-        )
-        credit = Credit(trainer, kl_in_reward=False, rollouts_per_prompt=2, max_length=16)
-        credit.shape(batch)
-        credit.assign(batch, 0.0)
+        assign(credit(discount_factor=0.9, gae_lambda=0.8, timestep=timestep), batch)
         found.append((batch["advantages"][sampled], batch["returns"][sampled]))
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, atol=1e-6)

@@ -1,22 +1,21 @@
 """Rollouts and conversations one step ahead, by a real engine in a thread of a policy's process."""
 
 import dataclasses
-import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import user_environments as envs
+from conversations import HerePool, rollouts_with, same
 from loaded import load_policy
-from test_environment_rollout import HerePool, rollouts_with, same
+from settings import parsed
 
 from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.algorithms.rollout.trainer import Rollouts
 from aligner.checkpoint.run_state.tree import normalise, read_tree, write_tree
 from aligner.checkpoint.run_state.worker_state import save_worker_state
-from aligner.config import parse_config
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.batches import Prompt, PromptSampler, collate_prompts
 from aligner.data.prompts import PromptDataset
@@ -78,19 +77,10 @@ def fill(policy, weights):
 
 
 def configuration(path, **generation):
-    values = {
-        "model": {
-            "restore_from_path": str(path),
-            "micro_batch_size": ROWS,
-            "global_batch_size": ROWS,
-            "optim": {"lr": 1.0e-2},
-            "ppo": {"num_rollout_samples": ROWS, "length_params": {"max_length": 4}},
-        },
-        "critic": {"micro_batch_size": ROWS, "global_batch_size": ROWS},
-        "reward": {"function": "a:b"},
-        "data": {"train": {"source": "x.jsonl"}},
-    }
-    config = parse_config(values)
+    sizes = {"micro_batch_size": ROWS, "global_batch_size": ROWS}
+    ppo = {"num_rollout_samples": ROWS, "length_params": {"max_length": 4}}
+    model = {"restore_from_path": str(path), **sizes, "optim": {"lr": 1.0e-2}, "ppo": ppo}
+    config = parsed({"model": model, "critic": sizes})
     settings = dataclasses.replace(config.generation, **generation)
     return dataclasses.replace(config, generation=settings)
 
@@ -134,19 +124,12 @@ class Run:
         self.consumed = state["consumed"]
 
 
-def test_an_engine_that_cannot_is_refused(tiny_nemo):
-    config = configuration(tiny_nemo, async_rollouts=True)
-    problems = "\n".join(config.generation.problems("generation", config))
-    assert re.search(r"generation.async_rollouts=true needs an engine .*vllm", problems)
-
-
 def test_a_run_state_with_an_engines_own_columns_goes_on(tiny_nemo):
     """States of before 2026-11-23 have the responses of a rollout in flight as the engine does."""
     run = Run(tiny_nemo, "finish", 2)
     first = run.rollouts.take(0, more=True)
     state = run.rollouts.state_dict()
     expected = run.rollouts.take(first.size, more=False)
-    lists = {"prompts", "ground_truths", "columns"}
     data = prompts_batch(
         collate_prompts([PROMPTS[index] for index in state["indices"]], 0), first.size
     )
@@ -155,7 +138,7 @@ def test_a_run_state_with_an_engines_own_columns_goes_on(tiny_nemo):
 
     run.rollouts.load_state_dict({"indices": state["indices"], "output": dict(own.items())})
     taken = run.rollouts.take(first.size, more=False)
-    assert set(taken) == set(expected) >= lists
+    assert set(taken) == set(expected) >= {"prompts", "ground_truths", "columns"}
     for name, value in expected.items():
         assert torch.equal(value, taken[name]) if torch.is_tensor(value) else value == taken[name]
 

@@ -58,18 +58,16 @@ def test_every_response_gets_its_own_and_it_is_asked_once(policy, ask, tiny_nemo
     assert torch.equal(columns(first, policy)[1], columns(again, policy)[1])
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"), [({"size": 6}, "training examples"), ({"precision": "bf16"}, "precision")]
-)
-def test_what_is_stale_is_asked_again(policy, ask, tiny_nemo, changed, named):
+def test_a_stale_or_damaged_file_is_replaced(policy, ask, tiny_nemo, tmp_path):
     ask(configuration(tiny_nemo))
-    pairs, said = ask(configuration(tiny_nemo, **changed))
-    assert f"cannot be used: {named} changed" in said
-    assert len(pairs) == changed.get("size", 5)
-    assert ask(configuration(tiny_nemo, **changed))[1] == ""
-
-
-def test_a_file_of_another_model_or_a_damaged_one_is_replaced(policy, ask, tiny_nemo, tmp_path):
+    for changed, named in (
+        ({"size": 6}, "training examples"),
+        ({"precision": "bf16"}, "precision"),
+    ):
+        pairs, said = ask(configuration(tiny_nemo, **changed))
+        assert f"cannot be used: {named} changed" in said
+        assert len(pairs) == changed.get("size", 5)
+        assert ask(configuration(tiny_nemo, **changed))[1] == ""
     copy = tmp_path / "copy.nemo"
     copy.write_bytes(tiny_nemo.read_bytes())
     ask(configuration(copy))

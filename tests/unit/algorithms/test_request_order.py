@@ -7,13 +7,12 @@ import itertools
 
 import pytest
 import torch
+from test_credit import assign, credit
 
-from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.endpoint import trajectory_of
 from aligner.algorithms.rollout.environments import EnvironmentReward, rollout_batch
 from aligner.algorithms.rollout.rollout import score
-from aligner.config import TrainerPPOConfig
-from aligner.config.algorithms.trainer import AdvantageConfig, ImproperEndConfig
+from aligner.config import ImproperEndConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.serving.sessions import Session
@@ -88,24 +87,17 @@ def rollout(sessions, reason="done"):
     return batch
 
 
-def assigned(batch, estimator, timestep, credit, **options):
+def assigned(batch, estimator, timestep, by, **options):
     """The batch with its advantages; values and KL are functions of turn and token."""
-    trainer = TrainerPPOConfig(
-        advantage=AdvantageConfig(estimator=estimator, credit=credit),
-        timestep=timestep,
-        gae_lambda=0.7,
-        discount_factor=1.0 if estimator in ("rloo", "grpo") else 0.9,
-        normalize_advantages=False,
-        **options,
-    )
-    how = Credit(trainer, True, rollouts_per_prompt=batch.size, max_length=8)
+    discount = 1.0 if estimator in ("rloo", "grpo") else 0.9
+    options |= {"timestep": timestep, "gae_lambda": 0.7, "discount_factor": discount}
+    how = credit(estimator, by, kl_in_reward=True, per_prompt=batch.size, **options)
     noise = torch.sin(3.0 * batch["turn_ids"] + batch["input_ids"])
     batch["prev_logprobs"] = batch["generation_logprobs"]
     batch["ref_logprobs"] = batch["prev_logprobs"] + 0.1 * noise
     if estimator == "gae":
         batch["values"] = torch.cos(2.0 * batch["turn_ids"] + batch["input_ids"])
-    how.shape(batch)
-    how.assign(batch, 0.05)
+    assign(how, batch, 0.05)
     return batch
 
 
@@ -120,37 +112,30 @@ def by_answer(batch):
     return found
 
 
-@pytest.mark.parametrize(("estimator", "timestep", "credit"), ESTIMATORS)
-def test_a_sub_agent_learns_from_what_comes_of_it(estimator, timestep, credit):
+@pytest.mark.parametrize(("estimator", "timestep", "by"), ESTIMATORS)
+def test_a_sub_agent_learns_from_what_comes_of_it(estimator, timestep, by):
     """Rewards 1 and 0: all turns are worth the same without a discount, KL or critic."""
     batch = rollout([with_sub_agent(1.0), with_sub_agent(0.0)])
     assert [turn["content"] for turn in batch["turns"][0]] == ["A1", "B1", "A2"]
     assert batch["turn_ids"][0].unique_consecutive().tolist() == [0, 1, 0, 3, 0, 2]
     last = (batch["turn_ids"][0] == 3).nonzero().max().item()
     assert batch["turn_rewards"][0].nonzero().flatten().tolist() == [last]
-    advantage = AdvantageConfig(estimator=estimator, credit=credit)
-    options = {"timestep": timestep, "gae_lambda": 1.0, "normalize_advantages": False}
-    trainer = TrainerPPOConfig(advantage=advantage, **options)
-    how = Credit(trainer, False, rollouts_per_prompt=2, max_length=8)
     if estimator == "gae":
         batch["values"] = torch.zeros_like(batch["token_mask"])
-    how.shape(batch)
-    how.assign(batch, 0.0)
+    assign(credit(estimator, by, timestep=timestep, gae_lambda=1.0), batch)
     first, second = (batch["advantages"][row][batch["turn_ids"][row] > 0] for row in (0, 1))
     torch.testing.assert_close(first, first[:1].expand_as(first))
     assert first[0] > second.max()
 
 
-@pytest.mark.parametrize(("estimator", "timestep", "credit"), ESTIMATORS)
+@pytest.mark.parametrize(("estimator", "timestep", "by"), ESTIMATORS)
 @pytest.mark.parametrize("mode", ["keep", "penalize"])
-def test_the_order_in_which_the_engine_ends_answers_does_not_matter(
-    estimator, timestep, credit, mode
-):
+def test_the_order_in_which_the_engine_ends_answers_does_not_matter(estimator, timestep, by, mode):
     improper = ImproperEndConfig(mode=mode)
     found = []
     for order in itertools.permutations(range(4)):
         batch = rollout([with_parallel_requests(1.0, order), with_sub_agent(0.0)], "max_turns")
-        found.append(by_answer(assigned(batch, estimator, timestep, credit, improper_end=improper)))
+        found.append(by_answer(assigned(batch, estimator, timestep, by, improper_end=improper)))
     assert [turn[2] for turn in found[0][:6]] == ["F", "p", "qq", "rrr", "ssss", "L"]
     assert [turn[3] for turn in found[0][:6]] == [0.5, None, None, None, 1.0, 2.0]
     assert all(each == found[0] for each in found)

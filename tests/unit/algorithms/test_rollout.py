@@ -2,18 +2,20 @@
 
 import math
 from contextlib import nullcontext
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from settings import parsed
 from user_code import configured
 
 from aligner.algorithms.ppo.build import make_policy_loss, run_notes
 from aligner.algorithms.rollout.inputs import shared_note
-from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.rs.trainer import RSTrainer, best_of_each
+from aligner.config import PromptSourceConfig
+from aligner.config.commands.lengths import longest_lengths
 from aligner.data.batches import Prompt
-from aligner.data.prompts import PromptDataset
+from aligner.data.prompts import EpisodeDataset, PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.gpt.megatron.actor import training_columns
 from aligner.observe.diagnostics import count_updates, update_metrics
@@ -21,7 +23,7 @@ from aligner.rewards.function.runner import ScoredResponses
 from aligner.rewards.model import VerifiedReward
 
 
-def test_update_metrics_average_updates_and_keep_extremes():
+def test_update_metrics_average_updates_and_count_those_that_were_none():
     results = [
         {"all_mb_metrics": {"loss": [1.0, 3.0], "ratio_max": [1.5, 2.0], "lr": [0.1, 0.2]}},
         {"all_mb_metrics": {"loss": [5.0], "ratio_max": [1.0], "lr": [0.3], "grad_norm": [4.0]}},
@@ -30,9 +32,6 @@ def test_update_metrics_average_updates_and_keep_extremes():
     counts = {"skipped_updates": 0, "empty_updates": 0}
     assert metrics == {"loss": 3.0, "ratio_max": 2.0, "lr": 0.3, "grad_norm": 4.0, **counts}
     assert count_updates(results) == 3
-
-
-def test_updates_that_were_none_are_counted():
     steps = {"loss": [0.0, 2.0], "empty": [1.0, 0.0], "lr": [0.1, 0.1], "grad_norm": [0.0, 3.0]}
     results = [{"all_mb_metrics": steps}]
     metrics = update_metrics(results)
@@ -63,16 +62,7 @@ def test_a_rating_of_the_verifiers_name_leaves_the_verifiers_alone():
     }
 
 
-def test_a_source_without_collect_cannot_be_made():
-    class Silent(RolloutSource):
-        def begin(self, generation, data, *, seed, per_prompt):
-            raise NotImplementedError
-
-    with pytest.raises(TypeError, match=r"abstract class Silent .*collect"):
-        Silent()
-
-
-def test_validation_prompts_that_are_learned_are_counted():
+def test_learned_validation_prompts_and_dropout_of_adapters_are_noted():
     def prompts(*texts):
         items = [Prompt(i, text, [ord(c) for c in text], None) for i, text in enumerate(texts)]
         return PromptDataset(items)
@@ -81,6 +71,10 @@ def test_validation_prompts_that_are_learned_are_counted():
     (note,) = shared_note(train, prompts("b", "d", "a"))
     assert note.startswith("2 of 3 validation prompts are training prompts")
     assert shared_note(train, prompts("x")) == shared_note(train, None) == []
+    for dropout in (0.0, 0.1):
+        peft = {"peft_scheme": "lora", "lora_tuning": {"adapter_dropout": dropout}}
+        notes = run_notes(configured(model__peft=peft))
+        assert [f"adapter_dropout={dropout:g}" in note for note in notes] == [True] * (dropout > 0)
 
 
 def test_the_best_of_each_prompt():
@@ -118,13 +112,6 @@ def test_fixed_length_is_that_of_the_longest_sample(limits, longest):
     assert make_policy_loss(configured(**overrides)).max_response_length == longest
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_dropout_of_adapters_is_noted(dropout):
-    peft = {"peft_scheme": "lora", "lora_tuning": {"adapter_dropout": dropout}}
-    notes = run_notes(configured(model__peft=peft))
-    assert [f"adapter_dropout={dropout:g}" in note for note in notes] == [True] * (dropout > 0)
-
-
 def test_kept_rewards_are_of_what_is_learned():
     """Of the second prompt's two conversations none counts, and one of them is kept."""
     batch = BatchedDataDict(
@@ -140,21 +127,26 @@ def test_kept_rewards_are_of_what_is_learned():
         }
     )
     scored = ScoredResponses(["x"] * 4, torch.tensor([2.0, 1.0, 0.0, 0.0]), {})
-    policy = SimpleNamespace(
-        prepare_for_training=lambda: None,
-        train=lambda batch, loss: {"all_mb_metrics": {"loss": [1.0]}},
-        finish_training=lambda: None,
-    )
-    rs = SimpleNamespace(num_rollouts_per_prompt=2, top_n_rollouts=1)
-    manager = SimpleNamespace(samples_per_step=0)
-    trainer = SimpleNamespace(
-        config=SimpleNamespace(model=SimpleNamespace(rs=rs), exp_manager=manager),
-        rollouts=SimpleNamespace(take=lambda first, more: batch),
-        reward=SimpleNamespace(get_rewards=lambda batch: scored),
-        generation=SimpleNamespace(weights_changed=lambda: None),
-        sampler=SimpleNamespace(epoch=0),
-        has_next=lambda step: True,
-        **{"policy": policy, "loss": None, "consumed_samples": 0, "updates": 0},
-    )
+    trainer = Mock(consumed_samples=0, updates=0)
+    trainer.config.model.rs = Mock(num_rollouts_per_prompt=2, top_n_rollouts=1)
+    trainer.config.exp_manager.samples_per_step = trainer.sampler.epoch = 0
+    trainer.rollouts.take.return_value = batch
+    trainer.reward.get_rewards.return_value = scored
+    trainer.policy.train.return_value = {"all_mb_metrics": {"loss": [1.0]}}
     metrics = RSTrainer.step(trainer, 1, lambda name: nullcontext()).metrics
     assert metrics["train_rollouts/kept_rewards"] == 2.0
+
+
+def test_lengths_and_ground_truths_of_conversations(tmp_path):
+    game = "reward.kind=environment reward.function= environment.factory=a.b:Game"
+    lengths = "environment.max_tokens=200 model.ppo.length_params.max_length=10"
+    config = parsed(f"{game} {lengths}")
+    assert longest_lengths(config) == (190, 10)
+    rows = tmp_path / "t.jsonl"
+    rows.write_text('{"secret": 3}\n{"prompt": "p", "x": null}\n')
+    for column, truths in (("secret", [3, None]), (None, [None, None])):
+        episodes = EpisodeDataset.read(PromptSourceConfig(str(rows)), 190, column)
+        assert episodes.max_length == 190
+        assert [episodes[n].ground_truth for n in range(2)] == truths
+        columns = [episodes[n].columns for n in range(2)]
+        assert columns == [{"secret": 3}, {"prompt": "p", "x": None}]

@@ -1,17 +1,24 @@
-"""What a command finds in its directory: its own run, or a refusal, and nothing is ever lost."""
+"""What a command finds in its directory: its own run, or a refusal, and nothing is ever lost.
+
+What a run is: what may change at a resume and what not.
+"""
 
 import copy
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from contextlib import ExitStack
 from functools import cache, reduce
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from newest_state import newest
+from newest_state import newest, snapshot
 from omegaconf import OmegaConf
+from recipes import composed
+from settings import pairs
 
 from aligner.algorithms.run.directory import RunDirectory
 from aligner.algorithms.run.identity import RunIdentity, file_fingerprint
@@ -19,9 +26,10 @@ from aligner.algorithms.run.run import prepare_log_dir
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import DPORunConfig, RSRunConfig, RunConfig, SFTRunConfig
 from aligner.config.load import parse_config
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.loading import with_chat_template
 from aligner.errors import CheckpointError, ConfigError
 
-CONF = Path(__file__).parents[3] / "conf"
 ROOTS = {"dpo": DPORunConfig, "kto": DPORunConfig, "sft": SFTRunConfig, "rs": RSRunConfig}
 
 
@@ -34,17 +42,17 @@ def model(tmp_path_factory, tiny_nemo):
 
 @pytest.fixture
 def configured(tmp_path, model):
-    """``configured(kind, **changes)``: the configuration of a tiny recipe in one directory."""
+    """``configured(kind, **changes)``: the configuration of a tiny recipe in one directory.
+
+    Keys of ``changes`` have "." or "__" between their parts.
+    """
 
     def configuration(kind, **changes):
-        changes = {
-            "model__restore_from_path": str(model),
-            "exp_manager__explicit_log_dir": str(tmp_path / "run"),
-            **changes,
-        }
         values = copy.deepcopy(recipe(kind))
+        values["model"]["restore_from_path"] = str(model)
+        values["exp_manager"]["explicit_log_dir"] = str(tmp_path / "run")
         for key, value in changes.items():
-            *path, name = key.split("__")
+            *path, name = key.replace("__", ".").split(".")
             reduce(dict.__getitem__, path, values)[name] = value
         return parse_config(values, ROOTS.get(kind, RunConfig))
 
@@ -53,8 +61,7 @@ def configured(tmp_path, model):
 
 @cache
 def recipe(kind):
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return OmegaConf.to_container(compose(f"recipes/{kind}_tiny_cpu"), resolve=True)
+    return OmegaConf.to_container(composed(f"{kind}_tiny_cpu"), resolve=True)
 
 
 def prepared(config) -> list[str]:
@@ -77,14 +84,6 @@ def begun(config, *, saved=(2, 4), steps=5, knows_identity=True) -> Path:
     return folder
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != ".lock"
-    }
-
-
 @pytest.mark.parametrize("knows_identity", [True, False], ids=["new state", "old state"])
 @pytest.mark.parametrize(
     ("first", "second", "words"),
@@ -96,17 +95,17 @@ def files_of(folder: Path) -> dict[str, bytes]:
 )
 def test_another_algorithm_is_refused(configured, first, second, words, knows_identity):
     folder = begun(configured(first), knows_identity=knows_identity)
-    before = files_of(folder)
+    before = snapshot(folder)
     with pytest.raises(ConfigError) as caught:
         prepared(configured(second))
     message = str(caught.value)
     for part in (words, "step_000004", "explicit_log_dir", "start_anew=true", "earlier_001"):
         assert part in message
-    assert files_of(folder) == before
+    assert snapshot(folder) == before
 
 
 def test_an_estimator_may_be_changed_on_purpose_and_a_critic_may_not(configured):
-    accepted = {"exp_manager__accept_changed": ["algorithm"]}
+    accepted = {"exp_manager.accept_changed": ["algorithm"]}
     begun(configured("grpo"))
     with pytest.raises(ConfigError, match=r"accept_changed=\[algorithm\]"):
         prepared(configured("rloo"))
@@ -123,12 +122,11 @@ def test_a_model_may_be_moved_and_another_one_is_refused(configured, model, tmp_
     moved.write_bytes(content)
     content[len(content) // 2] ^= 1
     other.write_bytes(content)
-    key = "model__restore_from_path"
-    assert prepared(configured("ppo", **{key: str(moved)})) == []
+    assert prepared(configured("ppo", model__restore_from_path=str(moved))) == []
+    changed = {"model.restore_from_path": str(other)}
     with pytest.raises(ConfigError, match=r"other\.nemo has another content.*changed=\[model\]"):
-        prepared(configured("ppo", **{key: str(other)}))
-    accepted = {"exp_manager__accept_changed": ["model"]}
-    assert prepared(configured("ppo", **{key: str(other)}, **accepted)) == []
+        prepared(configured("ppo", **changed))
+    assert prepared(configured("ppo", **changed, exp_manager__accept_changed=["model"])) == []
 
 
 def test_data_may_be_moved_and_other_data_are_refused(configured, tmp_path):
@@ -164,7 +162,7 @@ def remove_states(folder):
     ("lose", "words"),
     [
         (damage_manifests, ["step_000002 is damaged", "step_000004 is damaged"]),
-        (remove_states, ["up to step 5", "Restore run_state/"]),
+        (remove_states, ["up to step 5", "Copy run_state/ back"]),
     ],
 )
 def test_a_run_whose_states_are_lost_is_refused_until_a_new_one_is_asked_for(
@@ -172,15 +170,15 @@ def test_a_run_whose_states_are_lost_is_refused_until_a_new_one_is_asked_for(
 ):
     folder = begun(configured("ppo"))
     lose(folder)
-    before = files_of(folder)
+    before = snapshot(folder)
     with pytest.raises(CheckpointError) as caught:
         prepared(configured("ppo"))
     for part in (*words, "start_anew=true", "explicit_log_dir"):
         assert part in str(caught.value)
-    assert files_of(folder) == before
+    assert snapshot(folder) == before
     (note,) = prepared(configured("ppo", exp_manager__start_anew=True))
     assert str(folder / "earlier_001") in note
-    assert files_of(folder / "earlier_001") == before
+    assert snapshot(folder / "earlier_001") == before
     left = {path.name for path in folder.iterdir()}
     assert left - {".lock"} == {"earlier_001", "run.json"}
 
@@ -240,11 +238,11 @@ def test_a_new_run_beside_everything_else(configured):
 @pytest.mark.parametrize("saved", [(2,), ()])
 def test_without_resume_a_run_is_left_alone(configured, saved):
     folder = begun(configured("ppo"), saved=saved)
-    before = files_of(folder)
-    said = r"resume_if_exists=false, but .* holds a run.*start_anew"
+    before = snapshot(folder)
+    said = r"resume_if_exists=false, but .* contains a run.*start_anew"
     with pytest.raises(ConfigError, match=said):
         prepared(configured("ppo", exp_manager__resume_if_exists=False))
-    assert files_of(folder) == before
+    assert snapshot(folder) == before
 
 
 def test_a_damaged_state_leaves_the_question_to_the_one_before(configured):
@@ -270,3 +268,134 @@ def test_blocks_of_a_large_file_tell_it_from_another(tmp_path):
     assert len(found) == 4
     path.write_bytes(content + b"x")
     assert file_fingerprint(path) not in found
+
+
+CHANGED = pairs(
+    "model.ppo.ratio_eps=0.3 model.ppo.loss_aggregation=sequence_mean "
+    "model.ppo.num_rollouts_per_prompt=2 model.ppo.sampling_params.temperature=0.5 "
+    "model.ppo.kl_loss.coef=0.5 trainer.ppo.reward.scale=2.0 trainer.precision=bf16 "
+    "trainer.ppo.initial_policy_kl_penalty=0.5 trainer.ppo.gae_lambda=0.5 data.chat=True "
+    "reward.kwargs.pattern=x data.system_prompt=Count. data.train.arguments.high=9 "
+    "model.peft.peft_scheme=lora"
+)
+
+
+@pytest.mark.parametrize("knows_identity", [True, False], ids=["new state", "old state"])
+def test_what_defines_the_objective_changes_on_purpose_alone(configured, knows_identity):
+    begun(configured("ppo"), knows_identity=knows_identity)
+    with pytest.raises(ConfigError) as caught:
+        prepared(configured("ppo", **CHANGED))
+    message = str(caught.value)
+    assert "explicit_log_dir to another directory" in message
+    for key, value in CHANGED.items():
+        assert re.search(rf"\b{re.escape(key)}: [^,]* -> {re.escape(str(value))}", message), key
+    names = re.search(r"exp_manager\.resume_changed=\[([^]]*)\]", message)[1].split(",")
+    assert sorted(names) == sorted(CHANGED)
+    for accepted in (names, {key.rpartition(".")[0] for key in CHANGED}):
+        assert prepared(configured("ppo", **CHANGED, exp_manager__resume_changed=[*accepted])) == []
+
+
+FREE = pairs(
+    "trainer.ppo.max_steps=7 trainer.ppo.max_epochs=3 trainer.ppo.save_interval=1 "
+    "model.global_batch_size=32 model.ppo.num_rollout_samples=128 "
+    "model.ppo.rollout_micro_batch_size=16 model.optim.lr=0.00001 "
+    "model.optim.sched.max_steps=100 model.sequence_packing.enabled=true trainer.devices=2 "
+    "exp_manager.save_last_k=5 exp_manager.create_tensorboard_logger=false "
+    "reward.time_limit_s=5.0 cluster.timeout_s=60.0"
+)
+
+
+def test_sizes_saving_layout_and_waits_may_change(configured):
+    folder = begun(configured("ppo"))
+    before = snapshot(folder)
+    assert prepared(configured("ppo")) == []
+    assert prepared(configured("ppo", **FREE)) == []
+    assert snapshot(folder) == before
+
+
+def test_a_changed_reward_is_seen_and_a_moved_one_is_the_same(configured, tmp_path, monkeypatch):
+    text = "def reward(prompts, responses, ground_truths):\n    return [1.0] * len(prompts)\n"
+    first, moved = tmp_path / "my_own_rewards.py", tmp_path / "elsewhere.py"
+    first.write_text(text)
+    moved.write_text(text)
+
+    def scored_by(path, **more):
+        return configured("ppo", reward__function=f"{path}:reward", reward__kwargs={}, **more)
+
+    begun(scored_by(first))
+    assert prepared(scored_by(first)) == []
+    assert prepared(scored_by(moved)) == []
+    first.write_text(text.replace("1.0", "0.0"))
+    with pytest.raises(
+        ConfigError, match=r"reward\.function was .*my_own_rewards\.py.* another content"
+    ):
+        prepared(scored_by(first))
+    assert prepared(scored_by(first, exp_manager__resume_changed=["reward.function"])) == []
+    # A module of the user's.
+    monkeypatch.syspath_prepend(tmp_path)
+    first.write_text(text)
+    config = scored_by("my_own_rewards", exp_manager__explicit_log_dir=str(tmp_path / "other"))
+    begun(config)
+    assert prepared(config) == []
+    first.write_text(text.replace("1.0", "0.0"))
+    with pytest.raises(ConfigError, match=r"reward\.function was my_own_rewards:reward"):
+        prepared(config)
+
+
+GAME = {"kind": "messages", "factory": "aligner.examples.tasks.games:GuessingGame"}
+
+
+def test_an_environment_s_settings_change_on_purpose_alone(configured):
+    def played(changes, **more):
+        environment = {**recipe("ppo")["environment"], **GAME, **changes}
+        reward = {**recipe("ppo")["reward"], "kind": "environment", "function": None, "kwargs": {}}
+        return configured("ppo", environment=environment, reward=reward, **more)
+
+    begun(played({}))
+    assert prepared(played({})) == []
+    changes = {"kwargs": {"guesses": 2}, "unscored": "mask", "failed": "zero", "max_turns": 3}
+    with pytest.raises(ConfigError) as caught:
+        prepared(played(changes))
+    names = re.search(r"exp_manager\.resume_changed=\[([^]]*)\]", str(caught.value))[1].split(",")
+    assert {name.split(".")[1] for name in names} == changes.keys()
+    for accepted in (names, ["environment"]):
+        assert prepared(played(changes, exp_manager__resume_changed=accepted)) == []
+
+
+TIMED = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '<|endoftext|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' + strftime_now('%Y-%m-%d %f') }}{% endif %}"
+)
+TOLD = (
+    "from aligner.data.tokenizers.tokenizer import RunClock; "
+    "print(RunClock.now().strftime('%Y-%m-%d %f'))"
+)
+
+
+@pytest.mark.integration
+def test_templates_are_told_the_time_of_the_first_start(configured, tmp_path):
+    template = tmp_path / "timed.jinja"
+    template.write_text(TIMED)
+    tokenizer = with_chat_template(byte_level_tokenizer(), template, key="x")
+
+    def shown():
+        return tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+    def started():
+        with ExitStack() as closing:
+            prepare_log_dir(config, closing)
+            child = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True)
+            assert shown().endswith(child.stdout.strip())
+            (folder / "metrics.jsonl").touch()  # a run that wrote nothing leaves no directory
+            return shown()
+
+    config = configured("ppo")
+    folder = Path(config.exp_manager.explicit_log_dir)
+    first = started()
+    assert started() == first
+    assert shown() != first  # outside of the run it is the present
+    began = RunDirectory(folder, RunStateStore(folder / "run_state")).start_time
+    state = {"config": config.as_dict(), "learner": {}, "began": began}
+    RunStateStore(folder / "run_state").save(2, state)
+    (folder / "run.json").unlink()
+    assert started() == first  # the run state knows it, too

@@ -1,4 +1,4 @@
-"""The life of a run, with a learner that is a counter."""
+"""The life of a run and its callbacks, with a learner that is a counter."""
 
 import io
 import os
@@ -8,16 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from newest_state import snapshot
+from recipes import numbers as lines
 from rich.console import Console
 
+from aligner.algorithms.callbacks import Callback, Callbacks
 from aligner.algorithms.run import stopping
-from aligner.algorithms.run.directory import config_changes
 from aligner.algorithms.run.loop import RunLoop, Schedule, StepResult
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import read_tree
 from aligner.checkpoint.run_state.worker_state import ShareWriter
 from aligner.errors import CheckpointError, NonFiniteError, StorageError
-from aligner.observe.metrics import MetricsWriter, Sample, read_metrics, read_samples
+from aligner.observe.metrics import MetricsWriter, Sample, read_samples
 
 
 class Counter:
@@ -25,11 +27,17 @@ class Counter:
 
     is_out_of_data = False
 
-    def __init__(self, at_step=None):
+    num_shares = 1  # a role of one worker
+
+    def __init__(self, at_step=None, stuck=(), warns=()):
+        """``stuck``: steps that skip all updates; ``warns``: steps with a warning."""
         self.total = 0.0
         self.weight = torch.zeros(1000, dtype=torch.float64)
         self.calls = []
-        self.at_step = at_step or {}
+        self.at_step, self.stuck, self.warns = at_step or {}, stuck, warns
+        parallel = SimpleNamespace(rank=0, world_size=1, layout_in_words="1 process")
+        state = SimpleNamespace(parallel=parallel, state_dict=lambda: {"total": self.weight})
+        self.writer = ShareWriter(state)
 
     def step(self, step, timers):
         with timers("work"):
@@ -37,7 +45,9 @@ class Counter:
         self.calls.append(("step", step))
         self.at_step.get(step, lambda: None)()
         sample = Sample(step, "train", "p", "r", 1.0, 1, 1, True)
-        return StepResult({"train_rollouts/rewards": self.total}, [sample])
+        idle = ("policy",) if step in self.stuck else ()
+        warnings = (f"number {step} is odd",) if step in self.warns else ()
+        return StepResult({"train_rollouts/rewards": self.total}, [sample], idle, warnings)
 
     def validate(self, step, timers):
         self.calls.append(("validate", step))
@@ -49,20 +59,6 @@ class Counter:
     @property
     def roles(self):
         return {"role": self}
-
-    # A role of one worker
-
-    num_shares = 1
-
-    @property
-    def writer(self):
-        if "_writer" not in vars(self):
-            worker = SimpleNamespace(
-                parallel=SimpleNamespace(rank=0, world_size=1, layout_in_words="1 process"),
-                state_dict=lambda: {"total": self.weight},
-            )
-            self._writer = ShareWriter(worker)
-        return self._writer
 
     def prepare_saving(self):
         self.calls.append(("prepare", self.total))
@@ -83,19 +79,6 @@ class Counter:
         assert share["state"]["total"].tolist() == [self.total] * 1000
 
 
-class Stuck(Counter):
-    """Skips all updates of some steps."""
-
-    def __init__(self, steps):
-        super().__init__()
-        self.stuck = steps
-
-    def step(self, step, timers):
-        outcome = super().step(step, timers)
-        idle = ("policy",) if step in self.stuck else ()
-        return StepResult(outcome.metrics, outcome.samples, idle)
-
-
 def run(folder, learner, *, total=6, save=2, val=3, seconds=None, said=None, **options):
     """Whether a run was not interrupted, and what it restored."""
     config, in_background = options.pop("config", {"a": 1}), options.pop("async_save", True)
@@ -113,13 +96,6 @@ def run(folder, learner, *, total=6, save=2, val=3, seconds=None, said=None, **o
     loop.run()
     loop.metrics.close()
     return not loop.interrupted, restored
-
-
-def lines(folder):
-    return [
-        {name: value for name, value in line.items() if not name.startswith("timers/")}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 @pytest.fixture
@@ -145,8 +121,7 @@ def test_validates_before_when_due_and_at_the_end(tmp_path):
     assert [state.step for state in store.states()] == [3]
 
 
-def test_data_may_end_before_the_steps_do(tmp_path):
-    """As at the last step: a validation and a run state; started again, nothing is left to do."""
+def test_a_run_ends_early_by_its_data_or_its_time(tmp_path):
     learner = Counter()
     learner.at_step[2] = lambda: setattr(learner, "is_out_of_data", True)
     ended, _ = run(tmp_path, learner, total=6, val=0, save=0)
@@ -156,6 +131,11 @@ def test_data_may_end_before_the_steps_do(tmp_path):
     again.is_out_of_data = True
     ended, restored = run(tmp_path, again, total=6)
     assert (ended, restored.step, again.calls) == (True, 2, [])
+    learner = Counter()
+    ended, _ = run(tmp_path / "short", learner, seconds=0.0)
+    assert ended
+    assert learner.calls == [("validate", 0), ("step", 1), ("validate", 1)]
+    assert [s.step for s in RunStateStore(tmp_path / "short" / "run_state").states()] == [1]
 
 
 class Killed(BaseException):
@@ -194,35 +174,28 @@ def test_a_killed_run_continues_to_the_bit(tmp_path, uninterrupted, killed_in, a
     assert lines(tmp_path) == uninterrupted
 
 
-def test_max_time_validates_saves_and_ends(tmp_path):
-    learner = Counter()
-    ended, _ = run(tmp_path, learner, seconds=0.0)
-    assert ended
-    assert learner.calls == [("validate", 0), ("step", 1), ("validate", 1)]
-    assert [s.step for s in RunStateStore(tmp_path / "run_state").states()] == [1]
-
-
 def test_a_longer_run_continues_and_says_what_changed(tmp_path):
-    run(tmp_path, Counter(), total=2, config={"trainer": {"max_steps": 2}})
-    ended, restored = run(tmp_path, Counter(), total=4, config={"trainer": {"max_steps": 4}})
-    assert ended
-    assert restored.changes == ["trainer.max_steps: 2 -> 4"]
-    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
-
-
-def test_a_key_of_a_later_version_is_a_change_only_where_it_is_not_its_default(tmp_path):
-    older = {"trainer": {"max_steps": 4}, "critic": None}
+    """A key of a later version is a change only where it is not its default."""
+    older = {"trainer": {"max_steps": 2}, "critic": None, "gone": 0}
     newer = {
         "trainer": {"max_steps": 4, "kept": [1], "other": 2},
         "critic": {"lr": 0.1},
         "dry_run": False,
         "optional": {"name": "a", "path": None},
+        **{"list": [1, 2], "nothing": [], "no_keys": {}, "none": None},
     }
-    defaults = {**newer, "trainer": {"max_steps": 9, "kept": [1], "other": 3}}
+    defaults = {**newer, "trainer": {"max_steps": 9, "kept": [1], "other": 3}, "list": []}
+    for empty in ("nothing", "no_keys", "none"):
+        del defaults[empty]
     run(tmp_path, Counter(), total=2, config=older)
-    _, restored = run(tmp_path, Counter(), total=4, config=newer, defaults=defaults)
+    ended, restored = run(tmp_path, Counter(), total=4, config=newer, defaults=defaults)
+    assert ended
     # The older run had switched the critic off; the newer one has it on.
-    assert restored.changes == ["critic.lr: None -> 0.1", "trainer.other: None -> 2"]
+    assert restored.changes == [
+        *("critic.lr: None -> 0.1", "gone: 0 -> None", "list: None -> [1, 2]"),
+        *("trainer.max_steps: 2 -> 4", "trainer.other: None -> 2"),
+    ]
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
 
 
 def test_another_layout_continues_with_fresh_random_states_and_says_so(tmp_path):
@@ -263,50 +236,37 @@ def test_a_damaged_state_is_passed_over_for_the_one_before(tmp_path, uninterrupt
     assert lines(tmp_path) == uninterrupted
 
 
-def test_where_every_state_is_damaged_nothing_is_touched(tmp_path):
+def test_where_no_state_can_be_used_nothing_is_touched(tmp_path):
     run(tmp_path, Counter(), total=4)
     for path in tmp_path.glob("run_state/*/state.json"):
         alter(path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = snapshot(tmp_path)
     with pytest.raises(CheckpointError, match=r"no run state in .* can be read.*start_anew=true"):
         run(tmp_path, Counter(), total=4)
-    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert after == before
-
-
-def test_a_state_of_something_else_is_no_bare_key_error(tmp_path):
-    RunStateStore(tmp_path / "run_state").save(1, {"learner": {}, "layout": "1 process"})
+    assert snapshot(tmp_path) == before
+    RunStateStore(tmp_path / "other" / "run_state").save(1, {"learner": {}, "layout": "1 process"})
     with pytest.raises(CheckpointError, match="no 'total'; another algorithm"):
-        run(tmp_path, Counter())
+        run(tmp_path / "other", Counter())
 
 
 def test_steps_without_an_update_are_told_of_and_end_the_run(tmp_path):
     said = io.StringIO()
     with pytest.raises(NonFiniteError, match=r"steps 4 to 6: no update of the policy.*nonfinite"):
-        run(tmp_path, Stuck({1, 2, 4, 5, 6}), total=9, said=said)
+        run(tmp_path, Counter(stuck={1, 2, 4, 5, 6}), total=9, said=said)
     text = said.getvalue()
     assert "step 1: no update of the policy" in text
     assert "steps 1 to 2: no update" in text
     assert [line["step"] for line in lines(tmp_path)] == list(range(7))
+    with pytest.raises(NonFiniteError):  # a short run that learned nothing
+        run(tmp_path / "short", Counter(stuck={1, 2}), total=2)
+    assert run(tmp_path / "better", Counter(stuck={2, 3}), total=3)[0]
 
 
 def test_a_warning_of_a_step_is_said_where_a_validation_follows_too(tmp_path):
-    class Warning(Counter):
-        def step(self, step, timers):
-            found = super().step(step, timers)
-            warnings = (f"number {step} is odd",) if step % 2 else ()
-            return StepResult(found.metrics, found.samples, warnings=warnings)
-
     said = io.StringIO()
-    run(tmp_path, Warning(), total=4, val=3, said=said)
-    lines = [line for line in said.getvalue().splitlines() if "odd" in line]
-    assert lines == ["step 1: number 1 is odd", "step 3: number 3 is odd"]
-
-
-def test_a_short_run_that_learned_nothing_is_an_error_and_one_that_did_is_none(tmp_path):
-    with pytest.raises(NonFiniteError):
-        run(tmp_path / "short", Stuck({1, 2}), total=2)
-    assert run(tmp_path / "better", Stuck({2, 3}), total=3)[0]
+    run(tmp_path, Counter(warns=(1, 3)), total=4, val=3, said=said)
+    warnings = [line for line in said.getvalue().splitlines() if "odd" in line]
+    assert warnings == ["step 1: number 1 is odd", "step 3: number 3 is odd"]
 
 
 @pytest.mark.parametrize(
@@ -345,9 +305,96 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, monkeypatch):
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
 
 
-def test_config_changes_names_leaves():
-    before, now = {"a": {"b": 1, "c": [1]}, "d": 0}, {"a": {"b": 2, "c": [1]}, "e": None}
-    assert config_changes(before, now) == ["a.b: 1 -> 2", "d: 0 -> None"]
-    assert config_changes({"a": 1}, {"a": 1, "b": [], "c": {}, "d": None}) == []
-    assert config_changes({"a": 1, "b": [1]}, {"a": 1, "b": []}) == ["b: [1] -> []"]
-    assert config_changes({"a": 1}, {"a": 1, "b": ["x"]}) == ["b: None -> ['x']"]
+class Recorder(Callback):
+    def __init__(self, at=None):
+        self.told, self.at, self.count = [], at or {}, 0
+
+    def on_run_start(self, run, step):
+        self._act(run, "run_start", step, run.total_steps)
+
+    def on_step_end(self, run, step, metrics):
+        self.count += 1
+        names = sorted(metrics)
+        metrics["train_rollouts/rewards"] = -1.0  # a copy
+        self._act(run, "step_end", step, names)
+
+    def on_validation_end(self, run, step, metrics):
+        self._act(run, "validation_end", step, sorted(metrics))
+
+    def on_save(self, run, step, path):
+        assert (path / "state.json").exists()
+        self._act(run, "save", step, path.name)
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+    def _act(self, run, event, step, seen):
+        self.told.append((event, step, seen))
+        if (event, step) in self.at.items():
+            run.stop(f"enough at {step}")
+
+
+def told_by(recorder):
+    callbacks = Callbacks(["trainer.callbacks[0]=m:R"], [recorder])
+    callbacks.begin({"a": 1}, None, 6)
+    return callbacks
+
+
+REWARDS, ACCURACY = ["train_rollouts/rewards"], ["val_rollouts/accuracy"]
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_run_tells_everything_in_order(tmp_path, async_save):
+    recorder, plain = Recorder(), Counter()
+    random.seed(3)
+    run(tmp_path / "plain", plain)
+    random.seed(3)
+    ended, _ = run(tmp_path / "told", Counter(), callbacks=told_by(recorder), async_save=async_save)
+    assert ended
+    assert lines(tmp_path / "told") == lines(tmp_path / "plain")
+    steps = [("step_end", step, REWARDS) for step in range(1, 7)]
+    validations = [("validation_end", step, ACCURACY) for step in (0, 3, 6)]
+    expected = [("run_start", 0, 6), validations[0], *steps[:3], validations[1], *steps[3:]]
+    told = [one for one in recorder.told if one[0] != "save"]
+    assert told == [*expected, validations[2]]
+    saves = [one for one in recorder.told if one[0] == "save"]
+    assert saves == [("save", step, f"step_{step:06d}") for step in (2, 4, 6)]
+
+
+@pytest.mark.parametrize(
+    ("event", "asked", "ends"),
+    [("step_end", 2, 2), ("validation_end", 3, 3), ("run_start", 0, 1), ("save", 2, 3)],
+)
+def test_a_callback_stops_the_run_which_goes_on_later(tmp_path, event, asked, ends):
+    random.seed(3)
+    whole = Counter()
+    run(tmp_path / "whole", whole)
+    random.seed(3)
+    stopping, learner = Recorder(at={event: asked}), Counter()
+    said = io.StringIO()
+    options = {"async_save": False} if event == "save" else {}
+    ended, _ = run(tmp_path / "run", learner, callbacks=told_by(stopping), said=said, **options)
+    assert ended  # as max_time does: the model is written
+    assert learner.calls[-1] == ("validate", ends)
+    assert f"stopped by a callback: enough at {asked} after step {ends} of 6" in said.getvalue()
+    assert stopping.told[-1] == ("save", ends, f"step_{ends:06d}")
+    later = Recorder()
+    ended, restored = run(tmp_path / "run", Counter(), callbacks=told_by(later))
+    assert (ended, restored.step) == (True, ends)
+    assert later.told[0] == ("run_start", ends, 6)
+    assert later.count == 6  # 2 + 4: the state of a callback is that of the run
+    rewards = [line.get("train_rollouts/rewards") for line in lines(tmp_path / "run")]
+    assert rewards == [line.get("train_rollouts/rewards") for line in lines(tmp_path / "whole")]
+
+
+def test_a_stop_of_before_is_forgotten():
+    recorder = Recorder(at={"step_end": 1})
+    callbacks = told_by(recorder)
+    callbacks.notify("on_step_end", 1, {})
+    assert callbacks.stop_reason == "enough at 1"
+    callbacks.begin({}, None, 6)  # workers on Ray were started anew
+    callbacks.notify("on_step_end", 2, {})
+    assert callbacks.stop_reason is None

@@ -25,25 +25,21 @@ def run(tmp_path, tiny_nemo, capsys):
     return start
 
 
-def with_nan(nemo, path, name, row):
-    """The model with one number in ``name`` that is none."""
+def with_nan(nemo, folder, part, row):
+    """The model with NaN in the first weight whose name contains ``part``."""
+    path = folder / "nan.nemo"
     with open_nemo(nemo) as model:
         weights = {each: model.weights[each].clone() for each in model.weights}
+        name = next(name for name in weights if part in name)
         weights[name][row, 0] = torch.nan
         save_nemo(path, weights, model.architecture, model.tokenizer.files())
     return f"model.restore_from_path={path}"
 
 
-def weight_named(nemo, part):
-    with open_nemo(nemo) as model:
-        return next(name for name in model.weights if part in name)
-
-
 def test_sft_of_a_model_with_a_nan_ends_after_the_stated_number_of_steps(
     run, tmp_path, tiny_nemo, capsys
 ):
-    name = weight_named(tiny_nemo, "mlp.linear_fc2.weight")
-    sick = with_nan(tiny_nemo, tmp_path / "nan.nemo", name, 1)
+    sick = with_nan(tiny_nemo, tmp_path, "mlp.linear_fc2.weight", 1)
     with pytest.raises(NonFiniteError, match=r"steps 1 to 3: no update of the model"):
         run("sft", sick, "trainer.sft.max_steps=20", "trainer.sft.max_skipped_steps=3")
     assert "step 1: no update of the model" in capsys.readouterr().out
@@ -52,8 +48,7 @@ def test_sft_of_a_model_with_a_nan_ends_after_the_stated_number_of_steps(
 
 
 def test_a_model_with_a_nan_that_nobody_reads_is_not_written(run, tmp_path, tiny_nemo):
-    name = weight_named(tiny_nemo, "embedding")
-    sick = with_nan(tiny_nemo, tmp_path / "nan.nemo", name, 3)  # a byte that no example has
+    sick = with_nan(tiny_nemo, tmp_path, "embedding", 3)  # a byte that no example has
     with pytest.raises(NonFiniteError, match=r"policy\.nemo was not written"):
         run("sft", sick, "trainer.sft.max_steps=2")
     assert not (tmp_path / "policy.nemo").exists()
@@ -71,11 +66,9 @@ def test_ppo_whose_rewards_overflow_ends(run, tmp_path):
 def test_a_short_run_says_why_and_a_finished_one_that_nothing_is_left(run, tmp_path):
     said = run("sft", "trainer.sft.max_steps=9", "data.train.arguments.size=64")
     assert "Fine-tuning on 1 process" in said
-    why = (
-        "the run has 2 of trainer.sft.max_steps=9 steps, because trainer.sft.max_epochs=1 limits it"
-    )
-    assert why in said
-    assert why[1:] in " ".join((tmp_path / "report.html").read_text().split())
+    why = "after 2 of trainer.sft.max_steps=9 steps, because trainer.sft.max_epochs=1 limits it"
+    assert f"the run ends {why}" in said
+    assert why in " ".join((tmp_path / "report.html").read_text().split())
     assert "step 1/2 loss 5." in said
     assert "step 2/2 loss 5." in said
     assert " samples " not in said  # there are none

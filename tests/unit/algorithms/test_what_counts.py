@@ -1,24 +1,21 @@
 """Which conversations are samples, and what they earn: cut ones, failed ones, unusable ones."""
 
-import logging
 from pathlib import Path
 
 import pytest
-import test_environment_rollout
 import user_environments as envs
+from conversations import TOKENIZER, HerePool, collected
 from test_chat_data import chatml
-from test_endpoint_rollout import COMMAND, RUN, task
+from test_credit import credit
+from test_endpoint_rollout import RUN, task
 from test_endpoint_rollout import collected as agents_collected
-from test_environment_rollout import TOKENIZER, HerePool, collected
 
-from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.endpoint import trajectory_of
 from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import score
 from aligner.algorithms.rollout.validation import evaluate_responses
 from aligner.algorithms.rs.trainer import best_of_each
-from aligner.config import ImproperEndConfig, TrainerPPOConfig
-from aligner.config.algorithms.trainer import AdvantageConfig
+from aligner.config import ImproperEndConfig
 from aligner.environments import Start, Turn
 from aligner.environments.protocol import check_turn
 from aligner.errors import DataError, EnvironmentCallError
@@ -56,14 +53,10 @@ def rows(*scripts):
     return [{"script": script} for script in scripts]
 
 
-def shaped(batch, mode="keep", per_prompt=1):
-    trainer = TrainerPPOConfig(
-        normalize_advantages=False,
-        improper_end=ImproperEndConfig(mode=mode, penalty=1.0),
-        advantage=AdvantageConfig(estimator="reinforce"),
-    )
+def shaped(batch, mode="keep"):
     score(EnvironmentReward(), batch)
-    Credit(trainer, False, per_prompt, 8).shape(batch)
+    improper = ImproperEndConfig(mode=mode, penalty=1.0)
+    credit("reinforce", per_prompt=1, improper_end=improper).shape(batch)
     return batch["shaped_rewards"].tolist(), batch["sample_mask"].tolist()
 
 
@@ -113,12 +106,10 @@ def test_validation_counts_every_conversation(unscored):
 
 @pytest.mark.parametrize("unscored", ["zero", "mask"])
 def test_a_rollout_that_limits_ended_is_no_error(unscored, caplog):
-    with caplog.at_level(logging.WARNING):
-        batch = collected(Scripted, rows(CALLS), max_turns=2, unscored=unscored)
+    batch = collected(Scripted, rows(CALLS), max_turns=2, unscored=unscored)
     assert batch["sample_mask"].tolist() == [float(unscored == "zero")]
     assert "scored none of the 1 conversations" in caplog.text
-    found = evaluate_responses(batch, 1, EnvironmentReward(), str)
-    assert found.metrics["accuracy"] == 0.0
+    assert evaluate_responses(batch, 1, EnvironmentReward(), str).metrics["accuracy"] == 0.0
 
 
 def test_a_conversation_that_failed_earns_nothing_on_request():
@@ -144,17 +135,6 @@ def test_what_fails_before_the_policy_spoke_begins_again():
 
     with pytest.raises(EnvironmentCallError, match=r"retries=2.*not today"):
         collected(NeverBegins, rows(ANSWERS), failed="zero", retries=2)
-
-
-@pytest.mark.integration
-def test_an_agent_that_failed_earns_nothing_on_request(tmp_path):
-    asked = [task("crashes", marker=tmp_path / "x"), task("two_turns")]
-    batch = agents_collected(asked, failed="zero", **COMMAND)
-    assert batch["turn_ids"].amax(1).tolist() == [1, 2]
-    assert batch["end_reasons"] == ["failed", "done"]
-    assert batch["failures"][0] == ["env_error"]
-    assert batch["turn_rewards"][0].sum() == 0
-    assert batch["sample_mask"].tolist() == [1, 1]
 
 
 class Once(envs.Echo):
@@ -201,16 +181,17 @@ class CountsClosed(HerePool):
 
 
 @pytest.mark.parametrize("make", [SpeaksAsATool, BeginsTooLong, EarnsTooMuch])
-def test_a_conversation_that_cannot_be_used_is_not_repeated(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(test_environment_rollout, "TOKENIZER", chatml(NO_TOOLS))
+def test_a_conversation_that_cannot_be_used_is_not_repeated(make, tmp_path):
+    tokenizer = chatml(NO_TOOLS)
     asked = [{"marker": str(tmp_path / "x")} for _ in range(2)]
     pool = CountsClosed(make)
+    how = "zero" if make is BeginsTooLong else "retry"
     with pytest.raises(EnvironmentCallError, match=r"environment 'here': .* is not repeated"):
-        collected(make, asked, pool=pool, failed="zero" if make is BeginsTooLong else "retry")
+        collected(make, asked, pool=pool, tokenizer=tokenizer, failed=how)
     assert pool.names.count("close") == 1
     if make is not BeginsTooLong:
         (tmp_path / "x").unlink()
-        batch = collected(make, asked, failed="zero")
+        batch = collected(make, asked, tokenizer=tokenizer, failed="zero")
         assert sorted(batch["end_reasons"]) == ["done", "failed"]
         assert sorted(batch["turn_rewards"].sum(1).tolist()) == [0.0, 6.0]
 
@@ -221,7 +202,7 @@ def test_rewards_of_an_agent_that_are_too_large_together_are_a_failure():
         agents_collected([task("earns_too_much")], **RUN)
 
 
-def test_accuracy_is_the_last_that_was_reported():
+def test_accuracy_is_the_last_that_was_reported_and_a_share():
     def turn(value, *, done=False):
         return Turn([] if done else ON, {"reward": 1.0, "accuracy": value, "late": 1.0}, done)
 
@@ -232,14 +213,11 @@ def test_accuracy_is_the_last_that_was_reported():
     metrics = score(EnvironmentReward(), batch)
     assert metrics["accuracy"] == 0.625
     assert metrics["reward_parts/late"] == 2.0  # a missing part is 0
-
-
-@pytest.mark.parametrize("value", [1.5, -0.1, 2])
-def test_accuracy_is_a_share(value):
-    with pytest.raises(DataError, match=f"accuracy is {value}. It must be from 0 to 1"):
-        check_turn(Turn(reward={"reward": 1.0, "accuracy": value}, done=True))
-    with pytest.raises(DataError, match="accuracy"):
-        Session(1).set_reward({"reward": 1.0, "accuracy": value})
+    for value in (1.5, -0.1, 2):
+        with pytest.raises(DataError, match=f"accuracy is {value}. It must be from"):
+            check_turn(Turn(reward={"reward": 1.0, "accuracy": value}, done=True))
+        with pytest.raises(DataError, match="accuracy"):
+            Session(1).set_reward({"reward": 1.0, "accuracy": value})
 
 
 def test_parts_of_an_answer_count_once():

@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[3]
 FURTHER = (
     *("nemotron_biases", "starcoder2_plain", "stablelm_biases", "arcee_biases"),
     *("smollm3_biases", "ernie4_5_biases", "olmo3", "gemma3_scaled", "glm4_moe_plain"),
+    *("gpt_oss_plain_rope", "deepseek_v3_plain"),
 )
 
 
@@ -188,10 +189,11 @@ def read_keys(config):
         *("activation_function", "tie_word_embeddings", "attention_bias", "mlp_bias"),
         *("initializer_range", "n_layer", "n_head", "n_positions"),
         *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
-        "layer_types",
+        *("layer_types", "swiglu_limit"),
         *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
         *("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
-        *("routed_scaling_factor", "use_qk_norm"),
+        *("routed_scaling_factor", "use_qk_norm", "q_lora_rank", "kv_lora_rank", "v_head_dim"),
+        *("qk_rope_head_dim", "qk_nope_head_dim"),
     ]
     return [name for name in names if hasattr(config, name)]
 
@@ -229,7 +231,6 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ({"hidden_size": None}, "incomplete"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "truncate=false"),
         ({"model_type": "phi3", "rope_scaling": SHORT}, r"short_factor=\(1\.0,\), .* 4 numbers"),
         ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual=True"),
         ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm=True"),
@@ -245,6 +246,11 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, r"softcapping=5\.0"),
         ({"model_type": "olmo3", **WINDOWS}, "rope type 'yarn' of sliding_attention layers"),
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias=False"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, r"swiglu_alpha=1\.0"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            r"quantised \(mxfp4\)",
+        ),
         ({"model_type": "glm4_moe", "n_group": 3}, "moe_router_groups=3"),
         (
             {"model_type": "glm4_moe", "quantization_config": {"quant_method": "fp8"}},
@@ -263,10 +269,11 @@ def test_unsupported_configurations_are_named(changes, message):
         {**YARN, "factor": 4.0},
         {**YARN, "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 2.0},
         {**YARN, "factor": 4.0, "beta_fast": 0.1, "beta_slow": 0.1},
+        {**YARN, "factor": 4.0, "truncate": False},
         LONG,
         {**LONG, "factor": 9.0},
     ],
-    ids=["yarn", "two scales", "no ramp", "longrope", "longrope with a factor"],
+    ids=["yarn", "two scales", "no ramp", "not rounded", "longrope", "longrope with a factor"],
 )
 def test_rotation_is_that_of_transformers_there_and_back(scaling):
     from transformers import AutoConfig
@@ -306,6 +313,11 @@ def test_what_no_family_can_express_is_refused():
         ({"normalization": "layernorm1p", "activation": "squared_relu"}, "nemotron"),
         ({"num_moe_experts": 4, "qk_layernorm": True}, "qwen3_moe"),
         ({"num_moe_experts": 4, "moe_router_sigmoid": True}, "glm4_moe"),
+        (
+            {"num_moe_experts": 4, "moe_router_sigmoid": True, "kv_lora_rank": 8}
+            | {"value_channels": 8, "num_query_groups": TINY_ARCHITECTURE.num_attention_heads},
+            "deepseek_v3",
+        ),
     ],
 )
 def test_a_family_is_found_for_foreign_nemo_files(changes, family):

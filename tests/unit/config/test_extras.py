@@ -43,10 +43,6 @@ def without(monkeypatch):
     return block
 
 
-def composed(recipe, *overrides):
-    return load_config(recipes.composed(recipe, *overrides))
-
-
 def test_the_table_has_the_packages_of_pyproject():
     listed = {
         extra: [Requirement(text).name.replace("-", "_") for text in texts]
@@ -84,34 +80,27 @@ AGENT = [
     ],
 )
 def test_a_run_is_refused_before_anything_starts(without, package, overrides, setting):
-    config = composed("grpo_tiny_cpu", *overrides)
+    config = load_config(recipes.composed("grpo_tiny_cpu", *overrides))
     without(package)
     with ExitStack() as closing, pytest.raises(MissingPackageError, match=setting) as raised:
         open_engine(config, closing)
     assert f"needs {package}, which is not installed" in str(raised.value)
 
 
-def test_files_are_refused(without, tmp_path):
-    without("gguf", "pyarrow")
+def test_files_and_functions_are_refused(without, monkeypatch, tmp_path):
+    without("gguf", "pyarrow", "math_verify", "reasoning_gym")
     (tmp_path / "a.parquet").touch()
     with pytest.raises(MissingPackageError, match=r"a.parquet needs pyarrow.*aligner\[parquet\]"):
         list(read_rows(tmp_path / "a.parquet"))
     with pytest.raises(MissingPackageError, match=r"a.gguf needs gguf.*aligner\[gguf\]"):
         gguf_values(tmp_path / "a.gguf")
-
-
-@pytest.mark.parametrize(
-    ("package", "function", "extra"),
-    [
-        ("math_verify", "aligner.rewards.math_verify:reward", "math"),
-        ("reasoning_gym", "aligner.examples.tasks.reasoning:reward", "tasks"),
-    ],
-)
-def test_functions_are_refused(without, monkeypatch, package, function, extra):
-    without(package)
-    monkeypatch.delitem(sys.modules, function.partition(":")[0], raising=False)
-    with pytest.raises(ConfigError, match=rf"key=.*needs {package}.*aligner\[{extra}\]"):
-        load_function(function, key="key")
+    for package, module, extra in (
+        ("math_verify", "aligner.rewards.math_verify", "math"),
+        ("reasoning_gym", "aligner.examples.tasks.reasoning", "tasks"),
+    ):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        with pytest.raises(ConfigError, match=rf"key=.*needs {package}.*aligner\[{extra}\]"):
+            load_function(f"{module}:reward", key="key")
 
 
 @pytest.mark.integration

@@ -1,6 +1,7 @@
 """Every row of the table in docs/reinforce.md, as it is written, is the algorithm it names."""
 
 import re
+from pathlib import Path
 
 import pytest
 from recipes import ROOT, composed
@@ -37,6 +38,13 @@ NOTHING_ELSE = {
     **{"dynamic_sampling": False, "improper_end": "keep", "whitened": False, "discount": 1.0},
     **{"dual_clip": None, "entropy_bonus": 0.0},
 }
+# Name and directory of the runs, in the order of the page.
+RUNS = [
+    *("REINFORCE: reinforce", "REINFORCE: reinforce", "RLOO: rloo", "GRPO: grpo"),
+    *("Dr. GRPO: dr_grpo", "REINFORCE++: reinforce_plus_plus"),
+    "REINFORCE++ with a baseline: reinforce_plus_plus_baseline",
+    *("DAPO: dapo", "DAPO: dapo", "GSPO: gspo", "CISPO: cispo"),
+]
 NEEDED = ["model.restore_from_path=m.nemo", "reward.function=a.b", "data.train.source=x.jsonl"]
 
 
@@ -44,10 +52,11 @@ def test_the_page_has_every_algorithm():
     assert ROWS.keys() == PAPERS.keys()
 
 
-@pytest.mark.parametrize("name", PAPERS)
-def test_a_row_is_its_algorithm(name):
+@pytest.mark.parametrize(("name", "run"), zip(PAPERS, RUNS, strict=True))
+def test_a_row_is_its_algorithm(name, run):
     config = load_config(composed("gpt_reinforce", *NEEDED, *ROWS[name].split()), RunConfig)
     trainer, ppo = config.trainer.ppo, config.model.ppo
+    assert f"{config.algorithm}: {Path(config.exp_manager.explicit_log_dir).name}" == run
     assert {**NOTHING_ELSE, **PAPERS[name]} == {
         "estimator": trainer.advantage.estimator,
         "batch_baseline": trainer.advantage.batch_baseline,

@@ -82,7 +82,12 @@ def test_values_are_converted_without_loss():
     assert (config.prompt, config.data.system_prompt) == (("",), "")
 
 
-# Batches -----------------------------------------------------------------------------------------
+def test_a_command_is_a_text_or_words():
+    agent = {"reward.kind": "environment", "reward.function": None, "environment.kind": "endpoint"}
+    for command in ("python my.py -a 'b c'", ["python", "my.py", "-a", "b c"]):
+        environment = parsed({**agent, "environment.command": command}).environment
+        assert environment.words == ["python", "my.py", "-a", "b c"]
+        assert environment.setting == "environment.command=\"python my.py -a 'b c'\""
 
 
 def test_batches_must_divide_over_data_parallel_ranks():
@@ -122,16 +127,13 @@ def test_given_batch_sizes_are_kept_and_other_runs_derive_them_too():
         parsed("model.rs.num_rollouts_per_prompt=128", RSRunConfig)
 
 
-@pytest.mark.parametrize(("rows", "micro_batch"), [(6, 2), (8, 3)])
-def test_micro_batches_do_not_cut_pairs(rows, micro_batch):
+def test_micro_batches_do_not_cut_pairs():
     """Two data-parallel ranks would get 3 rows each, or begin a micro-batch within a pair."""
     group = SimpleNamespace(sharding_annotations=NamedSharding(range(2), ["data_parallel"]))
-    check_whole_groups(group, rows, micro_batch, 1)
-    with pytest.raises(ConfigError, match=r"2 adjacent rows .*global_batch_size"):
-        check_whole_groups(group, rows, micro_batch, 2)
-
-
-# Losses, resumed runs and checkpoints ------------------------------------------------------------
+    for rows, micro_batch in ((6, 2), (8, 3)):
+        check_whole_groups(group, rows, micro_batch, 1)
+        with pytest.raises(ConfigError, match=r"2 adjacent rows .*global_batch_size"):
+            check_whole_groups(group, rows, micro_batch, 2)
 
 
 @pytest.mark.parametrize(
@@ -152,12 +154,10 @@ def test_options_reach_the_preference_loss(options, loss):
     assert preference_loss(config.trainer.dpo) == loss
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [(["seed"], True), (["data.shuffle"], True), (["model.ppo.ratio_eps"], False), ([], False)],
-)
-def test_data_may_differ_if_changes_of_data_or_seed_are_accepted(changed, expected):
-    assert ExpManagerConfig(resume_changed=tuple(changed)).data_may_change is expected
+def test_data_may_differ_if_changes_of_data_or_seed_are_accepted():
+    for changed, expected in (("seed", True), ("data.shuffle", True), ("model.optim", False)):
+        assert ExpManagerConfig(resume_changed=(changed,)).data_may_change is expected
+    assert not ExpManagerConfig().data_may_change
 
 
 @pytest.mark.integration
@@ -172,8 +172,6 @@ def test_a_missing_checkpoint_is_named_by_its_key(tiny_nemo):
     with pytest.raises(CheckpointNotFoundError, match=r"nope.*. Check teacher\.restore_from_path"):
         check_teacher(distill, None)
 
-
-# Layouts -----------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 192, "ffn_hidden_size": 192, "num_attention_heads": 9}
 DENSE = dataclasses.replace(TINY_ARCHITECTURE, num_layers=6, num_query_groups=3, **SIZES)
@@ -203,6 +201,12 @@ MOE = dataclasses.replace(DENSE, num_moe_experts=6, moe_ffn_hidden_size=64)
         (MOE, ParallelConfig(expert=4), 4, ["6 experts"]),
         (MOE, ParallelConfig(tensor=3, expert=3, sequence_parallel=True), 3, None),
         (MOE, ParallelConfig(tensor=3, sequence_parallel=True), 3, ["64 expert columns"]),
+        (
+            dataclasses.replace(MOE, bias_linear=True),
+            ParallelConfig(tensor=2, sequence_parallel=True),
+            2,
+            ["does not split experts with biases", "model.expert_model_parallel_size"],
+        ),
         (MOE, ParallelConfig(tensor=3, expert=3), 3, ["Set model.sequence_parallel=true"]),
     ],
 )
@@ -216,56 +220,14 @@ def test_impossible_layouts_are_refused_with_numbers(architecture, parallel, wor
         assert word in str(caught.value)
 
 
-def test_a_critic_with_its_own_pipeline_has_equal_stages():
+def test_a_critic_has_the_policys_sizes_and_its_own_pipeline_equal_stages():
     policy = ModelConfig(
         "m.nemo", pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1
     )
     assert CriticConfig().with_layout(policy).parallel.first_stage == 1
     own = CriticConfig(pipeline_model_parallel_size=3).with_layout(policy).parallel
     assert (own.pipeline, own.first_stage) == (3, None)
-
-
-# Adapters ----------------------------------------------------------------------------------------
-
-LORA = "model.peft.peft_scheme=lora"
-
-
-def test_null_trains_all_weights_and_a_continued_run_loads_the_adapters():
-    assert parsed().model.peft == PeftConfig()
-    all_weights = policy_settings(parsed().model, RunSettings())
-    assert all_weights.lora is None
-    settings = policy_settings(parsed(LORA).model, RunSettings())
-    continued, whole = settings_to_continue(settings, "/run/policy.nemo")
-    assert (continued.adapters_path, whole) == ("/run/policy.lora.safetensors", None)
-    assert settings_to_continue(all_weights, "/run/policy.nemo") == (
-        all_weights,
-        "/run/policy.nemo",
-    )
-
-
-def test_the_critic_has_the_policys_adapters_and_begins_with_the_same_file():
-    peft = f"{LORA} model.peft.restore_from_path=p.lora.safetensors"
-    config = parsed(peft)
-    policy = policy_settings(config.model, RunSettings())
-    critic = critic_settings(config.critic, config.model, RunSettings())
-    assert policy.lora == critic.lora == config.model.peft.lora_tuning
-    assert policy.adapters_path == critic.adapters_path == "p.lora.safetensors"
-    other = parsed(f"{peft} critic.restore_from_path=c.nemo")
-    assert critic_settings(other.critic, other.model, RunSettings()).adapters_path is None
-
-
-def test_adapters_larger_than_the_model_are_refused():
-    with pytest.raises(ConfigError, match=r"adapter_dim=1000000000 exceeds both .*linear_qkv"):
-        adapter_shapes(TINY_ARCHITECTURE, LoraConfig(adapter_dim=10**9))
-    assert adapter_shapes(TINY_ARCHITECTURE, LoraConfig(adapter_dim=32))
-
-
-# The critic's layout -----------------------------------------------------------------------------
-
-RAY = ["cluster.engine=ray", "trainer.devices=2", "critic.tensor_model_parallel_size=2"]
-
-
-def test_sizes_that_are_null_are_the_policys():
+    # Sizes that are null are the policy's.
     assert parsed("trainer.devices=2").value_parallel == ParallelConfig()
     shared = parsed("trainer.devices=4 model.tensor_model_parallel_size=2")
     assert shared.value_parallel == shared.model.parallel == ParallelConfig(tensor=2)
@@ -281,11 +243,36 @@ def test_sizes_that_are_null_are_the_policys():
     assert (critic.lora, critic.parallel.tensor) == (adapted.model.peft.lora, 2)
 
 
-def test_the_report_says_both_layouts():
-    from aligner.algorithms.run.engine import Clusters
+LORA = "model.peft.peft_scheme=lora"
 
-    words = Clusters.shared(SimpleNamespace(world_size=lambda: 2)).describe(parsed(" ".join(RAY)))
-    assert words == "2 processes (data 2), critic 2 processes (tensor 2)"
+
+def test_adapters_of_policy_and_critic_and_of_a_continued_run():
+    assert parsed().model.peft == PeftConfig()
+    all_weights = policy_settings(parsed().model, RunSettings())
+    assert all_weights.lora is None
+    settings = policy_settings(parsed(LORA).model, RunSettings())
+    continued, whole = settings_to_continue(settings, "/run/policy.nemo")
+    assert (continued.adapters_path, whole) == ("/run/policy.lora.safetensors", None)
+    assert settings_to_continue(all_weights, "/run/policy.nemo") == (
+        all_weights,
+        "/run/policy.nemo",
+    )
+    # The critic has the policy's adapters and begins with the same file.
+    peft = f"{LORA} model.peft.restore_from_path=p.lora.safetensors"
+    config = parsed(peft)
+    policy = policy_settings(config.model, RunSettings())
+    critic = critic_settings(config.critic, config.model, RunSettings())
+    assert policy.lora == critic.lora == config.model.peft.lora_tuning
+    assert policy.adapters_path == critic.adapters_path == "p.lora.safetensors"
+    other = parsed(f"{peft} critic.restore_from_path=c.nemo")
+    assert critic_settings(other.critic, other.model, RunSettings()).adapters_path is None
+    # Adapters larger than the model.
+    with pytest.raises(ConfigError, match=r"adapter_dim=1000000000 exceeds both .*linear_qkv"):
+        adapter_shapes(TINY_ARCHITECTURE, LoraConfig(adapter_dim=10**9))
+    assert adapter_shapes(TINY_ARCHITECTURE, LoraConfig(adapter_dim=32))
+
+
+RAY = ["cluster.engine=ray", "trainer.devices=2", "critic.tensor_model_parallel_size=2"]
 
 
 @pytest.mark.integration

@@ -151,10 +151,10 @@ def test_preferences_between_reasoned_answers_and_what_cannot_be_learned(tmp_pat
     pair = load_set(PairDataset, written(tmp_path, row), tokenizer)[0]
     for example, text in ((pair.chosen, "hm</think>4"), (pair.rejected, "no</think>5")):
         assert learned_texts(tokenizer, example) == [f"{text}<|im_end|>"]
-    with pytest.raises(DataError, match=r"message 1 is added\. Set learn=last"):
+    with pytest.raises(DataError, match=r"message 1 is added\. Set data.learn=last"):
         encode_chat(chatml(R1), CHAT)
     opens_otherwise = R1.replace("<think>\\n", "Answer: ")
-    with pytest.raises(DataError, match=r"opens an answer with .*Answer: .*plain-text prompts"):
+    with pytest.raises(DataError, match=r"prompt ends with .*Answer: .*plain-text prompts"):
         encode_chat(chatml(opens_otherwise), CHAT[:2], "last")
 
 
@@ -267,7 +267,7 @@ def test_preferences_in_every_public_form(tmp_path):
         ({"prompt": "three"}, "without a user message of column 'prompt'"),
         ({"prompt": CHAT[2:3]}, "does not begin with the messages of column 'prompt'"),
         ({"chosen": CHAT[1:2]}, "so column 'prompt' must contain the prompt"),
-        ({"chosen": CHAT[:1]}, "must be the assistant's"),
+        ({"chosen": CHAT[:1]}, "End with the assistant's answer"),
         ({"chosen": []}, "the list of chat messages is empty"),
         ({"chosen": 5}, "'chosen' must be text or a list of chat messages, got int"),
         ({"rejected": None}, "'rejected' is null. Name another column with data.rejected_column"),

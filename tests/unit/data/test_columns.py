@@ -64,9 +64,9 @@ def saved_to_disk(folder, rows):
         ("x.json", "[{]", r"x.json: not JSON"),
         ("x.json", '[{"a": 1, "a": 2}]', "the key 'a' occurs twice"),
         ("x.csv", "a,b\n1\n", r"x.csv, line 2: 1 cells for the columns \['a', 'b'\]"),
-        ("x.csv", "a,a\n1,2\n", "Give each column a name of its own"),
+        ("x.csv", "a,a\n1,2\n", "Give each column a different name"),
         ("x.csv", 'a\n"1', "x.csv: not readable CSV"),
-        ("x.arrow", "no stream", "x.arrow, after row 0: not readable .arrow"),
+        ("x.arrow", "no stream", "x.arrow, after row 0: cannot be read as .arrow"),
         ("state.json", "{}", "state.json names no files"),
     ],
 )
@@ -81,7 +81,7 @@ def test_every_format_gives_the_same_rows(tmp_path):
         columns(tmp_path / "none*.json")
     saved_to_disk(tmp_path / "d" / "test", ROWS)
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["test"]}')
-    with pytest.raises(DataError, match=r"several splits. Name one: .*d/test$"):
+    with pytest.raises(DataError, match=r"several splits. Give the path of one: .*d/test$"):
         columns(tmp_path / "d")
     (tmp_path / "a.json").write_text("\ufeff " + json.dumps(ROWS, indent=1), encoding="utf-8")
     (tmp_path / "b.json").write_text("\n".join(map(json.dumps, ROWS)))
@@ -127,7 +127,7 @@ def test_columns_of_examples_are_recognised(tokenizer, tmp_path, row, expected, 
     examples = load(ExampleDataset, tokenizer, tmp_path, [row])
     assert texts(tokenizer, examples[0]) == expected
     expected = ", ".join(f"data.{key}" for key in taken.split(", "))
-    assert examples.taken == [f"{tmp_path / 'x.json'}: {expected}"]
+    assert examples.recognised == [f"{tmp_path / 'x.json'}: {expected}"]
     assert Split(examples).notes()[0].startswith("columns of the training data that were")
 
 
@@ -136,7 +136,7 @@ def test_chats_are_recognised_in_both_forms(tokenizer, tmp_path, row):
     plain = load(ExampleDataset, tokenizer, tmp_path, [{"chat": CHAT}], messages_column="chat")[0]
     found = load(ExampleDataset, tokenizer, tmp_path, [row])
     assert (found[0].ids, found[0].learned) == (plain.ids, plain.learned)
-    assert found.taken == [f"{tmp_path / 'x.json'}: data.messages_column={next(iter(row))}"]
+    assert found.recognised == [f"{tmp_path / 'x.json'}: data.messages_column={next(iter(row))}"]
 
 
 BING = {"from": "bing", "value": "a"}
@@ -187,7 +187,7 @@ def test_each_source_has_its_own_columns(tokenizer, tmp_path):
     assert [example.id for example in examples] == [0, 1, 2, 3, 4]
     found = [texts(tokenizer, example)[1] for example in examples]
     assert found == ["b", "b", "d", "d", "5"]
-    assert len(examples.taken) == 2
+    assert len(examples.recognised) == 2
 
 
 HELPFUL = "\n\nHuman: Hi\n\nAssistant: I"
@@ -208,7 +208,7 @@ def test_the_prompt_of_a_pair_is_what_both_begin_with(
     pairs = load(PairDataset, tokenizer, tmp_path, [{"chosen": chosen, "rejected": rejected}])
     assert texts(tokenizer, pairs[0].chosen) == (prompt, answers[0])
     assert texts(tokenizer, pairs[0].rejected) == (prompt, answers[1])
-    assert pairs.taken[0].endswith("the prompt is the common beginning of both responses")
+    assert pairs.recognised[0].endswith("the prompt is the common beginning of both responses")
 
 
 def test_pairs_are_labelled_responses(tokenizer, tmp_path):

@@ -75,7 +75,7 @@ def test_a_preference_of_negative_strength_is_refused_where_strength_counts(
     }
     config = parse_config(values, RewardRunConfig)
     write_rows(tmp_path / "x.jsonl", [{**ROWS[0], "good": 0.25, "bad": 0.9}])
-    message = r"line 1: .* 0\.25 \('good'\) .* 0\.9 \('bad'\)\. Swap"
+    message = r"line 1: .* 0\.25 \('good'\), .* 0\.9 \('bad'\)\. Swap"
     with pytest.raises(DataError, match=message) if refused else contextlib.nullcontext():
         loaded = kind_of(config).load(config.data.train, byte_level_tokenizer(), config.data)
         assert loaded[0].rewards == (0.25, 0.9)

@@ -187,7 +187,7 @@ def test_files_that_cannot_be_read(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"x.parquet, row 3: column 'prompt' is null"):
         load_set(PromptDataset, path, tokenizer)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"not readable \.parquet"):
+    with pytest.raises(DataError, match=r"cannot be read as \.parquet"):
         load_set(PromptDataset, path, tokenizer)
 
 
@@ -227,7 +227,7 @@ def test_bad_sources_and_settings(tmp_path, tokenizer):
     path = write_rows(tmp_path / "x.jsonl", ROWS)
     with pytest.raises(TokenizerError, match="has no BOS"):
         load_set(PromptDataset, path, NoBos(), add_bos=True)
-    with pytest.raises(ConfigError, match="both column 'prompt'"):
+    with pytest.raises(ConfigError, match="are both 'prompt'"):
         load_set(PromptDataset, path, tokenizer, ground_truth_column="prompt")
 
 

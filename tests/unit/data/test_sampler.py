@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from aligner.data.batches import (
+    Mixture,
     Prompt,
     PromptSampler,
-    Shares,
     collate_prompts,
     epoch_order,
     pad_right,
@@ -99,12 +99,12 @@ def test_prompts_are_padded_to_a_batch():
     assert batch.columns == {"level": [3, None], "source": [None, "web"]}
 
 
-def shares(*weights):
-    return Shares("abc", [4, 10, 6], weights)
+def mixture(*weights):
+    return Mixture("abc", [4, 10, 6], weights)
 
 
 def test_weights_are_the_shares_of_an_epoch():
-    sampler = PromptSampler(20, 20, seed=3, shares=shares(2, 1, 1))
+    sampler = PromptSampler(20, 20, seed=3, mixture=mixture(2, 1, 1))
     epochs = draw(sampler, 6)
     for epoch in epochs:
         assert len([i for i in epoch if i < 4]) == 10
@@ -118,20 +118,20 @@ def test_weights_are_the_shares_of_an_epoch():
 
 
 def test_sources_alternate_and_need_items():
-    sampler = PromptSampler(20, 20, seed=3, shuffle=False, shares=shares(2, 1, 1))
+    sampler = PromptSampler(20, 20, seed=3, shuffle=False, mixture=mixture(2, 1, 1))
     first, second = draw(sampler, 2)
     assert first == [0, 4, 14, 1, 2, 5, 15, 3, 0, 6, 16, 1, 2, 7, 17, 3, 0, 8, 18, 1]
     assert [i for i in second if i < 4] == [2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
     assert [i for i in second if 4 <= i < 14] == [9, 10, 11, 12, 13]
     with pytest.raises(DataError, match=r"weights=\[1, 1, 0.01\]: c has 6 items and 0 of the 20"):
-        shares(1, 1, 0.01)
+        mixture(1, 1, 0.01)
     with pytest.raises(DataError, match=r"b has 0 items"):
-        Shares("ab", [3, 0], [1, 1])
+        Mixture("ab", [3, 0], [1, 1])
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_shares_resume_at_the_next_item(shuffle):
-    options = {"seed": 3, "shuffle": shuffle, "shares": shares(1, 7, 2.5)}
+    options = {"seed": 3, "shuffle": shuffle, "mixture": mixture(1, 7, 2.5)}
     whole = PromptSampler(20, 3, **options)
     batches = draw(whole, 30)
     for done in (1, 6, 7, 19):

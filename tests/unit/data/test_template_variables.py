@@ -223,6 +223,6 @@ def test_what_is_no_template_is_refused(template, said, tmp_path):
 def test_a_template_that_changes_the_assistants_messages_is_refused_at_the_start(change, where):
     changed = f"(m.content | {change} if m.role == 'assistant' {where} else m.content)"
     tokenizer = chatml("<|im_start|>" + OWN.replace("m.content", changed))
-    with pytest.raises(ConfigError, match=rf"An answer⁂': .*Set {KEY}=FILE.jinja"):
+    with pytest.raises(ConfigError, match=rf"An answer⁂' as .*Set {KEY}=FILE.jinja"):
         ChatRenderer(tokenizer)
     assert tokenizer.encode("<|im_start|>")[0] not in tokenizer.end_ids

@@ -36,9 +36,6 @@ def test_shards_take_their_part_of_every_global_batch():
         shards[0].get_batch(2)
     with pytest.raises(DataError, match="Pass batch_size"):
         batch(4).get_batch(0)
-
-
-def test_uneven_shards():
     for rows, expected in ((5, [3, 2]), (2, [1, 1, 0, 0]), (0, [0, 0])):
         parts = batch(rows).shard_by_batch_size(len(expected), allow_uneven_shards=True)
         assert [part.size for part in parts] == expected
@@ -60,16 +57,14 @@ def test_from_batches_pads_to_the_right_with_the_columns_value():
     assert joined["x"].shape == (1, 2)
     with pytest.raises(DataError, match="batch 1 has columns"):
         BatchedDataDict.from_batches([{"a": [1]}, {"b": [1]}])
-
-
-def test_from_batches_pads_dimension_one_of_deeper_tensors():
+    # Dimension 1 of deeper tensors.
     narrow, wide = torch.full((1, 1, 2), 7), torch.ones(1, 2, 2, dtype=torch.int64)
     for name, padding in (("x", 0), ("kept_ids", -1)):
         joined = BatchedDataDict.from_batches([{name: narrow}, {name: wide}])
         assert joined[name].tolist() == [[[7, 7], [padding, padding]], [[1, 1], [1, 1]]]
 
 
-def test_reorder_data_undoes_a_selection():
+def test_order_size_and_device():
     data = batch(4)
     order = [2, 0, 3, 1]  # row order[i] of the original stands at i
     shuffled = data.select_indices(order)
@@ -78,9 +73,16 @@ def test_reorder_data_undoes_a_selection():
     assert shuffled["text"] == data["text"]
     with pytest.raises(DataError, match="every index"):
         shuffled.reorder_data([0, 0, 1, 2])
+    data = BatchedDataDict({"a": [1, 2], "b": [1]})
+    with pytest.raises(DataError, match="different lengths"):
+        _ = data.size
+    data = batch(1)
+    assert data.to("meta") is data
+    assert data["ids"].device.type == "meta"
+    assert data["text"] == ["row 0"]
 
 
-def test_chunk_slice_get_batch():
+def test_parts_and_repetitions():
     data = batch(6)
     assert data.chunk(1, 3)["length"].tolist() == [2, 3]
     assert data.slice(1, 3)["text"] == ["row 1", "row 2"]
@@ -92,9 +94,6 @@ def test_chunk_slice_get_batch():
     data = batch(4)
     data.slice(0, 2)["length"][0] = 7
     assert data["length"][0] == 7
-
-
-def test_repeat_interleave_and_truncate_tensors():
     data = batch(2).repeat_interleave(2)
     assert data["length"].tolist() == [0, 0, 1, 1]
     assert data["text"] == ["row 0", "row 0", "row 1", "row 1"]
@@ -133,9 +132,7 @@ def test_microbatches_of_a_token_budget():
     parts = list(shard.make_microbatch_iterator_for_packable_sequences())
     assert [part["n"].tolist() for part in parts] == [[5], [3], [1, 2]]
     assert shard.get_microbatch_iterator_for_packable_sequences_len() == (3, 6)
-
-
-def test_a_global_batch_brings_its_own_microbatches():
+    # A global batch brings its own.
     ((shard,), _) = tokens([1, 5, 3, 2], batch_size=2)
     assert shard.elem_counts_per_gb == [2, 2]
     second = shard.get_batch(1, 1)  # the size of a batch is the shard's to say
@@ -146,13 +143,3 @@ def test_a_global_batch_brings_its_own_microbatches():
         shard.get_microbatch_iterator_dynamic_shapes_len()
     with pytest.raises(DataError, match=r"no micro-batches.* shard_by_batch_size"):
         list(batch().make_microbatch_iterator_for_packable_sequences())
-
-
-def test_size_and_to():
-    data = BatchedDataDict({"a": [1, 2], "b": [1]})
-    with pytest.raises(DataError, match="different lengths"):
-        _ = data.size
-    data = batch(1)
-    assert data.to("meta") is data
-    assert data["ids"].device.type == "meta"
-    assert data["text"] == ["row 0"]

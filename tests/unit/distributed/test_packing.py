@@ -44,7 +44,7 @@ def test_bins_by_hand(algorithm, lengths, capacity, bins):
     assert pack(algorithm, lengths, capacity) == bins
 
 
-def test_fewer_bins_and_more_bins_by_hand():
+def test_bins_by_number_seed_and_name():
     # Bins of 100. FFD: 51+27 six times, 26 thrice twice, 23 four times thrice: 11 bins.
     # Modified: 51+23+26 six times, 27 thrice twice, the six 23 left in two: 10 bins.
     lengths = [51] * 6 + [27] * 6 + [26] * 6 + [23] * 12
@@ -56,14 +56,18 @@ def test_fewer_bins_and_more_bins_by_hand():
     assert pack("first_fit_decreasing", lengths, 10, min_bin_count=3) == [[0], [2, 3, 4], [1]]
     four = [[0], [2, 4], [1], [3]]
     assert pack("first_fit_decreasing", lengths, 10, bin_count_multiple=4) == four
-
-
-def test_first_fit_shuffle_is_the_same_every_time_and_follows_its_seed():
+    # The same every time, and another with another seed.
     lengths = list(range(1, 60))
     packer = get_packer("first_fit_shuffle", 64)
     assert packer.pack(lengths) == packer.pack(lengths)
     assert FirstFitShufflePacker(64).pack(lengths) == packer.pack(lengths)
     assert FirstFitShufflePacker(64, seed=1).pack(lengths) != packer.pack(lengths)
+    # Names are the enum's in any case.
+    assert type(get_packer("First_Fit_Decreasing", 8)) is type(
+        get_packer(PackingAlgorithm.FIRST_FIT_DECREASING, 8)
+    )
+    with pytest.raises(ConfigError, match=r"packing algorithm='best_fit' .*concatenative"):
+        get_packer("best_fit", 8)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -116,11 +120,3 @@ def test_errors_name_the_sequence_the_key_and_the_remedy(algorithm):
         get_packer(algorithm, 0)
     with pytest.raises(ConfigError, match="bin_count_multiple=0"):
         get_packer(algorithm, 1, bin_count_multiple=0)
-
-
-def test_names_are_the_enums_in_any_case():
-    assert type(get_packer("First_Fit_Decreasing", 8)) is type(
-        get_packer(PackingAlgorithm.FIRST_FIT_DECREASING, 8)
-    )
-    with pytest.raises(ConfigError, match=r"packing algorithm='best_fit' .*concatenative"):
-        get_packer("best_fit", 8)

@@ -40,16 +40,7 @@ def spelled(tree, ids):
 
 def test_trees_by_hand():
     tree = tree_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7], [8])
-    runs = {
-        (int(start), int(length), int(parent))
-        for start, length, parent in zip(tree.starts, tree.lengths, tree.parents, strict=True)
-    }
-    outer = next(run for run in range(6) if (tree.starts[run], tree.lengths[run]) == (0, 2))
-    inner = next(run for run in range(6) if (tree.starts[run], tree.lengths[run]) == (2, 2))
-    assert runs == {(0, 2, -1), (2, 2, outer), (4, 1, inner), (2, 1, outer), (0, 1, -1)}
-    assert len(tree.starts) == 6
-    assert tree.num_tokens() == 8
-    assert tree.num_tokens(multiple=4) == 24
+    assert (len(tree.starts), tree.num_tokens(), tree.num_tokens(multiple=4)) == (6, 8, 24)
     assert (tree.parents < np.arange(6)).all()
     tree = tree_of([1, 2, 3], [1, 2], [1, 2])
     assert sorted(zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True)) == [(0, 2), (2, 1)]
@@ -93,8 +84,6 @@ def test_every_tree_spells_its_sequences(sequences, least_saved):
         assert tree.num_tokens() == len(prefixes)
 
 
-# Groups of rows -----------------------------------------------------------------------------------
-
 PROMPT = 64
 
 
@@ -135,9 +124,6 @@ def test_where_groups_end():
     ids, lengths = rollout(3)
     ids[:, LEAST_SAVED - 1] = np.arange(3)
     assert [shares for _, _, shares in grouped(ids, lengths)[0]] == [False] * 3
-
-
-# Micro-batches ------------------------------------------------------------------------------------
 
 
 def rollout_batch(groups=6, rows=4, prompt=64, response=16):

@@ -132,6 +132,7 @@ def test_dynamic_shards_on_hand():
 
 
 def test_fewer_samples_than_shards_or_none():
+    assert LengthGroups([], [], 8).cut(3) == []
     for args in (dynamic(40), packed(40)):
         parts, order = batch([7, 9]).shard_by_batch_size(4, **args)
         assert [part.size for part in parts] == [1, 1, 0, 0]
@@ -162,37 +163,35 @@ def test_shards_are_level():
     assert parts[0].micro_batch_lengths == parts[1].micro_batch_lengths == [[30]]
 
 
-def test_errors_name_key_value_and_remedy():
-    data = batch([5, 30])
-    both = "dynamic_batching_args and sequence_packing_args are both given"
-    with pytest.raises(ConfigError, match=both):
-        data.shard_by_batch_size(1, **dynamic(40), **packed(40))
-    too_long = r"row 1 has 30 tokens.*max_tokens_per_microbatch=29.* least 30"
-    for args in (dynamic(29), packed(29)):
-        with pytest.raises(DataError, match=too_long):
-            data.shard_by_batch_size(1, **args)
-    with pytest.raises(DataError, match="row 1 has 30 tokens, 32 when padded to a multiple of 8"):
-        data.shard_by_batch_size(1, **dynamic(31, 8))
-    with pytest.raises(DataError, match=r"input_lengths_key='n' .*'row'"):
-        data.shard_by_batch_size(1, **packed(40, input_lengths_key="n"))
-    with pytest.raises(DataError, match="input_key='ids' is not a column"):
-        data.shard_by_batch_size(1, **dynamic(40, input_key="ids"))
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ({**dynamic(40), **packed(40)}, ConfigError, "dynamic_batching_args and .* are both given"),
+        (dynamic(29), DataError, r"row 1 has 30 tokens.*max_tokens_per_microbatch=29.* least 30"),
+        (packed(29), DataError, r"row 1 has 30 tokens.*max_tokens_per_microbatch=29.* least 30"),
+        (dynamic(31, 8), DataError, "has 30 tokens, 32 when padded to a multiple of 8"),
+        (packed(40, input_lengths_key="n"), DataError, r"input_lengths_key='n' .*'row'"),
+        (dynamic(40, input_key="ids"), DataError, "input_key='ids' is not a column"),
+        (dynamic(0), ConfigError, "max_tokens_per_microbatch=0 must be at least 1"),
+        (packed(0), ConfigError, "max_tokens_per_microbatch=0 must be at least 1"),
+        (dynamic(40, 0), ConfigError, "sequence_length_round=0"),
+        (packed(40, algorithm="best"), ConfigError, "algorithm='best'"),
+        (packed(40, bin_count_multiple=-1), ConfigError, "bin_count_multiple=-1"),
+        *(
+            ({**args, "batch_size": 3}, DataError, "2 rows are not a multiple of the batch size 3")
+            for args in ({}, dynamic(40), packed(40))
+        ),
+        *(({**args, "shards": 0}, DataError, "shards=0") for args in ({}, dynamic(40), packed(40))),
+    ],
+)
+def test_errors_name_key_value_and_remedy(args, error, message):
+    with pytest.raises(error, match=message):
+        batch([5, 30]).shard_by_batch_size(**{"shards": 1, **args})
+
+
+def test_rows_that_cannot_be_grouped_are_refused():
     with pytest.raises(DataError, match=r"input_lengths\[1\]=30 is outside 0\.\.10"):
         batch([5, 30], width=10).shard_by_batch_size(1, **dynamic(40))
-    for args in (dynamic(0), packed(0)):
-        with pytest.raises(ConfigError, match="max_tokens_per_microbatch=0 must be at least 1"):
-            data.shard_by_batch_size(1, **args)
-    with pytest.raises(ConfigError, match="sequence_length_round=0"):
-        data.shard_by_batch_size(1, **dynamic(40, 0))
-    with pytest.raises(ConfigError, match="algorithm='best'"):
-        data.shard_by_batch_size(1, **packed(40, algorithm="best"))
-    with pytest.raises(ConfigError, match="bin_count_multiple=-1"):
-        data.shard_by_batch_size(1, **packed(40, bin_count_multiple=-1))
-    for args in ({}, dynamic(40), packed(40)):
-        with pytest.raises(DataError, match="2 rows are not a multiple of the batch size 3"):
-            data.shard_by_batch_size(1, batch_size=3, **args)
-        with pytest.raises(DataError, match="shards=0"):
-            data.shard_by_batch_size(0, **args)
     with pytest.raises(DataError, match=r"3 rows .*rows_per_group=2"):
         batch([1, 2, 3]).shard_by_batch_size(1, **packed(8, rows_per_group=2))
     with pytest.raises(DataError, match="rows 0 to 3 splits a group of 2 adjacent rows"):
@@ -231,9 +230,6 @@ def test_rows_of_a_group_stay_together(lengths, mode, shards, multiple):
     assert sorted(order) == list(range(data.size))
 
 
-# Least padding -----------------------------------------------------------------------------------
-
-
 def tokens_of(groups, padded):
     return sum(len(rows) * max(padded[row] for row in rows) for rows in groups)
 
@@ -248,19 +244,6 @@ def fewest_tokens(padded, budget, count):
         if max(sizes) <= budget:
             found.append(sum(sizes))
     return min(found, default=None)
-
-
-def test_groups_by_hand():
-    # Budget 16. Greedy, longest first: [8, 3] [3, 3, 2, 2, 2]: 16 + 15 = 31 tokens.
-    # Best of two groups: [8] [3, 3, 3, 2, 2, 2] is over 16; so 31. Of three: [8] [3, 3, 3]
-    # [2, 2, 2]: 8 + 9 + 6 = 23.
-    padded = [2, 8, 3, 2, 3, 2, 3]
-    groups = LengthGroups(range(7), padded, 16)
-    assert groups.fewest == 2
-    assert groups.cut(2) == [[1, 2], [4, 6, 0, 3, 5]]
-    assert groups.cut(3) == [[1], [2, 4, 6], [0, 3, 5]]
-    assert LengthGroups([4, 2], [0, 0, 5, 0, 7], 8).cut(5) == [[4], [2]]
-    assert LengthGroups([], [], 8).cut(3) == []
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,18 +1,19 @@
-"""Worker groups in one process."""
+"""Worker groups in one process, and ranks by named coordinates."""
 
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from aligner.config import ParallelConfig
 from aligner.distributed import worker_groups
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.named_sharding import MODEL_AXES
+from aligner.distributed.named_sharding import MODEL_AXES, NamedSharding, layout_of
 from aligner.distributed.workers import LocalCluster, LocalWorkerGroup, run_on_all, to_host
-from aligner.errors import ConfigError, WorkerError
+from aligner.errors import ConfigError, LayoutError, WorkerError
 
 PARALLEL = SimpleNamespace(config=ParallelConfig(), rank=0, world_size=1, dp_rank=0, dp_size=1)
 
@@ -97,3 +98,43 @@ def test_a_front_that_is_collected_while_python_ends_says_nothing():
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, "Exception ignored" in done.stderr) == (0, False), done.stderr
+
+
+def sharding():
+    # pp, dp, tp = 2, 2, 2
+    return NamedSharding(np.arange(8).reshape(2, 2, 2), ["pp", "dp", "tp"])
+
+
+def test_ranks_by_their_coordinates():
+    s = sharding()
+    assert s.shape == {"pp": 2, "dp": 2, "tp": 2}
+    assert s.get_axis_size("dp") == 2
+    assert (s.ndim, s.size, s.names) == (3, 8, ["pp", "dp", "tp"])
+    for rank in range(8):
+        assert s.get_ranks(**s.get_worker_coords(rank)) == rank
+    assert s.get_worker_coords(5) == {"pp": 1, "dp": 0, "tp": 1}
+    s.layout[0, 0, 0] = 99
+    assert s.get_ranks(pp=0, dp=0, tp=0) == 0
+    assert sharding().get_ranks(dp=1) == NamedSharding([[2, 3], [6, 7]], ["pp", "tp"])
+    assert sharding().get_ranks_by_coord(dp=1) == [2, 3, 6, 7]
+    assert sharding().get_ranks_by_coord(pp=0, tp=1) == [1, 3]
+
+
+def test_bad_layouts_unknown_axes_and_megatrons_order():
+    for layout, names, words in (
+        ([[0, 1]], ["a"], r"2 axes.*got \['a'\]"),
+        ([[0, 1]], ["a", "a"], "must differ"),
+        ([0, 0], ["a"], "once"),
+        ([0.5, 1.0], ["a"], "integer"),
+    ):
+        with pytest.raises(LayoutError, match=words):
+            NamedSharding(layout, names)
+    with pytest.raises(LayoutError, match="unknown axis 'cp'"):
+        sharding().get_axis_size("cp")
+    with pytest.raises(LayoutError, match=r"dp=2 is outside 0\.\.1"):
+        sharding().get_ranks(dp=2)
+    with pytest.raises(LayoutError, match="rank 8"):
+        sharding().get_worker_coords(8)
+    layout = layout_of(pipeline=2, data=2, context=1, tensor=2)
+    assert layout.get_ranks_by_coord(pipeline_parallel=0, data_parallel=1) == [2, 3]
+    assert layout.get_ranks_by_coord(pipeline_parallel=1, data_parallel=0) == [4, 5]

@@ -10,6 +10,8 @@ from datetime import date
 from types import SimpleNamespace
 
 import pytest
+import ray
+import torch
 from played import ADAPTERS, Game, kwargs_of, write_files
 
 from aligner.environments.agent import Agent
@@ -83,13 +85,8 @@ class Meeting:
         return {"done": 1}["done"]
 
 
-class Odd:
-    def reset(self, **columns):
-        return 3
-
-
-class NoReset:
-    pass
+Odd = type("Odd", (), {"reset": lambda self, **columns: 3})
+NoReset = type("NoReset", (), {})
 
 
 def make(name, **kwargs):
@@ -188,9 +185,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch):
         message = rf"environment.factory=.*{name}.*pip install {package}$"
         with pytest.raises(ConfigError, match=message):
             load_factory(f"{ADAPTERS}.{name}", given, ["prompt"])
-
-
-def test_each_version_of_verifiers_is_sent_to_its_own(monkeypatch):
+    # Each version of verifiers is sent to its own module.
     agent = f"{ADAPTERS}.verifiers_agent:run"
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(ConfigError, match=rf"environment.factory='{agent}'.* 'verifiers>=0.4'$"):
@@ -301,7 +296,7 @@ class Coroutine:
         return Returned(log, metadata)
 
 
-def test_nemo_rls_interface_in_full():
+def test_nemo_rls_interface_rewards_and_actors():
     given = {"config": {"a": 1}, "prompt": "q", "x": 7, "observation_role": "tool"}
     env = NeMoRLEnv(seed=0, environment=f"{HERE}:Coroutine", **given)
     for length in (2, 4):  # metadata that is None leaves the last one
@@ -315,12 +310,6 @@ def test_nemo_rls_interface_in_full():
         NeMoRLEnv(seed=0, environment=f"{HERE}:Coroutine", config={})
     with pytest.raises(ConfigError, match="NoReset' has no method step"):
         NeMoRLEnv.check_kwargs({"environment": f"{HERE}:NoReset"})
-
-
-def test_rewards_and_actors_of_nemo_rl():
-    import ray
-    import torch
-
     assert reward_of(torch.tensor([0.5])) == 0.5
     assert reward_of(torch.tensor([[1.0, 2.0]])) == {"reward": 3, "reward1": 1, "reward2": 2}
     parts = reward_of({"form": torch.tensor([0.5]), "right": [1]})

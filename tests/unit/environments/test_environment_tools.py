@@ -39,14 +39,12 @@ def search(
     return query * top
 
 
-def test_schemas_are_those_of_transformers():
+def test_schemas_are_those_of_transformers_with_choices_and_descriptions():
     for function in (calculator, search):
         ours, theirs = json_schema(function), get_json_schema(function)
         theirs["function"].pop("return", None)
         assert ours == theirs
 
-
-def test_schemas_name_choices_and_need_descriptions():
     def pick(colour: Literal["red", "blue"]) -> str:
         """Pick.
 
@@ -69,21 +67,6 @@ def test_schemas_name_choices_and_need_descriptions():
         json_schema(silent)
     with pytest.raises(ConfigError, match="'vague': parameter 'x' needs a type hint and a line"):
         json_schema(vague)
-
-
-def test_calls_are_read_from_both_forms():
-    text = 'I do: <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> and\n'
-    text += '<tool_call>{"name": "g", "arguments": "{}"}</tool_call><tool_call>no</tool_call>'
-    first, second, third = parse_calls(text, "hermes")
-    assert first == ToolCall("f", {"x": 1})
-    assert second == ToolCall("g", {})
-    assert third.problem == "a call is a JSON object with name and arguments"
-    assert parse_calls('well\ncall f {"x": 1}\ncall g\ncall h [1]', "plain") == [
-        ToolCall("f", {"x": 1}),
-        ToolCall("g", {}),
-        ToolCall("h", {}, "the arguments are no JSON object"),
-    ]
-    assert parse_calls("no call f", "plain") == parse_calls("21", "hermes") == []
 
 
 def test_the_calculator_computes_and_does_nothing_else():
@@ -112,18 +95,8 @@ def test_a_calculation_with_calls():
     assert env.step(say(call % "calculator")).score == 0.1
     assert env.step(say("so it is 41")).reward == {"reward": 0.0, "accuracy": 0.0}
     assert env.step(say("so it is 42")).score == 1.0
-
-
-def test_the_plain_form_needs_no_template():
     env = Calculation(seed=0, prompt="6*7=", ground_truth="42", form="plain")
-    start = env.init()
-    assert start.tools is None
-    shown = 'call calculator {"expression": "<string>"}: Compute'
-    assert start.messages[0]["content"].startswith(shown)
-    turn = env.step(say('call calculator {"expression": "1/0"}'))
-    assert "result of calculator: error: ZeroDivisionError" in turn.messages[0]["content"]
-    unread = env.step(say("call calculator {")).info["calls"]
-    assert unread.startswith("calculator(): ")
+    assert env.step(say("call calculator {")).info["calls"].startswith("calculator(): ")
 
 
 def test_the_guessing_game():
@@ -146,6 +119,9 @@ def test_the_guessing_game():
 # As Llama 3.1 and 3.2, Mistral and Qwen write them; what they get wrong goes back as text.
 LLAMA = '{"name": "get_weather", "parameters": {"city": "Rome", "days": 2}}'
 WEATHER = ToolCall("get_weather", {"city": "Rome", "days": 2})
+HERMES = '<tool_call>\n{"name": "f", "arguments": "{}"}\n</tool_call>'
+NO_CALL = "a call is a JSON object with name and arguments"
+NO_OBJECT = "the arguments are no JSON object"
 V3 = '[TOOL_CALLS] [{"name": "f", "arguments": {"x": [1]}, "id": "a1B2c3D4e"}'
 V3_CALL = ToolCall("f", {"x": [1]}, id="a1B2c3D4e")
 
@@ -170,6 +146,16 @@ V3_CALL = ToolCall("f", {"x": [1]}, id="a1B2c3D4e")
         ),
         ("mistral", "42", []),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', [ToolCall("f", {})]),
+        (
+            *("hermes", f"I do: {HERMES} and\n{HERMES}<tool_call>no</tool_call>"),
+            [ToolCall("f", {}), ToolCall("f", {}), ToolCall("", {}, NO_CALL)],
+        ),
+        ("hermes", "21", []),
+        (
+            *("plain", 'well\ncall f {"x": 1}\ncall g\ncall h [1]'),
+            [ToolCall("f", {"x": 1}), ToolCall("g", {}), ToolCall("h", {}, NO_OBJECT)],
+        ),
+        ("plain", "no call f", []),
     ],
 )
 def test_calls_as_models_write_them(form, text, calls):
@@ -208,7 +194,7 @@ def test_results_of_calls_are_known_by_their_ids():
     assert ids == ["a1B2c3D4e", "call00000", "call00001", "call00002"]
 
 
-def test_text_before_the_calls():
+def test_text_and_calls_stand_apart():
     for form, calls in (
         ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
         ("mistral", '[TOOL_CALLS] [{"name": "f"}]'),
@@ -218,9 +204,6 @@ def test_text_before_the_calls():
         assert before_calls(f"well\n{calls}", form) == "well\n"
         assert before_calls("no call at all", form) == "no call at all"
     assert before_calls('{"name": "f"}', "llama3") == ""
-
-
-def test_calls_stand_apart_from_the_text_where_a_template_wants_it():
     text = 'well[TOOL_CALLS]f[ARGS]{"x": 1}'
     results = [{"role": "tool", "content": one, "tool_call_id": one * 9} for one in "ab"]
     chat = [{"role": "user", "content": "q"}, say(text), *results, say("no [TOOL_CALLS]")]

@@ -190,7 +190,7 @@ def test_greedy_responses_have_none(started):
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        ({0: None, 1: None}, r"kept tokens of 0 of a response's \d tokens. .*use 0.32"),
+        ({0: None, 1: None}, r"kept tokens of 0 of a response's \d tokens. .*use vLLM 0.32"),
         ({**KEPT, 0: [[5, 6], [8], [0]]}, r"token 7 at index 1 .* not among the 1 tokens"),
     ],
 )

@@ -1,9 +1,12 @@
-"""Token rewards and GAE against numbers worked by hand and a plain Python loop in float64."""
+"""Token rewards, GAE and masked reductions against numbers worked by hand and plain Python."""
+
+import math
 
 import pytest
 import torch
 
-from aligner.losses.advantages import discounted_sums, generalized_advantage_estimate, token_rewards
+from aligner.losses.advantages import generalized_advantage_estimate, token_rewards
+from aligner.losses.masked import masked_sum, masked_whiten
 
 NAN = float("nan")
 
@@ -16,25 +19,6 @@ def test_token_rewards_by_hand():
     torch.testing.assert_close(token_rewards(rewards, kl, mask, beta=0.1), expected)
     mask = torch.tensor([[1, 0, 1, 0]])
     assert token_rewards(torch.tensor([3.0]), None, mask, 0.0).tolist() == [[0.0, 0.0, 3.0, 0.0]]
-
-
-def test_gae_by_hand():
-    # gamma 0.5, lambda 0.5. Generated: columns 1, 2, 3.
-    # delta_3 = 1 + 0 - 2 = -1; delta_2 = 0 + .5·2 - 4 = -3; delta_1 = 0 + .5·4 - 1 = 1
-    # A_3 = -1; A_2 = -3 + .25·-1 = -3.25; A_1 = 1 + .25·-3.25 = 0.1875
-    values = torch.tensor([[7.0, 1.0, 4.0, 2.0, 7.0]])
-    rewards = torch.tensor([[7.0, 0.0, 0.0, 1.0, 7.0]])
-    mask = torch.tensor([[0.0, 1, 1, 1, 0]])
-    advantages, returns = generalized_advantage_estimate(values, rewards, mask, 0.5, 0.5)
-    assert advantages.tolist() == [[0.0, 0.1875, -3.25, -1.0, 0.0]]
-    assert returns.tolist() == [[0.0, 1.1875, 0.75, 1.0, 0.0]]
-    # A hole changes nothing: the same row without it gives the same numbers.
-    values = torch.tensor([[1.0, 7.0, 7.0, 4.0, 2.0], [1.0, 4.0, 2.0, 7.0, 7.0]])
-    rewards = torch.tensor([[0.0, 7.0, 7.0, 0.0, 1.0], [0.0, 0.0, 1.0, 7.0, 7.0]])
-    mask = torch.tensor([[1.0, 0, 0, 1, 1], [1.0, 1, 1, 0, 0]])
-    advantages, returns = generalized_advantage_estimate(values, rewards, mask, 0.5, 0.5)
-    assert advantages.tolist() == [[0.1875, 0, 0, -3.25, -1.0], [0.1875, -3.25, -1.0, 0, 0]]
-    assert returns.tolist() == [[1.1875, 0, 0, 0.75, 1.0], [1.1875, 0.75, 1.0, 0, 0]]
 
 
 def _loop(values, rewards, mask, gamma, lam):
@@ -70,7 +54,7 @@ def test_gae_against_a_loop(gamma, lam, length, share):
     torch.testing.assert_close(returns, torch.where(mask, expected + values, 0))
 
 
-def test_gae_in_float32_stays_close_over_long_rows():
+def test_gae_of_long_float32_rows_of_bfloat16_and_of_no_rows():
     generator = torch.Generator().manual_seed(3)
     values, rewards = torch.randn(2, 2, 4096, generator=generator)
     mask = torch.ones(2, 4096)
@@ -80,9 +64,6 @@ def test_gae_in_float32_stays_close_over_long_rows():
         assert a.dtype == torch.float32
         # Sums of 4,096 unit normals are about 64; pairwise summation keeps 1e-6 of that.
         torch.testing.assert_close(a.double(), b, atol=2e-4, rtol=0)
-
-
-def test_gae_of_bfloat16_values_and_of_no_rows():
     values, ones = torch.ones(1, 3, dtype=torch.bfloat16), torch.ones(1, 3)
     advantages, _ = generalized_advantage_estimate(values, torch.zeros(1, 3), ones, 1.0, 1.0)
     assert advantages.dtype == torch.float32
@@ -92,7 +73,29 @@ def test_gae_of_bfloat16_values_and_of_no_rows():
     assert advantages.shape == returns.shape == (0, 5)
 
 
-def test_discounted_sums_stop_where_terms_vanish():
-    x = torch.ones(1, 1000, dtype=torch.float64)
-    expected = [(1 - 0.5 ** (1000 - t)) / 0.5 for t in range(1000)]
-    torch.testing.assert_close(discounted_sums(x, 0.5)[0], torch.tensor(expected).double())
+def test_sums_and_whitening_by_hand():
+    values = torch.tensor([[1.0, NAN, 3.0], [math.inf, 5.0, 6.0]])
+    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
+    assert masked_sum(values, mask).item() == 15.0
+    assert masked_sum(values, mask, dim=1).tolist() == [4.0, 11.0]
+    # 1, 2, 6: mean 3, squares 4 + 1 + 9 = 14, over n - 1 = 2.
+    values, mask = torch.tensor([1.0, 2.0, 100.0, 6.0]), torch.tensor([1, 1, 0, 1])
+    expected = [-2 / math.sqrt(7), -1 / math.sqrt(7), 0, 3 / math.sqrt(7)]
+    assert masked_whiten(values, mask).tolist() == pytest.approx(expected)
+    for mask, value in (([0, 0, 0], NAN), ([0, 1, 0], 2.0)):
+        whitened = masked_whiten(torch.tensor([1.0, value, 3.0]), torch.tensor(mask))
+        assert whitened.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_whiten_loses_no_digits_to_the_mean():
+    """A mean 1e4 times the spread: sums of squares in float32 would lose it."""
+    values = torch.tensor([10000.0, 10001.0, 10002.0])
+    whitened = masked_whiten(values, torch.ones(3))
+    torch.testing.assert_close(whitened, torch.tensor([-1.0, 0.0, 1.0]), atol=1e-6, rtol=0)
+    # Rewards around 1000.1 with a spread of 0.01: float32 rounds that mean by 2e-5.
+    generator = torch.Generator().manual_seed(0)
+    values = 1000.1 + 0.01 * torch.randn(64, generator=generator)
+    exact = values.double()
+    expected = (exact - exact.mean()) / (exact.var() + 1e-8).sqrt()
+    whitened = masked_whiten(values, torch.ones(64))
+    torch.testing.assert_close(whitened.double(), expected, atol=1e-6, rtol=0)

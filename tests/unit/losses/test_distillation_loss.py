@@ -56,25 +56,14 @@ def outputs_of(logits, ids):
 
 
 def test_divergences_by_hand():
-    """Forward: 3/4 ln((3/4)/(1/2)) + 1/4 ln((1/4)/(1/4)), slopes less the teacher's shares.
-
-    Backward: slope in log p: p (log p - log q + 1) inside, p (-log p - 1 + log ε) from the rest: so
-    p (log ε - log q).
-    """
     forward = [-0.75, -0.25]
     backward = [0.5 * (LOG_OUTSIDE - math.log(0.75)), 0.25 * (LOG_OUTSIDE - math.log(0.25))]
     check_by_hand(DistillationLoss("forward"), FORWARD, forward)
     check_by_hand(DistillationLoss("backward"), BACKWARD, backward)
     mixed = [0.2 * one + 0.8 * other for one, other in zip(forward, backward, strict=True)]
     check_by_hand(DistillationLoss("mixed", 0.2), 0.2 * FORWARD + 0.8 * BACKWARD, mixed)
-
-
-def test_renormalised_by_hand():
-    """The student is 2/3 and 1/3 of the two tokens.
-
-    Forward slopes: the student's 2/3 and 1/3 less the teacher's. Backward: with the divergence D
-    itself, p (log p - log q - D).
-    """
+    # Renormalised: 2/3 and 1/3 of the two tokens. Forward slopes: the student's less the teacher's.
+    # Backward, with the divergence D itself: p (log p - log q - D).
     expected = 0.75 * math.log(9 / 8) + 0.25 * math.log(3 / 4)
     loss_function = DistillationLoss("forward", zero_outside_topk=False)
     check_by_hand(loss_function, expected, [2 / 3 - 3 / 4, 1 / 3 - 1 / 4])

@@ -12,33 +12,27 @@ from aligner.types import TokenOutputs
 
 
 def test_hand_worked():
-    """Clip range [0.8, 1.3]; four tokens, one for each way the clip can act.
+    """Clip range [0.8, 1.3], dual clip 3; five tokens, one for each way a clip can act.
 
     ratio 2, A 1: -min(2, 1.3) = -1.3, clipped;  ratio 2, A -1: max(2, 1.3) = 2, free;
-    ratio .5, A 1: -.5, free;                    ratio .5, A -1: max(.5, .8) = .8, clipped.
+    ratio .5, A 1: -.5, free;                    ratio .5, A -1: max(.5, .8) = .8, clipped;
+    ratio 10, A -1: stops at 3.
     """
-    batch = hand_batch([2.0, 2.0, 0.5, 0.5], [1.0, -1.0, 1.0, -1.0])
-    loss, gradient, metrics = evaluate(PPOPolicyLoss(0.2, 0.3, needs_entropy=False), *batch)
-    assert loss == pytest.approx((-1.3 + 2 - 0.5 + 0.8) / 4)
+    ratios = [2.0, 2.0, 0.5, 0.5, 10.0]
+    batch = hand_batch(ratios, [1.0, -1.0, 1.0, -1.0, -1.0])
+    loss_function = PPOPolicyLoss(0.2, 0.3, dual_clip=3.0, needs_entropy=False)
+    loss, gradient, metrics = evaluate(loss_function, *batch)
+    assert loss == pytest.approx((-1.3 + 2 - 0.5 + 0.8 + 3) / 5)
     # d(-A·ρ)/dlogprob = -A·ρ on free tokens, 0 on clipped ones.
-    torch.testing.assert_close(gradient, row(0.0, 2.0, -0.5, 0.0) / 4)
-    assert metrics["clip_fraction"] == 0.5
-    assert metrics["ppo_ratio"] == pytest.approx(1.25)
-    assert metrics["ppo_ratio_clamped"] == pytest.approx((1.3 + 1.3 + 0.8 + 0.8) / 4)
-    assert metrics["ppo_ratio_max"] == pytest.approx(2.0)
-    k3 = sum(r - 1 - math.log(r) for r in (2, 2, 0.5, 0.5)) / 4
+    torch.testing.assert_close(gradient, row(0.0, 2.0, -0.5, 0.0, 0.0) / 5)
+    assert (metrics["clip_fraction"], metrics["dual_clip_fraction"]) == (0.4, pytest.approx(0.2))
+    assert metrics["ppo_ratio"] == pytest.approx(3)
+    assert metrics["ppo_ratio_clamped"] == pytest.approx((3 * 1.3 + 2 * 0.8) / 5)
+    assert metrics["ppo_ratio_max"] == pytest.approx(10)
+    k3 = sum(r - 1 - math.log(r) for r in ratios) / 5
     assert metrics["approx_kl"] == pytest.approx(k3)
     loss, _, metrics = evaluate(PPOPolicyLoss(), *hand_batch([1.0, 1.0], [0.0, 0.0]), row(1.0, 2.0))
     assert (loss, metrics["entropy"]) == (0.0, 1.5)  # a metric without a bonus
-
-
-def test_dual_clip_by_hand():
-    """With A = -1 and ratio 10 the loss stops at 3 and has no gradient. A > 0 is untouched."""
-    batch = hand_batch([10.0, 2.0, 0.5], [-1.0, -1.0, 1.0])
-    loss, gradient, metrics = evaluate(PPOPolicyLoss(dual_clip=3.0, needs_entropy=False), *batch)
-    assert loss == pytest.approx((3 + 2 - 0.5) / 3)
-    torch.testing.assert_close(gradient, row(0.0, 2.0, -0.5) / 3)
-    assert metrics["dual_clip_fraction"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +40,6 @@ def test_dual_clip_by_hand():
     [
         ("token", 2.0, [2.0, 0.5]),  # prev/generation = 4 is cut at 2, 0.5 stays
         ("sequence", 3.0, [2.0, 2.0]),  # 4 · 0.5 = 2 for both tokens
-        ("sequence", 1.5, [1.5, 1.5]),
     ],
 )
 def test_importance_weight_by_hand(level, cap, weights):

@@ -4,15 +4,11 @@ import math
 
 import pytest
 import torch
-from loss_checks import NAN, check_loss, column, denominators, evaluate
+from loss_checks import NAN, check_loss, column, denominators, evaluate, sigmoid
 
 from aligner.errors import ConfigError, DataError
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss, kto_kl_baseline
 from aligner.types import TokenOutputs
-
-
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x))
 
 
 def hand_pair():
@@ -34,6 +30,10 @@ def slopes(per_chosen_token, per_rejected_token):
     return torch.tensor([[per_chosen_token] * 2, [per_rejected_token, 0.0]], dtype=torch.float64)
 
 
+def slope_pair(slope):
+    return slope, -slope
+
+
 def check_by_hand(loss_function, expected_loss, expected_gradient):
     loss, gradient, metrics = evaluate(loss_function, *hand_pair())
     assert loss == pytest.approx(expected_loss)
@@ -41,53 +41,43 @@ def check_by_hand(loss_function, expected_loss, expected_gradient):
     return metrics
 
 
-def test_dpo_by_hand():
-    """β = ½, m = 1.5: loss -log σ(1.5); slope -β·σ(-1.5) on chosen tokens, + on the rejected."""
-    slope = 0.5 * sigmoid(-1.5)
-    metrics = check_by_hand(DPOLoss(beta=0.5), math.log1p(math.exp(-1.5)), slopes(-slope, slope))
-    assert metrics["rewards_chosen"] == pytest.approx(1.0)
-    assert metrics["rewards_rejected"] == pytest.approx(-0.5)
-    assert metrics["rewards_margin"] == pytest.approx(1.5)
-    assert metrics["accuracy"] == 1.0
-    assert "sft_loss" not in metrics
-
-
-CDPO = 0.9 * math.log1p(math.exp(-1.5)) + 0.1 * math.log1p(math.exp(1.5))
+DPO = math.log1p(math.exp(-1.5))
+CDPO = 0.9 * DPO + 0.1 * math.log1p(math.exp(1.5))
+SLOPE = 0.5 * sigmoid(-1.5)  # of DPO
+P, Q = sigmoid(1.5), sigmoid(0.75)
+FORWARD = P * math.log(P / Q) + (1 - P) * math.log((1 - P) / (1 - Q))
+BACKWARD = Q * math.log(Q / P) + (1 - Q) * math.log((1 - Q) / (1 - P))
 
 
 @pytest.mark.parametrize(
     ("loss_function", "loss", "chosen", "rejected"),
     [
+        # β = ½, m = 1.5: loss -log σ(1.5); slope -β·σ(-1.5) on chosen tokens, + on the rejected.
+        (DPOLoss(0.5), DPO, -SLOPE, SLOPE),
         # ε = 0.1: 0.9·softplus(-1.5) + 0.1·softplus(1.5); slope in m: σ(m) - 0.9.
-        (
-            DPOLoss(beta=0.5, label_smoothing=0.1),
-            *(CDPO, 0.5 * (sigmoid(1.5) - 0.9), -0.5 * (sigmoid(1.5) - 0.9)),
-        ),
+        (DPOLoss(0.5, label_smoothing=0.1), CDPO, *slope_pair(0.5 * (sigmoid(1.5) - 0.9))),
         # h = 3, 1/(2β) = 1: (3 - 1)², slope 2·2. Averaged: h = 2, loss 1, slope 2 / length.
         (IPOLoss(beta=0.5), 4.0, 4.0, -4.0),
         (IPOLoss(beta=0.5, average_logprobs=True), 1.0, 1.0, -2.0),
         # g = 2·0.75 = 1.5 and m = 1.5 with β = ½: no loss. β = 1: (3 - 1.5)², slope 2·1.5·β.
         (RPOLoss(0.5, distance="square", reward_scale=2.0), 0.0, 0.0, 0.0),
         (RPOLoss(1.0, distance="square", reward_scale=2.0), 2.25, 3.0, -3.0),
+        # p = σ(m), m = 1.5; q = σ(g), g = 0.75. Slope in m: of KL(p‖q) p(1-p)·(m - g), of KL(q‖p)
+        # p - q.
+        (RPOLoss(0.5, distance="forward_kl"), FORWARD, *slope_pair(0.5 * P * (1 - P) * 0.75)),
+        (RPOLoss(0.5, distance="backward_kl"), BACKWARD, *slope_pair(0.5 * (P - Q))),
+        # The chosen response's mean log-prob is -1.5; the term's slope is -weight / length.
+        (DPOLoss(beta=0.5, sft_weight=0.2), DPO + 0.2 * 1.5, -SLOPE - 0.1, SLOPE),
     ],
-    ids=["cdpo", "ipo", "ipo averaged", "rpo at the goal", "rpo"],
+    ids=str,
 )
-def test_other_losses_by_hand(loss_function, loss, chosen, rejected):
-    check_by_hand(loss_function, loss, slopes(chosen, rejected))
-
-
-def test_rpo_kl_by_hand():
-    """p = σ(m), m = 1.5; q = σ(g), g = 0.75.
-
-    KL(p‖q): slope in m is p(1-p)·(m - g). KL(q‖p): slope in m is p - q.
-    """
-    p, q = sigmoid(1.5), sigmoid(0.75)
-    forward = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-    slope = 0.5 * p * (1 - p) * 0.75
-    check_by_hand(RPOLoss(0.5, distance="forward_kl"), forward, slopes(slope, -slope))
-    backward = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-    slope = 0.5 * (p - q)
-    check_by_hand(RPOLoss(0.5, distance="backward_kl"), backward, slopes(slope, -slope))
+def test_losses_by_hand(loss_function, loss, chosen, rejected):
+    metrics = check_by_hand(loss_function, loss, slopes(chosen, rejected))
+    assert ("sft_loss" in metrics) == (loss_function.sft_weight > 0)
+    if loss_function.sft_weight > 0:
+        expected = {"sft_loss": 1.5, "preference_loss": DPO, "accuracy": 1.0}
+        expected |= {"rewards_chosen": 1.0, "rewards_rejected": -0.5, "rewards_margin": 1.5}
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
 def test_simpo_by_hand():
@@ -99,16 +89,6 @@ def test_simpo_by_hand():
     slope = 2 * sigmoid(-2)
     torch.testing.assert_close(gradient, slopes(-slope / 2, slope))
     assert metrics["rewards_margin"] == pytest.approx(3.0)
-
-
-def test_sft_term_by_hand():
-    """The chosen response's mean log-prob is -1.5; the term's slope is -weight / length."""
-    slope = 0.5 * sigmoid(-1.5)
-    loss = math.log1p(math.exp(-1.5)) + 0.2 * 1.5
-    expected = slopes(-slope - 0.1, slope)
-    metrics = check_by_hand(DPOLoss(beta=0.5, sft_weight=0.2), loss, expected)
-    assert metrics["sft_loss"] == pytest.approx(1.5)
-    assert metrics["preference_loss"] == pytest.approx(math.log1p(math.exp(-1.5)))
 
 
 @pytest.mark.parametrize("loss", [DPOLoss(), KTOLoss()])

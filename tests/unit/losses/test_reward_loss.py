@@ -4,14 +4,10 @@ import math
 
 import pytest
 import torch
-from loss_checks import check_loss, column, evaluate
+from loss_checks import check_loss, column, evaluate, sigmoid
 
 from aligner.errors import ConfigError
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
-
-
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x))
 
 
 def hand_pair():

@@ -70,9 +70,6 @@ def test_what_every_loss_must_pass():
     assert torch.autograd.gradcheck(loss, (values.requires_grad_(),))
 
 
-# Negative log-likelihood -------------------------------------------------------------------------
-
-
 def test_negative_log_likelihood_by_hand():
     """Three tokens of two rows count: (1 + 2 + 6) / 3, each with slope -1/3."""
     logprobs = torch.tensor([[-9.0, -1.0, -2.0], [-6.0, -9.0, -9.0]], dtype=torch.float64)

@@ -131,7 +131,7 @@ def test_a_declared_verb_is_read_as_the_workers_method():
     assert inspect.getdoc(declared) == inspect.getdoc(written)
     shown = pydoc.plain(pydoc.render_doc(Policy))
     assert "get_logprobs(self, data" in shown
-    assert "position t is the log-prob of token t" in shown
+    assert "Column t is the log-prob of token t" in shown
     assert "prepare_for_training(self) -> None" in shown
 
 

@@ -341,6 +341,13 @@ def test_a_mixture_of_experts_takes_adapters_in_its_attention(load):
         adapter_shapes(experts, LORA)
     names = adapter_shapes(experts, LoraConfig(target_modules=("attention",)))
     assert len(names) == 4 * 2 * 2
+    latent = dataclasses.replace(experts, kv_lora_rank=8, value_channels=4)
+    for targets in ("all", "attention", "attention_qkv"):
+        with pytest.raises(ConfigError, match=r"target_modules=\[attention_dense\]"):
+            adapter_shapes(latent, LoraConfig(target_modules=(targets,)))
+    shapes = adapter_shapes(latent, LoraConfig(target_modules=("attention_dense",), adapter_dim=4))
+    heads = TINY_ARCHITECTURE.num_attention_heads
+    assert shapes["decoder.layers.3.self_attention.linear_proj.lora.a"] == (4, heads * 4)
 
 
 def test_frozen_routers_leave_the_base_frozen(tmp_path):

@@ -38,20 +38,7 @@ def test_explained_variance_and_reward_length_correlation_by_hand():
     assert reward_length_correlation(rewards, 3 * rewards).item() == pytest.approx(1.0)
 
 
-def test_repeated_ngrams_by_hand():
-    ids = torch.tensor(
-        [
-            [9, 9, 9, 9, 1, 2, 3, 1, 2, 3],  # response 123123: 123 231 312 123, one of 4 repeated
-            [9, 1, 2, 3, 4, 5, 0, 0, 0, 0],  # response 12345, the padding does not count: 0 of 3
-            [9, 9, 9, 1, 1, 0, 0, 0, 0, 0],  # response 11: too short, not in the mean
-            [5, 5, 5, 5, 5, 5, 0, 0, 0, 0],  # response 5555: 2 grams, one repeated
-        ]
-    )
-    prompts, lengths = torch.tensor([4, 1, 3, 2]), torch.tensor([10, 6, 5, 6])
-    fraction = repeated_ngram_fraction(ids, prompts, lengths)
-    assert fraction.item() == pytest.approx((0.25 + 0 + 0.5) / 3)
-    assert math.isnan(repeated_ngram_fraction(ids[2:3], prompts[2:3], lengths[2:3]).item())
-    assert math.isnan(repeated_ngram_fraction(ids[:, :2], prompts, lengths).item())
+def test_ngrams_of_a_large_vocabulary_are_told_apart():
     ids = torch.arange(128_256 - 4096, 128_256).reshape(4, 1024)
     lengths = torch.full((4,), 1024)
     assert repeated_ngram_fraction(ids, torch.zeros(4, dtype=torch.int64), lengths, 8).item() == 0

@@ -40,9 +40,7 @@ def test_phases_add_up_and_a_flush_starts_anew():
     assert entered == ["generate", "generate", "reward"]
     clock.now += 0.25
     assert timers.flush() == {"timers/total": 0.25}
-
-
-def test_queued_work_is_waited_for_inside_the_phase():
+    # Queued work is waited for inside the phase.
     clock = Clock()
     queued = [0.0]
 
@@ -70,6 +68,15 @@ def run_progress(terminal: bool) -> str:
     return out.getvalue()
 
 
+def lines_of(*steps) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=140)
+    with ConsoleProgress(len(steps), console=console, clock=Clock()) as progress:
+        for step, metrics in enumerate(steps):
+            progress.step(step, metrics)
+    return [line.split("  0.0 s/step")[0] for line in out.getvalue().splitlines()]
+
+
 def test_lines_bars_and_silence():
     lines = run_progress(terminal=False).splitlines()
     assert lines[0] == "step 2/12  val accuracy 0.250"
@@ -83,6 +90,20 @@ def test_lines_bars_and_silence():
     with ConsoleProgress(3, console=Console(file=out), enabled=False) as progress:
         progress.step(1, {})
     assert out.getvalue() == ""
+    # Which numbers are shown.
+    losses = [{"train_optim/loss": loss, "train_optim/accuracy": 0.75} for loss in (0.5, 0.125)]
+    assert lines_of({"val_optim/loss": 0.7}, *losses) == [
+        "step 0/3  val loss 0.7",
+        "step 1/3  loss 0.5  accuracy 0.750",
+        "step 2/3  loss 0.125  accuracy 0.750",
+    ]
+    metrics = {
+        "train_rollouts/rewards": -0.25,
+        "train_rollouts/init_policy_kl": -1.5e-8,
+        "train_optim/loss": 0.1,
+    }
+    assert lines_of({}, metrics)[1] == "step 1/2  reward -0.250  KL 0.0000"
+    assert [clock_time(s) for s in (0, 59.6, 3661)] == ["0:00:00", "0:01:00", "1:01:01"]
 
 
 NARROW = "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400"
@@ -112,31 +133,6 @@ def test_step_and_remaining_time_stay_at_any_width_and_the_bar_does_not_move(wid
     if width >= 80:
         assert frames[-1].rstrip() == SNAPSHOTS[width]
         assert len({frame.index("/1000") for frame in frames}) == 1
-
-
-def lines_of(*steps) -> list[str]:
-    out = io.StringIO()
-    console = Console(file=out, width=140)
-    with ConsoleProgress(len(steps), console=console, clock=Clock()) as progress:
-        for step, metrics in enumerate(steps):
-            progress.step(step, metrics)
-    return [line.split("  0.0 s/step")[0] for line in out.getvalue().splitlines()]
-
-
-def test_which_numbers_are_shown():
-    losses = [{"train_optim/loss": loss, "train_optim/accuracy": 0.75} for loss in (0.5, 0.125)]
-    assert lines_of({"val_optim/loss": 0.7}, *losses) == [
-        "step 0/3  val loss 0.7",
-        "step 1/3  loss 0.5  accuracy 0.750",
-        "step 2/3  loss 0.125  accuracy 0.750",
-    ]
-    metrics = {
-        "train_rollouts/rewards": -0.25,
-        "train_rollouts/init_policy_kl": -1.5e-8,
-        "train_optim/loss": 0.1,
-    }
-    assert lines_of({}, metrics)[1] == "step 1/2  reward -0.250  KL 0.0000"
-    assert [clock_time(s) for s in (0, 59.6, 3661)] == ["0:00:00", "0:01:00", "1:01:01"]
 
 
 @pytest.mark.integration

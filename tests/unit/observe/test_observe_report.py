@@ -5,23 +5,12 @@ import json
 import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
-from jinja2 import UndefinedError
 
 from aligner.observe.metrics import MetricsWriter, Sample
-from aligner.observe.report import page
-from aligner.observe.report.chart import (
-    Series,
-    bars,
-    collect_series,
-    line_chart,
-    short_number,
-    thin_out,
-    ticks,
-)
-from aligner.observe.report.page import messages_of, render, templates
+from aligner.observe.report.chart import Series, bars, collect_series, line_chart, thin_out, ticks
+from aligner.observe.report.page import messages_of, templates
 from aligner.observe.report.run import RunRecord, before_and_after, render_report, write_report
 from aligner.packages import describe_environment
 
@@ -91,6 +80,8 @@ def test_document_is_balanced_safe_and_needs_no_network():
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
     assert "url(" not in html
     assert "alert(1)" in "".join(document.text)
+    for lacking in ({"metrics": []}, {"samples": []}, {"artifacts": {}}):
+        Document(render_report(a_run(**lacking)))
 
 
 def test_hostile_text_is_text_wherever_it_stands():
@@ -171,14 +162,7 @@ def test_a_conversation_is_shown_message_by_message():
         assert f"assistant turn 1 · ? tokens, trained · not scoredsaid at {step}" in text
 
 
-def test_templates_hold_all_markup_and_need_all_values():
-    with pytest.raises(UndefinedError, match="has_metrics"):
-        render("run.html", title="", lead="")
-    folder = Path(page.__file__).parent
-    assert [file.name for file in folder.glob("*.py") if "</" in file.read_text()] == []
-
-
-def test_headline_numbers_and_bars():
+def test_a_report_has_headlines_charts_and_rows():
     text = "".join(Document(render_report(a_run())).text)
     assert "Validation accuracy0.25 → 0.75" in text
     assert "+0.5 · step 0 → 3, standard error 0.054" in text  # sqrt(0.75 * 0.25 / 64)
@@ -186,9 +170,7 @@ def test_headline_numbers_and_bars():
     assert "A run & more" in text
     text = "".join(Document(part("bars", bars([("reward", 1.0), ("generate", 3.0)]), "s")).text)
     assert text.strip() == "generate3 s75 %reward1 s25 %"
-
-
-def test_every_metric_with_a_finite_value_has_a_chart_and_its_explanation():
+    # Each metric with a finite value has a chart and its explanation.
     run = a_run(metrics=[*a_run().metrics, {"step": 4, "critic/explained_var": math.nan}])
     html = render_report(run)
     tooltips = [value for name, value in Document(html).attributes if name == "title"]
@@ -196,9 +178,7 @@ def test_every_metric_with_a_finite_value_has_a_chart_and_its_explanation():
     finite = {name for line in a_run().metrics for name in line} - {"step"}
     assert (shown, len(shown)) == (finite, 5)
     assert any("Over: mean over the step's samples" in tip for tip in tooltips)
-
-
-def test_metrics_that_did_not_change_are_rows_and_not_charts():
+    # Metrics that did not change are rows.
     html = render_report(a_run())
     rows = re.findall(r"<b>([\w/]+)</b>[^<]*</td><td class=\"number\">(\S+)</td>", html)
     assert rows == [
@@ -210,19 +190,6 @@ def test_metrics_that_did_not_change_are_rows_and_not_charts():
     assert re.findall(r"<h3><b>(\w+)", charts) == ["accuracy", "generate"]
     changing = [{"step": 1, "critic/lr": 1.0}, {"step": 2, "critic/lr": 2.0}]
     assert "did not change" not in render_report(a_run(metrics=changing))
-
-
-@pytest.mark.parametrize(
-    ("group", "caption"),
-    [
-        ("val_rollouts", "Share of right answers. Should rise."),
-        ("train_optim", "Share of pairs whose chosen response has the higher reward"),
-    ],
-)
-def test_accuracy_is_explained_in_the_words_of_its_algorithm(group, caption):
-    lines = [{"step": step, f"{group}/accuracy": step / 4} for step in (1, 2)]
-    overview = render_report(a_run(metrics=lines)).split("Is it learning?")[1].split("<h2>")[0]
-    assert caption in overview
 
 
 def test_chart_geometry_and_hover_data_by_hand():
@@ -240,15 +207,6 @@ def test_chart_geometry_and_hover_data_by_hand():
     (line,) = json.loads(dict(chart.attributes)["data-lines"])
     assert line["l"] == "training"
     assert [point[2:] for point in line["p"]] == [[1, 0.5], [3, 0.25]]
-
-
-def test_numbers_are_round_and_short():
-    assert ticks(0.33, 0.76) == [0.4, 0.5, 0.6, 0.7]
-    assert ticks(-1.0, 1.0) == [-1.0, -0.5, 0.0, 0.5, 1.0]
-    assert ticks(1, 14) == [5, 10]
-    assert ticks(2.0, 2.0) == [2.0]
-    shown = [short_number(x) for x in (0.0, 1e-5, 0.75, 12.3456, 123456.7, 2.5e7, math.nan)]
-    assert shown == ["0", "1e-05", "0.75", "12.35", "123,457", "2.5e+07", "–"]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +227,7 @@ def _axis(low: float, high: float) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def test_thinning_keeps_spikes_ends_and_order():
+def test_points_are_thinned_samples_paired_and_series_in_order():
     points = [(step, 0.0) for step in range(5000)]
     points[1234] = (1234, 9.0)
     points[1235] = (1235, -9.0)
@@ -278,9 +236,6 @@ def test_thinning_keeps_spikes_ends_and_order():
     assert thin == sorted(thin)
     assert {(0, 0.0), (4999, 0.0), (1234, 9.0), (1235, -9.0)} <= set(thin)
     assert thin_out(points[:10]) == points[:10]
-
-
-def test_samples_are_paired_and_series_in_order():
     old, new = sample(0, response="3"), sample(9)
     middle, other = sample(5, response="4"), sample(9, prompt="2+2=")
     assert before_and_after([old, middle, sample(9, "train"), new, other]) == [(old, new)]
@@ -289,11 +244,6 @@ def test_samples_are_paired_and_series_in_order():
     series = collect_series(a_run().metrics)
     accuracy = series["val_rollouts/accuracy"]
     assert (accuracy.steps, accuracy.values) == ([0, 3], [0.25, 0.75])
-
-
-@pytest.mark.parametrize("what", ["metrics", "samples", "artifacts"])
-def test_a_run_that_lacks_something_still_has_a_report(what):
-    Document(render_report(a_run(**{what: {} if what == "artifacts" else []})))
 
 
 def test_report_is_written_from_the_files_of_a_run(tmp_path):

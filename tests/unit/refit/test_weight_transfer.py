@@ -100,7 +100,7 @@ def test_a_killed_sender_leaves_nothing():
 
 
 def test_what_does_not_fit_or_is_elsewhere_is_refused():
-    with pytest.raises(WorkerError, match="weights of 28 bytes for a segment of 27"):
+    with pytest.raises(WorkerError, match="weights of 28 bytes exceed a segment of 27"):
         Offer(TENSORS[:1], 27)
     with pytest.raises(WorkerError, match=r"no policy worker shares.*refit=separate"):
         accept({"machine of somebody else": None})
@@ -143,8 +143,8 @@ def test_broadcast_to_a_process_outside_the_world(tmp_path):
 @pytest.mark.integration  # waits for three seconds
 def test_who_is_missing_is_missed_in_time():
     store = open_rendezvous("127.0.0.1", 0, 2, 1.0)
-    with pytest.raises(WorkerError, match=r"rank 0 of 2 did not meet the others.*within 1 s"):
+    with pytest.raises(WorkerError, match=r"rank 0 of 2 could not connect.*within 1 s"):
         WeightBroadcast(store, 0, 2, 1.0)
     del store
-    with pytest.raises(WorkerError, match=r"cannot reach the policy at 127.0.0.1:1 within 1 s"):
+    with pytest.raises(WorkerError, match=r"cannot connect to the policy at 127.0.0.1:1 .*1 s"):
         WeightBroadcast.join("127.0.0.1", 1, 2, 1.0)

@@ -1,13 +1,17 @@
-"""What a reward function is given and may return; refusals of functions, settings and scores."""
+"""Reward functions in processes: what they are given and may return, and what ends them."""
 
 import math
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 import reward_cases
 import torch
-from reward_cases import score
+from reward_cases import gone, score
 
 from aligner.errors import ConfigError, DataError, RewardError
 from aligner.rewards.function.runner import RewardFunction
@@ -32,7 +36,7 @@ def test_numbers_and_dicts_become_rewards_and_metrics(load):
         assert output.parts == {"ended": [1.0, 0.0, 1.0], "n": sizes}
 
 
-def test_only_the_columns_it_names(load):
+def test_columns_and_ground_truths_that_a_function_names(load):
     columns = {"level": [1, 2], "unused": [0, 0], "scale": ["no", "no"]}
     function = load("picky", kwargs={"scale": 10})
     assert score(function, ["x"] * 2, columns=columns).rewards.tolist() == [10.0, 20.0]
@@ -41,6 +45,9 @@ def test_only_the_columns_it_names(load):
     function.signature.check_columns({"level"})
     with pytest.raises(DataError, match="level"):
         function.signature.check_columns(set())
+    for name in ("truths_in_columns", "truths_by_keyword"):
+        scored = score(load(name), ["x", "y"], [3.0, 5.0], columns={"level": [1, 2]})
+        assert scored.rewards.tolist() == [3.0, 5.0]
 
 
 def test_exceptions_name_the_sample_that_caused_them(load):
@@ -71,7 +78,7 @@ def test_exceptions_name_the_sample_that_caused_them(load):
         ("{module}:two_lists", "ground_truths"),
         ("nowhere.py:f", "does not exist"),
         ("no.such.module:f", "no module named 'no'"),
-        ("plain", "is not a path"),
+        ("plain", "is not an import path"),
         ("{folder}/broken.py:f", "failed with ZeroDivisionError"),
     ],
 )
@@ -96,10 +103,10 @@ def test_functions_that_cannot_be_loaded(module, name, message):
         ([{"score": 1}, {"score": 1}], "has no key 'reward', only ..score"),
         ([{"reward": 1, "x": 2}, {"reward": 1}], r"sample 1 .* first sample's has \['reward', 'x'"),
         ([{"reward": 1, "x": 2}, {"reward": 1, "x": "b"}], "sample 1 .*: x is 'b'"),
-        ([1.0, 1e300], r"sample 1 .*: reward is 1e\+300; it must be finite in float32"),
-        ([3.5e38, 1.0], r"sample 0 .*: reward is 3\.5e\+38; it must be finite in float32"),
-        ([1.0, 10**400], r"sample 1 .*: reward is 1000.*…; it must be finite"),
-        ([1.0, 10**5000], r"sample 1 .*: reward is a int; it must be finite"),
+        ([1.0, 1e300], r"sample 1 .*: reward is 1e\+300, but it must be finite in float32"),
+        ([3.5e38, 1.0], r"sample 0 .*: reward is 3\.5e\+38, but it must be finite in float32"),
+        ([1.0, 10**400], r"sample 1 .*: reward is 1000.*…, but it must be finite"),
+        ([1.0, 10**5000], r"sample 1 .*: reward is a int, but it must be finite"),
     ],
 )
 def test_scores_that_are_refused(scores, message):
@@ -129,7 +136,84 @@ def test_bad_lists_and_long_texts():
     assert len(text) < 220
 
 
-def test_two_positional_parameters_get_ground_truths_by_keyword(load):
-    for name in ("truths_in_columns", "truths_by_keyword"):
-        scored = score(load(name), ["x", "y"], [3.0, 5.0], columns={"level": [1, 2]})
-        assert scored.rewards.tolist() == [3.0, 5.0]
+@pytest.mark.parametrize(
+    ("response", "said"),
+    [
+        ("base", "raised BaseException: base"),
+        ("interrupt", "raised KeyboardInterrupt: "),
+        ("exit", "raised GeneratorExit: g"),
+        ("odd", r"raised Odd: \(the text is not available: RuntimeError\)"),
+        ("huge", r"raised ValueError: z+… and 4998000 characters more"),
+    ],
+)
+def test_whatever_is_raised_the_sample_is_named(load, response, said):
+    function = load("raises")
+    with pytest.raises(RewardError, match=rf"{said}.* on sample 1 \(prompt 'prompt 1'") as refusal:
+        score(function, ["a", response, "b"])
+    assert len(str(refusal.value)) < 3000
+    assert score(function, ["a"]).rewards.tolist() == [0.0]
+
+
+def test_answers_are_bounded_and_of_this_library(load):
+    with pytest.raises(RewardError, match="of my own") as refusal:  # a class of the user's file
+        score(load("raises"), ["own"])
+    assert type(refusal.value) is RewardError
+    with pytest.raises(RewardError, match=r"reward is 'yyy.*…, which is not a number") as refusal:
+        score(load("returns_much"), ["x"])
+    assert len(str(refusal.value)) < 400
+    invalid = r"sent an invalid answer \((JSON|Unicode)DecodeError\)|died"
+    with pytest.raises(RewardError, match=invalid):
+        score(load("writes_everywhere"), ["x"])
+
+
+def test_parts_run_at_the_same_time_in_processes_of_their_own(load):
+    function = load("naps", max_concurrency=3)
+    score(function, ["x"] * 3)  # starts them
+    pids = score(function, ["x"] * 7).rewards.tolist()
+    assert len(set(pids)) == 3
+    assert os.getpid() not in pids
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [2, 2, 3]
+
+
+@pytest.mark.parametrize("ending", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_no_process_outlives_this_one(module, tmp_path, ending):
+    marker = tmp_path / "pids"
+    program = f"""
+import os, signal, sys, threading, time
+from pathlib import Path
+from aligner.rewards.function.runner import RewardFunction
+function = RewardFunction("{module}:hangs", time_limit_s=500)
+threading.Thread(
+    target=function, args=(["p"], ["r"], ["{marker}"]), daemon=True).start()
+while not (Path("{marker}").exists() and len(Path("{marker}").read_text().split()) == 2):
+    time.sleep(0.05)
+{ending}
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=120, check=False)
+    try:
+        for pid in marker.read_text().split():
+            assert gone(int(pid))
+    finally:
+        for pid in marker.read_text().split():
+            if not gone(int(pid)):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_sample_that_hangs_takes_no_other_with_it(load):
+    options = {"timeout_reward": -1.0, "max_concurrency": 3}
+    function = load("hangs_on_some", time_limit_s=8.0, **options)
+    responses = ["a", "bb", "c", "d", "ee", "f", "hang", "g"]
+    scored = score(function, responses)
+    assert scored.rewards.tolist() == [2, 3, 2, 2, 3, 2, -1, 2]
+    assert scored.parts == {"n": [1, 1, 1, 1, 1, 1, 0, 1]}
+    assert scored.timeouts == 1
+    assert score(function, ["a"]).timeouts == 0
+
+
+def test_where_all_hang_the_wait_ends(load):
+    function = load("hangs_on_some", time_limit_s=0.5, timeout_reward=0.25)
+    start = time.monotonic()
+    scored = score(function, ["hang"] * 64)
+    assert time.monotonic() - start < 30
+    assert scored.rewards.tolist() == [0.25] * 64
+    assert (scored.timeouts, scored.parts) == (64, {})

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import re
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError, RewardServerError
 from aligner.http.tokens import read_token
+from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
 from aligner.rewards.sequences import SequenceEncoder
 from aligner.rewards.server.client import RemoteReward, RewardClient
 from aligner.rewards.server.wire import WireSample
@@ -50,26 +50,10 @@ def client(url, **options):
     )
 
 
-# A server with a real model ------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def rewarding(tiny_nemo, tmp_path_factory):
-    """A reward model with a head that was not trained but says something."""
-    from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
-
-    model = load_from_nemo(MegatronGPTRewardModel, restore_path=tiny_nemo)
-    head = model.gpt.rm_head.weight
-    head.data.normal_(generator=torch.Generator().manual_seed(4))
-    path = tmp_path_factory.mktemp("served") / "reward.nemo"
-    model.save_to(str(path))
-    return model, path
-
-
-@pytest.fixture(scope="module")
-def served(rewarding):
+def served(reward_nemo):
     """Address and process of `examples/serve_reward_model.py`."""
-    command = [sys.executable, "examples/serve_reward_model.py", "--model", str(rewarding[1])]
+    command = [sys.executable, "examples/serve_reward_model.py", "--model", str(reward_nemo)]
     command += ["--port", "0", "--token-env", "REWARD_TOKEN"]
     env = {"REWARD_TOKEN": TOKEN}
     with started(command, r"ready at (http://\S+)", cwd=ROOT, env=env) as server:
@@ -81,8 +65,8 @@ def with_token(monkeypatch):
     monkeypatch.setenv("CLIENT_TOKEN", f"{TOKEN}\n")
 
 
-def test_a_served_model_scores_as_it_does_in_process(rewarding, served, with_token):
-    model = rewarding[0]
+def test_a_served_model_scores_as_it_does_in_process(reward_nemo, served, with_token):
+    model = load_from_nemo(MegatronGPTRewardModel, restore_path=reward_nemo)
     encoder = SequenceEncoder(model.tokenizer, 256)
     batch = encoder.collate([encoder.ids(sample.prompt, sample.response) for sample in SAMPLES])
     assert batch["input_ids"][0].tolist()[-1] == model.tokenizer.pad_id
@@ -163,15 +147,6 @@ def test_sigterm_ends_the_server(served, with_token):
     assert isinstance(error.value, ConnectionError)
 
 
-def test_runs_without_a_server_import_none_of_it():
-    code = "import sys; import aligner.algorithms.ppo.trainer; print(*sys.modules)"
-    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
-    assert not {"fastapi", "httpx", "uvicorn"} & set(printed.split())
-
-
-# Servers that fail ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("behaviour", "said"),
     [
@@ -235,9 +210,6 @@ def test_a_slow_server_is_not_waited_for_longer_than_said(behaviour):
         with pytest.raises(RewardServerError, match=r"no answer to POST /score within 0\.6 s"):
             client(url, timeout_s=0.6, retry_for_s=0.8).score(SAMPLES)
         assert time.monotonic() - started < 10
-
-
-# What the trainer sees -----------------------------------------------------------------------
 
 
 def rollout(tokenizer):

@@ -73,12 +73,21 @@ def post(port, body, timeout=20):
     return answer.status_code, answer.json()
 
 
-def test_a_request_of_more_than_may_wait_is_refused(serving):
+def test_more_may_not_wait_and_odd_lengths_are_answered(serving):
     state = serving(max_waiting=8)
     assert post(state.port, body_of(8))[0] == 200
     status, answer = post(state.port, body_of(9))
     assert status == 413
     assert "9 samples, at most 8" in answer["error"]
+    port = serving().port
+    lengths = ((b"9" * 5000, b"bad Content-Length"), (b"500", b"received 2 bytes, expected 500"))
+    for length, said in lengths:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as channel:
+            channel.sendall(POST + b"Content-Length: " + length + b"\r\n\r\n{}")
+            channel.shutdown(socket.SHUT_WR)
+            answer = channel.recv(65536) + channel.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert said in answer
 
 
 def test_the_server_stops_between_two_batches(serving):
@@ -201,18 +210,6 @@ def test_bytes_that_are_worked_on_are_bounded(serving, monkeypatch):
     held.close()
     time.sleep(0.3)
     assert post(state.port, body_of(1000))[0] == 200
-
-
-def test_odd_lengths_are_answered(serving):
-    port = serving().port
-    lengths = ((b"9" * 5000, b"bad Content-Length"), (b"500", b"received 2 bytes, expected 500"))
-    for length, said in lengths:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as channel:
-            channel.sendall(POST + b"Content-Length: " + length + b"\r\n\r\n{}")
-            channel.shutdown(socket.SHUT_WR)
-            answer = channel.recv(65536) + channel.recv(65536)
-        assert answer.startswith(b"HTTP/1.1 400 ")
-        assert said in answer
 
 
 def test_texts_that_cannot_be_scored_are_not_asked_again(serving):

@@ -171,7 +171,7 @@ def test_a_request_of_many_answers_takes_turns():
 @pytest.mark.parametrize("listens", [True, False])
 def test_stop_strings_are_held_back_until_they_are_sure(listens):
     with serving(lambda text: "one EN two END three", listens=listens) as server:
-        asked = {"prompt": "x", "stop": "END", "stream": True}
+        asked = {"prompt": "x", "stop": ["###", "END"], "stream": True}
         with server.client.stream("POST", TEXT, json=asked) as answer:
             lines = [
                 json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")
@@ -181,8 +181,6 @@ def test_stop_strings_are_held_back_until_they_are_sure(listens):
     assert len(parts) == (10 if listens else 2)  # "EN " in one piece; the end in one of its own
     assert lines[-1]["choices"][0]["finish_reason"] == "stop"
 
-
-# Tools -----------------------------------------------------------------------------------------
 
 ARGUMENTS = {"expression": "2*21"}
 IN_JSON = json.dumps(ARGUMENTS)
@@ -253,9 +251,6 @@ def test_calls_that_cannot_be_read_stay_text():
     with serving(lambda text: broken) as server:
         message, reason = chat(server, False, messages=[QUESTION], tools=[CALCULATOR])
     assert (message["content"], reason) == (broken, "stop")
-
-
-# Ends ------------------------------------------------------------------------------------------
 
 
 def test_more_than_may_wait_is_asked_to_come_later():

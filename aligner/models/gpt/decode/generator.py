@@ -1,8 +1,8 @@
-"""Sampling engine of the actor, with continuous batching of a rollout's prompts.
+"""`Generator`: samples responses with a model in this process, with continuous batching.
 
-A step adds one token to each sequence in flight. A pending sequence uses the slot of a sequence
-that ended. The tokens of a sample depend only on its prompt, the seed and its sample id: random
-numbers are counter-based (`sampling`), and on CPU every operation computes a row bit for bit
+A step samples one token for each sequence in flight. If a sequence ends, a pending sequence gets
+its slot. The tokens of a sample depend only on its prompt, the seed and its sample id: random
+numbers are counter-based (`sampling`), and on a CPU every operation computes a row bit for bit
 independently of the others. All processes of a model-parallel group get the same result.
 """
 
@@ -31,7 +31,7 @@ from aligner.models.gpt.decode.responses import PromptRows, Responses, RolloutRu
 from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
 from aligner.models.gpt.decode.scored import ScoredModel
 
-_MAX_CACHED_RULES = 2  # whose graphs are kept: the rules of training and of validation
+_MAX_CACHED_RULES = 2  # sets of rules whose CUDA graphs are kept: training and validation
 
 
 class GenerationOutput(NamedTuple):
@@ -40,15 +40,15 @@ class GenerationOutput(NamedTuple):
     tokens: Tensor  # int64 [B, S], prompt and response, right-padded
     lengths: Tensor  # int64 [B], prompt + response
     prompt_lengths: Tensor  # int64 [B]
-    logprobs: Tensor  # float32 [B, S], of the response's tokens when drawn, 0 elsewhere
-    is_end: Tensor  # bool [B], the response ended by itself
-    # int32 [B, S, K], ids that top-k and top-p kept, padded with -1, all -1 if unknown. None if not
-    # recorded.
+    logprobs: Tensor  # float32 [B, S], log-probs of the response's tokens, 0 elsewhere
+    is_end: Tensor  # bool [B], the response ended by EOS or a stop string
+    # int32 [B, S, K], ids of the tokens that top-k and top-p kept at each position, padded with -1.
+    # All are -1 if more than K tokens were kept. None if not recorded.
     kept_ids: Tensor | None = None
 
 
 class Generator:
-    """Sampler of responses with the model's weights at the time of each call."""
+    """Samples responses with the current weights of a model."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class Generator:
         cuda_graphs: bool = True,
         record_kept: int = 0,
     ) -> None:
-        """Configure the engine. `sample` allocates its memory.
+        """Configure the generator. `sample` allocates its memory.
 
         ``tokenizer``: required for stop strings. ``eos_ids``: tokens that end a response.
-        ``max_batch_size``: largest number of sequences in flight. ``cuda_graphs``: launch decoding
-        steps as CUDA graphs, if the model is dense and on one GPU. ``record_kept``: largest number
-        of ids to record for a token, of those that top-k and top-p kept (0: off).
+        ``max_batch_size``: maximum number of sequences in flight. ``cuda_graphs``: launch decoding
+        steps as CUDA graphs, if the model is dense and on one GPU. ``record_kept``: maximum number
+        of ids, kept by top-k and top-p, to record at each position (0: none).
 
         Raises ConfigError for invalid lengths, ids or stop strings.
         """
@@ -77,7 +77,7 @@ class Generator:
         if outside:
             raise ConfigError(
                 f"end-of-sequence ids {outside} are outside the vocabulary of "
-                f"{architecture.vocab_size}. Use the model's own tokenizer"
+                f"{architecture.vocab_size} tokens. Use the tokenizer of the model"
             )
         is_gpt = isinstance(model, GPTModel)
         decoder = ScoredModel if architecture.is_scored else IncrementalModel
@@ -91,8 +91,8 @@ class Generator:
         self._stop = self._stop_strings(self._sampling_options)
         self._cuda_graphs = cuda_graphs
         self._record_kept = record_kept
-        self._may_wait = False  # synchronise within a step, once a nucleus has required it
-        # State between rollouts, for their graphs. Responses by rules, in order of last use.
+        self._may_wait = False  # true after a nucleus has required to synchronise within a step
+        # Memory that CUDA graphs read between rollouts. Responses by rules, last used last.
         self._model: DecodingModel | None = None
         self._weights: tuple[int, ...] = ()
         self._responses: dict[RolloutRules, Responses] = {}
@@ -111,8 +111,8 @@ class Generator:
 
         ``prompts``: int64 [B, P], right-padded. ``prompt_lengths``: int64 [B], at least 1.
         ``sample_ids``: int64 [B]. Rows with the same prompt and id get the same response.
-        ``greedy`` overrides ``sampling.use_greedy``, ``sampling_options`` overrides the
-        generator's. ``listener``: called with every sampled token.
+        ``greedy``: default ``sampling.use_greedy``. ``sampling_options``: default as configured.
+        ``listener``: called with every sampled token.
 
         Raises ConfigError if prompt and response exceed the model's positions, and DataError for an
         empty prompt or an id outside the vocabulary.
@@ -156,13 +156,13 @@ class Generator:
         stop: StopStrings | None,
         listener: TokenListener | None,
     ) -> Rollout:
-        """Sample responses to all ``prompts``. ``rows``: unpadded prompt ids."""
+        """Sample responses to ``prompts``. ``rows``: token ids of each prompt without padding."""
         # Modes: on a GPU the host runs ahead of the device, which CUDA graphs require.
         ahead = _runs_ahead(prompts.tokens.device) and not self._sampled.is_pipelined
         may_wait = not ahead or self._may_wait
         captured = self._cuda_graphs and not may_wait
 
-        def begin(responses: Responses, may_wait: bool) -> Rollout:
+        def new_rollout(responses: Responses, may_wait: bool) -> Rollout:
             return Rollout(
                 responses,
                 rows,
@@ -177,20 +177,20 @@ class Generator:
         num_slots, keep_graphs = min(self._max_batch_size, len(rows)), False
         with synchronized_experts(self._sampled.model):
             if num_slots == 0:
-                return begin(Responses(prompts, rules), may_wait)
-            # Memory: with graphs, the last rollout's if possible.
+                return new_rollout(Responses(prompts, rules), may_wait)
+            # Memory: with graphs, the memory of an earlier rollout if possible.
             capacity = max(map(len, rows)) + rules.length.max_length
             model = self._model_for(num_slots, capacity, captured)
             responses = self._responses_for(prompts, rules, captured)
-            rollout = begin(responses, may_wait)
-            # Generate. If a wide nucleus requires synchronisation, repeat from the start with it.
+            rollout = new_rollout(responses, may_wait)
+            # If a nucleus has too many tokens for a step without synchronisation, start again.
             try:
                 with model.session():
                     try:
                         rollout.run(model, num_slots)
                     except WideNucleusError:
                         self._may_wait = True
-                        second = begin(Responses(prompts, rules), may_wait=True)
+                        second = new_rollout(Responses(prompts, rules), may_wait=True)
                         second.num_reported, rollout = rollout.num_reported, second
                         rollout.run(model, num_slots)
                     keep_graphs = captured and not self._may_wait and model.can_be_kept
@@ -206,7 +206,8 @@ class Generator:
         self._model, self._responses = None, {}
 
     def _model_for(self, num_slots: int, capacity: int, captured: bool) -> DecodingModel:
-        """Return a model whose cache is large enough. Graphs contain addresses of weights."""
+        """Return a model whose cache is large enough. With CUDA graphs, reuse the last model."""
+        # Graphs contain addresses: neither the weights nor the cache may have moved.
         weights = tuple(parameter.data_ptr() for parameter in self._sampled.model.parameters())
         last = self._model if captured and weights == self._weights else None
         if last is not None and last.cache.fits(num_slots, capacity):
@@ -218,7 +219,7 @@ class Generator:
         return self._model
 
     def _responses_for(self, prompts: PromptRows, rules: RolloutRules, captured: bool) -> Responses:
-        """Return memory for responses. With graphs, reuse the memory of equal rules if it fits."""
+        """Allocate responses. With CUDA graphs, reuse the memory of an earlier rollout."""
         if not captured:
             return Responses(prompts, rules)
         key = dataclasses.replace(rules, seed=0)
@@ -235,7 +236,8 @@ class Generator:
         return responses
 
     def _broadcast_from_first_copy(self, rollout: Rollout) -> None:
-        """Make the ranks' results identical, if a library's last bits differ between runs."""
+        """Give all ranks that sample the same sequences the results of the first of them."""
+        # Results of some libraries differ in the last bits between runs.
         group = self._sampled.copies
         if group is not None and dist.get_world_size(group) > 1:
             results = [rollout.tokens, rollout.logprobs, rollout.lengths, rollout.is_end]
@@ -261,8 +263,8 @@ class Generator:
             problem = "sampling_params.end_strings contains an empty string. Remove it"
         elif sampling.end_strings and self._tokenizer is None:
             problem = (
-                "sampling_params.end_strings need a tokenizer, but the model was built without a "
-                "tokenizer"
+                "sampling_params.end_strings need a tokenizer, but the model was built without "
+                "one. Build it with a tokenizer, or remove end_strings"
             )
         if problem:
             raise ConfigError(problem)
@@ -271,31 +273,30 @@ class Generator:
         return StopStrings(self._tokenizer, sampling.end_strings)
 
     def _check_prompts(self, prompts: Tensor, lengths: Tensor, length: LengthParams) -> None:
-        """Check prompts on the host, and raise the errors of `sample`."""
         if prompts.shape[0] == 0:
             return
         shortest, longest = int(lengths.min()), int(lengths.max())
         if shortest < 1 or longest > prompts.shape[1]:
             raise DataError(
-                f"prompt_lengths are between {shortest} and {longest}. A prompt needs at least 1 "
-                f"token and at most the {prompts.shape[1]} columns of prompts"
+                f"prompt_lengths are between {shortest} and {longest}. Each must be at least 1 and "
+                f"at most {prompts.shape[1]}, the number of columns of prompts"
             )
         positions = self._architecture.max_position_embeddings
         if longest + length.max_length > positions:
             raise ConfigError(
-                f"length_params.max_length={length.max_length}: with a prompt of {longest} "
-                f"tokens the response does not fit the model's {positions} positions. Use at most "
-                f"{positions - longest} or drop longer prompts"
+                f"length_params.max_length={length.max_length}: a prompt of {longest} tokens and "
+                f"its response exceed the model's {positions} positions. Set max_length to at most "
+                f"{positions - longest}, or drop longer prompts"
             )
         valid = torch.arange(prompts.shape[1]) < lengths[:, None]
         ids = prompts[valid]
         if int(ids.min()) < 0 or int(ids.max()) >= self._architecture.vocab_size:
             raise DataError(
                 f"prompts contain token ids from {int(ids.min())} to {int(ids.max())}, but the "
-                f"vocabulary size is {self._architecture.vocab_size}. Use the model's own tokenizer"
+                f"vocabulary size is {self._architecture.vocab_size}. Use the model's tokenizer"
             )
 
 
 def _runs_ahead(device: torch.device) -> bool:
-    """Return whether the host can run ahead: a CPU computes within the call."""
+    """Return whether calls only launch kernels, so that the host can run ahead of the device."""
     return device.type != "cpu"

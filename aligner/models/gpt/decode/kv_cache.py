@@ -8,7 +8,8 @@ key-value heads of this rank, ``R`` query heads per key-value head, ``D`` head w
 
 The result of a row does not depend on other rows or padding, bit for bit on all tested CPUs, if
 lengths are multiples of `ALIGNMENT`: a sum over masked positions then ends in full vectors of
-zeros. Decoding uses batched products, because `scaled_dot_product_attention` depends on the batch.
+zeros. Decoding uses batched matrix products, because a row's result in
+`scaled_dot_product_attention` depends on the other rows.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from aligner.device import accelerator
 from aligner.models.gpt.layers.dot_product import attend_rows
 
 ALIGNMENT = 16
-# torch has a separate algorithm for matrix products with fewer multiplications.
+# torch computes matrix products with fewer multiplications by another algorithm.
 _SMALL_PRODUCT = 400
 _MAX_INT32 = 2**31 - 1
 
@@ -48,11 +49,11 @@ class _Decode:
     """Plan of a forward pass over one token for each of the first n slots."""
 
     targets: Tensor  # int64 [n * G, 2], rows of the flat cache for the new keys and values
-    span: int  # maximum of tokens that a query attends to
-    # Float [n * G, 1, span], 0 where visible, -inf elsewhere, by the size of the window.
+    span: int  # number of cached positions that the pass reads
+    # By size of the attention window: float [n * G, 1, span], 0 if visible, otherwise -inf.
     bias: dict[int | None, Tensor]
-    # int32 [n * G * R * span], value rows of every query, and int32 [n * G * R], start of a query
-    # in ``values``. None to mix values by products.
+    # int32 [n * G * R * span], cache rows of each query's values, and int32 [n * G * R], start of
+    # each query in ``values``. None: values are summed by a matrix product.
     values: Tensor | None
     starts: Tensor | None
 
@@ -81,7 +82,7 @@ class KVCache:
         """Allocate the cache for ``num_slots`` sequences of at most ``capacity`` tokens.
 
         ``layer_numbers``: megatron-core's global numbers of this process's layers. ``windows``:
-        tokens that each layer sees (None: all).
+        number of tokens that each layer attends to (None: all).
         """
         # For narrow heads the span includes masked positions, so that one algorithm computes all.
         self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))
@@ -113,7 +114,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Size of all layers' keys and values."""
+        """Size of all keys and values in bytes."""
         return sum(store.nbytes for store in self._stores.values())
 
     def begin_prefill(
@@ -121,7 +122,7 @@ class KVCache:
     ) -> None:
         """Prepare for a forward pass that stores prompt ``sources[i]`` in slot ``slots[i]``.
 
-        ``lengths``: [m], tokens of each prompt. Several slots can store the same prompt.
+        ``lengths``: [m], length of each prompt. Several slots can store the same prompt.
         """
         width = aligned(max(lengths))
         ends = torch.tensor(lengths)
@@ -173,7 +174,7 @@ class KVCache:
             slots[:, target, :, :length] = slots[:, source, :, :length]
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store key and value, and attend to all visible positions, ``[P or 1, m, G * R * D]``.
+        """Store keys and values, and compute attention, float ``[P or 1, m, G * R * D]``.
 
         ``query``: float ``[P or 1, m, G * R, D]``, rotary embedding applied: right-padded prompts,
         or one token for each of the first m slots. ``key``, ``value``: ``[P or 1, m, G, D]``.
@@ -190,7 +191,7 @@ class KVCache:
         return attended.view(batch, length, -1).transpose(0, 1)
 
     def attend_rows(self, layer_number: int, heads: Tensor) -> Tensor:
-        """Compute `attend` for n tokens: contiguous float [n, G, R + 2, D] to [n, G * R * D]."""
+        """Compute `attend` for n tokens. ``heads``: [n, G, R + 2, D]. Returns [n, G * R * D]."""
         plan = self._pass
         assert plan is not None
         store = self._stores[layer_number]

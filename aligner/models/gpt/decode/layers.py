@@ -1,7 +1,8 @@
-"""Fast implementation of megatron-core's dense layers for rows without gradients.
+"""Fast implementation of megatron-core's dense transformer layers, without gradients.
 
-`IncrementalLayer` computes a layer in a third of the operations, on rows of one token each, for our
-local layers and Transformer Engine's. Models with experts or float32 residuals use the modules.
+`IncrementalLayer` computes a layer with a third of the operations of its modules, on rows of one
+token each. It supports aligner's local layers and those of Transformer Engine. Models with experts
+or float32 residuals run their modules instead.
 
 Shape legend: ``n`` rows, ``H`` hidden, ``G`` key-value heads, ``R`` query heads per key-value head,
 ``D`` head width, ``D_rot`` its rotated part. ``heads`` are [n, G, R + 2, D]: a key-value head's
@@ -29,7 +30,7 @@ from aligner.models.gpt.layers.elementwise import Norm, rms_norm_rows
 
 
 class Rotation(NamedTuple):
-    """Rotary factors of all heads, one row per position or per token.
+    """Cosines and sines of rotary embedding for all heads, one row per position or per token.
 
     ``cos``: float [n, 1, R + 2, D], 1 in columns without rotation. ``sin``: the same shape, 0 in
     columns without rotation and negative in the first half of ``D_rot``. ``half``: ``D_rot / 2``.
@@ -43,9 +44,9 @@ class Rotation(NamedTuple):
     def table(
         cls, angles: Tensor, queries: int, head_dim: int, dtype: torch.dtype, factor: float
     ) -> "Rotation":
-        """Build the factors of all positions from ``angles``, float [positions, 1, 1, D_rot].
+        """Build one row for each position from ``angles``, float [positions, 1, 1, D_rot].
 
-        ``queries``: R. ``factor``: factor of rotated columns.
+        ``queries``: R. ``factor``: number that multiplies the rotated columns.
         """
         # For all positions, because a CPU's vector and scalar cosine differ in the last bit.
         half = angles.shape[-1] // 2
@@ -61,11 +62,11 @@ class Rotation(NamedTuple):
         return cls(cos, sin, half)
 
     def at(self, positions: Tensor) -> "Rotation":
-        """Select one row per position, int64 [n]."""
+        """Select the row of each position, int64 [n]."""
         return self._replace(cos=self.cos[positions], sin=self.sin[positions])
 
     def apply(self, heads: Tensor) -> Tensor:
-        """Rotate ``heads`` float [n, G, R + 2, D] to a contiguous tensor of the same shape."""
+        """Return ``heads``, float [n, G, R + 2, D], with rotary embedding applied, contiguous."""
         if heads.shape[-1] == 2 * self.half:
             swapped = heads.roll(self.half, dims=-1)
         else:
@@ -75,7 +76,7 @@ class Rotation(NamedTuple):
 
 
 class IncrementalLayer:
-    """One transformer layer on rows [n, H]."""
+    """One transformer layer, applied to rows [n, H] of one token each."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class IncrementalLayer:
         products: Mapping[nn.Module, Product],
         tp_group: dist.ProcessGroup | None,
     ) -> None:
-        """Extract the layer's parameters. ``products``: the linears with packed weights."""
+        """Read the layer's parameters. ``products``: packed weights, by their linear layer."""
         attention, mlp = layer.self_attention, layer.mlp
         self._number: int = attention.core_attention.layer_number
         skipped = layer.config.no_rope_freq
@@ -114,9 +115,9 @@ class IncrementalLayer:
         cache: KVCache,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """Map [n, H] to [n, H] and store the rows' keys and values in ``cache``.
+        """Compute the layer for ``hidden`` [n, H], and store keys and values in ``cache``.
 
-        ``selected``: int64 [m], rows to return as [m, H]. Default: all.
+        ``selected``: int64 [m], indices of the rows to return, [m, H]. Default: all rows.
         """
         mixed = self._qkv(self._input_norm(hidden), self._qkv_bias)
         heads = mixed.view(hidden.shape[0], self._groups, -1, self._head_dim)
@@ -135,7 +136,7 @@ class IncrementalLayer:
         return self._add(hidden, self._fc2, inner, self._fc2_bias)
 
     def _add(self, hidden: Tensor, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute ``hidden + x @ weight^T + bias``, with a tensor-parallel sum of the product."""
+        """Compute ``hidden + x @ weight^T + bias``, with products summed over tensor ranks."""
         if self._tp_group is None:
             hidden = product.added_to(hidden, x)
         else:
@@ -147,7 +148,6 @@ class IncrementalLayer:
         return hidden
 
     def _inner(self, normal: Tensor) -> Tensor:
-        """Compute the activations between the two linears of the MLP."""
         if self._swiglu is not None:
             return self._swiglu(normal)
         inner = self._fc1(normal, self._fc1_bias)
@@ -178,7 +178,7 @@ def is_transformer_engine(module: nn.Module) -> bool:
 
 
 def _is_supported(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bool:
-    """Return whether the layer is dense, and of our local spec or Transformer Engine's."""
+    """Return whether the layer is dense, with aligner's or Transformer Engine's modules."""
     if type(layer) is not TransformerLayer or not isinstance(layer.self_attention, SelfAttention):
         return False
     attention, mlp = layer.self_attention, layer.mlp

@@ -1,10 +1,10 @@
-"""Incremental decoding of a megatron-core GPTModel: prefill and decode on a key-value cache.
+"""Token-by-token decoding with a megatron-core GPTModel and a key-value cache.
 
 `incremental_layers` compute the layers if possible, otherwise the model's modules do. Sequence
-parallelism is off, because one token cannot be split, and so are 8-bit products, because
-Transformer Engine requires multiples of 8 rows. Context-parallel ranks each compute full sequences.
+parallelism is off, because one token cannot be split. 8-bit products are off, because Transformer
+Engine requires multiples of 8 rows. Each context-parallel rank computes full sequences.
 
-Pipeline stages send hidden rows forward and tokens to all stages, which track the rollout:
+A pipeline stage sends hidden rows to the next stage. The last stage sends tokens to all stages:
 
     stage 0: embed, layers ──rows [n, H]──► stage 1: layers ── … ──► last stage: layers, sample
        ▲                                       ▲                             │
@@ -41,11 +41,11 @@ from aligner.models.gpt.decode.sampling import SampledTokens
 from aligner.models.gpt.layers.attention import CoreAttention
 
 _NO_TOKEN = -1
-_MAX_KEPT_SHARE = 1 / 32  # of the device's memory. Larger caches are freed before training.
+_MAX_KEPT_SHARE = 1 / 32  # caches above this share of device memory are freed before training
 
 
 class PipelineComm:
-    """Communication between the pipeline stages of ``group``. One stage sends nothing."""
+    """Communication between the pipeline stages in ``group``. A single stage sends nothing."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
@@ -55,13 +55,13 @@ class PipelineComm:
         self.is_last = self._rank == self._last  # this stage samples the tokens
 
     def receive(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Receive hidden rows of ``shape`` from the previous stage."""
+        """Receive hidden states of ``shape`` from the previous stage."""
         rows = torch.empty(shape, dtype=dtype, device=self._device)
         dist.recv(rows, group=self._group, group_src=self._rank - 1)
         return rows
 
     def send_to_next(self, rows: Tensor) -> None:
-        """Send float hidden rows [n, H] to the next stage, if any."""
+        """Send hidden states, float [n, H], to the next stage, if any."""
         if not self.is_last:
             dist.send(rows.contiguous(), group=self._group, group_dst=self._rank + 1)
 
@@ -70,7 +70,8 @@ class PipelineComm:
     ) -> SampledTokens:
         """Call ``sample`` on the last stage. Return its result for ``count`` rows on all stages.
 
-        ``record``: columns of ``kept_ids``. An AlignerError of ``sample`` is raised on every stage.
+        ``record``: number of columns of ``kept_ids``. If ``sample`` raises an `AlignerError`, all
+        stages raise it.
         """
         if self._last == 0:
             return sample()
@@ -103,14 +104,14 @@ _EIGHT_BIT = {"fp8": None, "moe_router_padding_for_quantization": False}
 
 
 class IncrementalModel:
-    """Model that computes next-token logits of the sequences in flight, one slot each."""
+    """Computes next-token logits of sequences, each in a slot of a key-value cache."""
 
     cache_type: ClassVar[type[KVCache]] = KVCache
 
     def __init__(
         self, gpt: GPTModel, architecture: GPTArchitecture, num_slots: int, capacity: int
     ) -> None:
-        """Prepare for at most ``num_slots`` sequences of at most ``capacity`` tokens."""
+        """Allocate a cache for ``num_slots`` sequences of at most ``capacity`` tokens."""
         self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]
         assert self._attention, "generation needs aligner's core attention"
         self._gpt = gpt
@@ -184,13 +185,15 @@ class IncrementalModel:
 
     @property
     def can_be_captured(self) -> bool:
-        """True inside a session if `decode` and `logits` only launch kernels of this process."""
+        """True, in a session, if a CUDA graph can contain `decode` and `logits`."""
+        # They must not communicate.
         is_unsplit = self._shard is not None and self._shard.group is None
         return self._layers is not None and self.stages.is_first and is_unsplit
 
     @property
     def can_be_kept(self) -> bool:
-        """True inside a session if graphs are small and read no merged copies of weights."""
+        """True, in a session, if CUDA graphs and their cache may be kept between rollouts."""
+        # The cache must be small, and graphs must not read temporary copies of weights.
         parts = [part for layer in self._layers or () for part in vars(layer).values()]
         options = [getattr(part, "keywords", getattr(part, "__dict__", {})) for part in parts]
         read = {option["weight"].data_ptr() for option in options if "weight" in option}
@@ -201,11 +204,11 @@ class IncrementalModel:
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """Run prompts, store keys and values, and return each last token's hidden state [n, H].
+        """Run prompts, store their keys and values, and return hidden states after them, [n, H].
 
         ``tokens``: int64 [n, P] on the host, right-padded, P a multiple of `kv_cache.ALIGNMENT`.
-        ``lengths``: [n], tokens of each prompt. ``slots``: [m], the slots to fill. ``sources``:
-        [m], the index of each slot's prompt. The last stage returns the final hidden states.
+        ``lengths``: [n], length of each prompt. ``slots``: [m], slots to fill. ``sources``: [m],
+        index of each slot's prompt. Each pipeline stage returns its own hidden states.
         """
         self.cache.begin_prefill(lengths, slots, sources)
         ends, positions = torch.tensor(lengths), torch.arange(tokens.shape[1])
@@ -221,9 +224,9 @@ class IncrementalModel:
         return self._run_layers(to_device(tokens[inside]), to_device(positions[inside]), last)
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Add token ``tokens[i]`` at index ``positions[i]``, int64 [n] each, to slot i.
+        """Append ``tokens[i]`` at position ``positions[i]``, int64 [n] each, to slot i.
 
-        Returns hidden states after this stage, [n, H]. ``longest``: ``positions.max() + 1``.
+        ``longest``: ``positions.max() + 1``. Returns this stage's hidden states, [n, H].
         """
         self.cache.begin_decode(positions, longest)
         if self._layers is None:
@@ -232,10 +235,9 @@ class IncrementalModel:
         return self._run_layers(tokens, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute next-token logits [n, V] from final hidden states [n, H], without padding.
+        """Compute next-token logits [n, V] from final hidden states [n, H], on the last stage.
 
-        Logits of bfloat16 states are float32 on a GPU and bfloat16 on a CPU. Only the last stage
-        calls this.
+        Logits of bfloat16 states are float32 on a GPU and bfloat16 on a CPU.
         """
         assert self._project is not None
         assert self._shard is not None
@@ -253,7 +255,7 @@ class IncrementalModel:
     def _run_layers(
         self, tokens: Tensor, positions: Tensor, selected: Tensor | None = None
     ) -> Tensor:
-        """Map rows, int64 [n], to hidden states [n, H], or [m, H] for ``selected`` rows [m]."""
+        """Compute hidden states of ``tokens`` [n]: [n, H], or [m, H] of ``selected`` rows [m]."""
         assert self._layers is not None
         hidden = self._input_rows(tokens, positions)
         rotation = None if self._rotation is None else self._rotation.at(positions)
@@ -267,7 +269,7 @@ class IncrementalModel:
         return hidden if selected is None else hidden[selected]
 
     def _forward(self, tokens: Tensor, positions: Tensor, rope: Tensor | None) -> Tensor:
-        """Map int64 [n, s] to hidden states [s, n, H] through the model's modules."""
+        """Compute hidden states [s, n, H] of ``tokens``, int64 [n, s], by the model's modules."""
         decoder = self._gpt.decoder
         stage_input = self._stage_input(tokens, positions)
         decoder.set_input_tensor(stage_input)  # read by stages after the first
@@ -279,7 +281,7 @@ class IncrementalModel:
         return hidden
 
     def _stage_input(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embed int64 [n, s] or receive the previous stage's output, [s, n, H]."""
+        """Embed ``tokens``, int64 [n, s], or receive the previous stage's output, [s, n, H]."""
         if self.stages.is_first:
             return self._gpt.embedding(input_ids=tokens, position_ids=positions)
         rows, length = tokens.shape
@@ -287,7 +289,7 @@ class IncrementalModel:
         return self.stages.receive(length, rows, config.hidden_size, dtype=config.params_dtype)
 
     def _input_rows(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embed int64 [n] or receive the previous stage's output, [n, H]."""
+        """Embed ``tokens``, int64 [n], or receive the previous stage's output, [n, H]."""
         if self._embedded is None:
             return self._stage_input(tokens[:, None], positions[:, None])[0]
         embedding = self._gpt.embedding
@@ -305,7 +307,7 @@ class IncrementalModel:
 
 
 def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return `torch.inference_mode`, or `torch.no_grad` if modules keep tensors of a pass."""
+    """Return `torch.inference_mode`, or `torch.no_grad` if modules reuse tensors in training."""
     # Transformer Engine may be unable to train with inference tensors of earlier passes.
     if any(is_transformer_engine(module) for module in model.modules()):
         return torch.no_grad()
@@ -314,7 +316,7 @@ def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any
 
 @contextlib.contextmanager
 def _decoding_settings(model: nn.Module) -> Iterator[None]:
-    """Turn off sequence parallelism and 8-bit products in the modules and their configs."""
+    """Turn off sequence parallelism and 8-bit products of ``model`` inside the block."""
     modules: list[Any] = list(model.modules())
     configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}.values()
     # Modules copy some settings of their config. Only enabled settings are changed.
@@ -336,7 +338,7 @@ def _decoding_settings(model: nn.Module) -> Iterator[None]:
 
 
 class DecodingModel(Protocol):
-    """Interface of `IncrementalModel`, whose methods describe these."""
+    """Model that a `Rollout` samples from. `IncrementalModel` documents the methods."""
 
     @property
     def cache(self) -> Any:
@@ -371,11 +373,11 @@ class DecodingModel(Protocol):
 
 @dataclass
 class SampledModel:
-    """Model with the weights of a rollout."""
+    """A model to sample from, and the function that prepares it for decoding."""
 
     model: nn.Module  # all of its parameters are on the device of the rollout
-    decoder: Callable[[int, int], DecodingModel]  # for at most so many sequences of so many tokens
-    # Ranks that compute the same tokens. The first rank's result counts.
+    decoder: Callable[[int, int], DecodingModel]  # of the number of slots and their capacity
+    # Ranks that sample the same sequences. All of them get the first rank's results.
     copies: dist.ProcessGroup | None = None
     is_pipelined: bool = False
 
@@ -383,7 +385,7 @@ class SampledModel:
     def of_gpt(
         cls, gpt: GPTModel, architecture: GPTArchitecture, decoder: type[IncrementalModel]
     ) -> "SampledModel":
-        """Return a megatron-core model, or this process's share, to sample from by ``decoder``."""
+        """Prepare sampling from this process's shard of a megatron-core model."""
         groups = gpt.pg_collection
         return cls(
             gpt, partial(decoder, gpt, architecture), groups.cp, dist.get_world_size(groups.pp) > 1
@@ -394,10 +396,11 @@ class SampledModel:
 def synchronized_experts(model: nn.Module) -> Iterator[None]:
     """Allow ranks to run different numbers of forward passes inside the block.
 
-    Ranks run an expert layer of megatron-core together, but finish generation at different times.
-    Each pass is announced, and a rank that has finished runs only the expert layers, with one token
-    of zeros, until all ranks have finished. All ranks of the expert-parallel group enter the block
-    and use the group for nothing else inside. An error inside does not wait for the other ranks.
+    Expert layers of megatron-core need all ranks of the expert-parallel group, but the ranks finish
+    generation at different times. Every forward pass is therefore announced to the group. At the
+    end of the block, a rank runs only the expert layers, on one token of zeros, in each pass that
+    other ranks announce, until all have finished. All ranks of the group must enter the block. An
+    error inside the block does not wait for the other ranks.
     """
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not layers or layers[0].ep_group.size() == 1:

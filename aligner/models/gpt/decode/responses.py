@@ -1,8 +1,8 @@
 """Device part of a rollout: the tokens sampled so far, and the step that samples the next tokens.
 
-A step reads no value from the device, so that the host runs ahead of a GPU and a repeated step is
-one launch of a CUDA graph. A graph has a fixed shape (rows, span) and fixed addresses. Later
-rollouts refill the same `Responses`.
+A step reads no value from the device. The host can therefore run ahead of a GPU, and launch a
+repeated step as a CUDA graph. A graph has a fixed number of rows, a fixed attention span and fixed
+addresses. Later rollouts therefore refill the same `Responses`.
 
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """
@@ -24,19 +24,19 @@ from aligner.models.gpt.decode.sampling import SampledTokens, counter_uniforms, 
 # power of two divided by _SPAN_STEPS.
 _MIN_SPAN_STEP = 128
 _SPAN_STEPS = 2
-_ROW_STEP = 64  # rows are rounded up to a multiple of it, or below it to a power of two
+_ROW_STEP = 64  # rows are rounded up to a multiple of this, fewer rows to a power of two
 
 
 @dataclass
 class Batch:
-    """Samples whose next tokens are sampled together. A step updates all but the first two."""
+    """n samples whose next tokens one step samples. The step updates all but the first two."""
 
-    rows: Tensor  # int64 [n], the samples
-    starts: Tensor  # int64 [n], lengths of their prompts
-    positions: Tensor  # int64 [n], index of their next tokens
-    tokens: Tensor  # int64 [n], their last tokens
-    logprobs: Tensor  # float32 [n], of their last tokens
-    wide: Tensor  # bool [], a nucleus contains more tokens than the candidates (`sample_tokens`)
+    rows: Tensor  # int64 [n], indices of the samples in `Responses`
+    starts: Tensor  # int64 [n], lengths of the prompts
+    positions: Tensor  # int64 [n], indices of the next tokens in the sequences
+    tokens: Tensor  # int64 [n], last tokens
+    logprobs: Tensor  # float32 [n], log-probs of the last tokens
+    wide: Tensor  # bool [], see `sample_tokens`
 
 
 class PromptRows(NamedTuple):
@@ -58,11 +58,11 @@ class RolloutRules:
     pad_id: int
     length: LengthParams
     sampling: SamplingParams
-    record_kept: int = 0  # maximum of recorded ids that a filter keeps, per sampled token
+    record_kept: int = 0  # maximum number of ids, kept by top-k and top-p, to record per token
 
 
 class Responses:
-    """Tokens of B samples and, in the last row, of a dummy sample that fills up batches.
+    """Prompts and sampled tokens of B samples. The last row is a dummy sample that pads batches.
 
     ``tokens``: int64 [B + 1, S]. ``logprobs``: float32 [B + 1, S]. ``lengths``: int64 [B + 1].
     ``kept_ids``: int32 [B + 1, S, K], see `SampledTokens`. K is 0 if ids are not recorded.
@@ -71,7 +71,7 @@ class Responses:
     def __init__(
         self, prompts: PromptRows, rules: RolloutRules, shape: tuple[int, int] = (0, 0)
     ) -> None:
-        """Store the prompts and allocate responses. ``shape``: smallest allowed [B + 1, S]."""
+        """Store the prompts and allocate responses. ``shape``: minimum of [B + 1, S]."""
         # The result tensors, with the prompts.
         length = rules.length
         batch, columns = prompts.tokens.shape
@@ -108,15 +108,16 @@ class Responses:
         self._graph_memory = accelerator.graph_memory()
 
     def refill(self, source: "Responses") -> None:
-        """Copy ``source``. Its shape must be the same, and its rules except for the seed."""
+        """Copy ``source``, which must have the same shape and, except the seed, the same rules."""
         for name, tensor in vars(source).items():
             if isinstance(tensor, Tensor):
                 getattr(self, name).copy_(tensor)
 
     def batch(self, samples: Sequence[int], rows: int | None = None) -> Batch:
-        """Return a batch of samples, padded to ``rows`` rows with the dummy if given.
+        """Return a batch of samples.
 
-        With ``rows``, the memory of the last batch with the same ``rows`` is reused.
+        With ``rows``, the dummy sample pads the batch to this number of rows, and the memory of the
+        last batch with as many rows is reused.
         """
         padding = [self.tokens.shape[0] - 1] * ((rows or 0) - len(samples))
         chosen = self.index([*samples, *padding])
@@ -143,7 +144,8 @@ class Responses:
     ) -> None:
         """Sample and store the next token of each row, from final hidden states [n, H].
 
-        ``banning``: whether some rows are too short to end. ``may_wait``: see `sample_tokens`.
+        ``banning``: whether ``min_length`` forbids some rows to end. ``may_wait``: see
+        `sample_tokens`.
         """
         rows, positions = batch.rows, batch.positions
         num_new = positions - batch.starts
@@ -186,11 +188,11 @@ class Responses:
         may_wait: bool,
         captured: bool,
     ) -> None:
-        """Sample one more token for the batch, whose samples are in the first n slots.
+        """Run the model on the last tokens of ``batch``, and sample the next tokens.
 
-        ``longest``: upper bound of the sequence lengths. ``captured``: use a CUDA graph, for a
-        batch made with ``rows``, from the second step of a shape on, because the first loads
-        kernels. ``batch.rows``: int64 [n].
+        Row i of the batch [n] must be in slot i. ``longest``: upper bound of the sequence lengths.
+        ``captured``: launch the step as a CUDA graph. The first step of each shape runs without a
+        graph, because it loads kernels.
         """
 
         def step() -> None:
@@ -223,19 +225,19 @@ class Responses:
         self.lengths[rows] = positions
 
     def index(self, values: Sequence[int]) -> Tensor:
-        """Copy to int64 [n] on the device, without synchronising."""
+        """Return ``values`` as an int64 tensor [n] on the device, without synchronising."""
         return torch.tensor(values, dtype=torch.int64).to(self.tokens.device, non_blocking=True)
 
 
 def rows_of_graph(sequences: int, slots: int) -> int:
-    """Return the rows of the CUDA graph for a count of sequences, at most ``slots``."""
+    """Round a number of sequences up to the rows of a CUDA graph, at most ``slots``."""
     if sequences > _ROW_STEP:
         return min(slots, -(-sequences // _ROW_STEP) * _ROW_STEP)
     return min(slots, 1 << (sequences - 1).bit_length())
 
 
 def span_of_graph(longest: int, capacity: int) -> int:
-    """Return the attention span of the CUDA graph for a length, at most ``capacity``."""
+    """Round a sequence length up to the attention span of a CUDA graph, at most ``capacity``."""
     step = max(_MIN_SPAN_STEP, (1 << (longest.bit_length() - 1)) // _SPAN_STEPS)
     return min(capacity, -(-longest // step) * step)
 

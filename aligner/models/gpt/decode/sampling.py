@@ -3,10 +3,11 @@
 The uniform number of a token is a hash of (seed, sample id, position), independent of batch, slots
 and ranks. The token is the inverse CDF at that number over the vocabulary in id order.
 
-The log-prob of a token is under the distribution of its draw: temperature, then top-k, then top-p,
-renormalised over the kept tokens, as in training (`aligner.logprobs.top_k_top_p`). The ban of
-end-of-sequence tokens before ``min_length`` does not change the log-prob (as in vLLM), unless it
-changes the filter. A repetition penalty does, so that recorded and recomputed log-probs differ.
+The log-prob of a token is that of the distribution from which it is drawn: temperature, then top-k,
+then top-p, renormalised over the kept tokens, as in training (`aligner.logprobs.top_k_top_p`). A
+ban of end tokens before ``min_length`` changes the log-prob only if it changes which tokens top-k
+and top-p keep (as in vLLM). A repetition penalty changes the log-prob. Log-probs that training
+computes anew do not contain the penalty.
 
 Shape legend: ``b`` rows, ``V`` vocabulary without padding columns.
 """
@@ -23,10 +24,12 @@ from aligner.errors import NonFiniteError
 from aligner.kernels.linear_product import running_sum
 from aligner.logprobs.top_k_top_p import threshold
 
-_BLOCK = 128  # tokens of a block, in which probabilities are summed
+_BLOCK = 128  # tokens in a block. Probabilities are summed within blocks, then over blocks.
 _ONE_LEVEL = 2048  # largest vocabulary that is summed without blocks
 _BELOW_ONE = 1.0 - 2.0**-53  # a float64 times this is, rounded, the next smaller float64
-_NUCLEUS = 1024  # candidates for a nucleus. If they do not suffice, the full row is sorted.
+# Number of most likely tokens in which the top-p nucleus is searched first. If the nucleus contains
+# more tokens, the full row is sorted.
+_NUCLEUS = 1024
 
 
 class SampledTokens(NamedTuple):
@@ -35,8 +38,8 @@ class SampledTokens(NamedTuple):
     tokens: Tensor  # int64 [b]
     logprobs: Tensor  # float32 [b], under the distribution of the draw
     wide: Tensor | None = None  # bool [], see `sample_tokens`. None is False
-    # int32 [b, k], ids kept by top-k and top-p, padded with -1, all -1 for more than k ids. None if
-    # not recorded.
+    # int32 [b, k], ids that top-k and top-p kept, padded with -1, all -1 for more than k ids. None
+    # if not recorded.
     kept_ids: Tensor | None = None
 
 
@@ -52,9 +55,9 @@ def counter_uniforms(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor
 def penalise_repetition(logits: Tensor, history_mask: Tensor, penalty: float) -> Tensor:
     """Apply the repetition penalty of CTRL (Keskar et al. 2019) as Hugging Face does.
 
-    Positive raw ``logits``, float [b, V], are divided by ``penalty``, negative logits multiplied,
-    where bool ``history_mask`` [b, V] is true: the token occurs in the prompt or the response so
-    far.
+    ``logits``: float [b, V], before temperature. ``history_mask``: bool [b, V], true for tokens in
+    the prompt or response. Their positive logits are divided by ``penalty``, negative logits are
+    multiplied by it.
     """
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(history_mask, penalised, logits)
@@ -74,15 +77,15 @@ def sample_tokens(
 ) -> SampledTokens:
     """Draw one token per row.
 
-    ``logits``: float [b, V], without padding columns. Their memory may be reused. ``uniforms``:
-    float64 [b] in [0, 1). ``greedy``: choose the most likely token (the first of equals), with its
-    log-prob under ``sampling``. ``history_mask``: bool [b, V], tokens that occurred, required for a
-    repetition penalty. ``banned``: bool [b], rows in which the end-of-sequence tokens ``end_ids``,
-    int64 [e], cannot be drawn. ``record``: largest number of kept ids to return.
+    ``logits``: float [b, V], without padding columns, may be overwritten. ``uniforms``: float64 [b]
+    in [0, 1). ``greedy``: choose the most likely token (of equals the smallest id), with its
+    log-prob under ``sampling``. ``history_mask``: bool [b, V], true for tokens in the prompt or
+    response, required for a repetition penalty. ``banned``: bool [b], rows in which the end tokens
+    ``end_ids``, int64 [e], are not drawn. ``record``: maximum number of kept ids to return.
 
     With ``may_wait`` the host reads the device and checks the result. Otherwise the caller must
-    later call `check_finite` and, if ``wide`` is true, draw again with ``may_wait``, because the
-    nucleus of some row exceeds the candidates.
+    later call `check_finite`. If ``wide`` is then true, the top-p nucleus of a row exceeds the
+    candidates, and the caller must draw again with ``may_wait``.
 
     Raises NonFiniteError if the logits of a row are NaN, or infinite without a valid distribution.
     """
@@ -119,7 +122,7 @@ def sample_tokens(
 
 
 def _kept_ids(scores: Tensor, limit: int) -> Tensor:
-    """Return the ids of tokens above -inf in float [b, V], int32 [b, limit] (`SampledTokens`)."""
+    """Return the ids of tokens whose ``scores`` [b, V] are above -inf (see `SampledTokens`)."""
     best = scores.topk(min(limit, scores.shape[1]), dim=1)
     too_many = (~scores.isneginf()).sum(1, keepdim=True) > limit
     ids = best.indices.masked_fill(best.values.isneginf() | too_many, -1).int()
@@ -131,13 +134,13 @@ def check_finite(logprobs: Tensor) -> None:
     if not math.isfinite(logprobs.sum().item()):
         bad = (~logprobs.isfinite()).nonzero().flatten().tolist()
         raise NonFiniteError(
-            f"logits of rows {bad} are not finite. The weights are damaged: look for the step at "
-            "which the loss or gradient stopped being finite"
+            f"logits of rows {bad} are not finite, because weights are NaN or infinite. Find the "
+            "training step with the first non-finite loss or gradient, and lower its learning rate"
         )
 
 
 def _ban(scores: Tensor, banned: Tensor, end_ids: Tensor) -> Tensor:
-    """Set ``end_ids`` to -inf in ``banned`` rows. Return their log-sum-exp [b], or -inf."""
+    """Set scores of ``end_ids`` to -inf in ``banned`` rows. Return their log-sum-exp [b]."""
     end_scores = scores[:, end_ids]
     scores[:, end_ids] = end_scores.masked_fill(banned[:, None], -torch.inf)
     mass = end_scores.double()
@@ -148,11 +151,11 @@ def _ban(scores: Tensor, banned: Tensor, end_ids: Tensor) -> Tensor:
 def inverse_cdf(
     probabilities: Tensor, uniforms: Tensor, cumulative: Tensor | None = None
 ) -> Tensor:
-    """Return the token at which the cumulative probability first exceeds the uniform, int64 [b].
+    """Return the first token whose cumulative probability exceeds the uniform number, int64 [b].
 
-    ``probabilities``: float32 [b, V], at least one above 0 per row, with any sum. ``uniforms``:
-    float64 [b] in [0, 1). The search uses two levels, blocks and tokens of a block, so that float64
-    sums have few terms. A token of probability 0 is never returned.
+    ``probabilities``: float32 [b, V], with any positive sum per row. ``uniforms``: float64 [b] in
+    [0, 1). A token of probability 0 is never returned. In a large vocabulary, the block of the
+    token is searched first, then the token in the block, so that sums have few terms.
     """
     if cumulative is None:
         cumulative = _cumulative(probabilities)
@@ -168,7 +171,7 @@ def inverse_cdf(
 
 
 def _cumulative(probabilities: Tensor) -> Tensor:
-    """Return cumulative sums per token or, for a large vocabulary, per block, float64 [b, m]."""
+    """Return cumulative sums over tokens, or over blocks of a large vocabulary, float64 [b, m]."""
     if probabilities.shape[1] <= _ONE_LEVEL:
         return running_sum(probabilities, torch.float64)
     return running_sum(_blocks(probabilities).sum(dim=-1).double())
@@ -183,7 +186,7 @@ def _blocks(probabilities: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Return the first index at which ``cumulative`` [b, n] exceeds ``target`` [b] of 0 or more."""
+    """Return the first index at which ``cumulative`` [b, n] exceeds ``target`` [b] >= 0."""
     # Rounding can put a target at or above the total.
     below_total = cumulative[:, -1] * _BELOW_ONE
     limit = torch.minimum(target, below_total)[:, None]
@@ -194,14 +197,14 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 def _keep_threshold(
     scores: Tensor, top_k: int, top_p: float, may_wait: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the threshold [b] of the filter, and whether a nucleus is wide (`sample_tokens`)."""
+    """Return the score [b] from which on tokens are kept, and ``wide`` (see `sample_tokens`)."""
     columns = scores.shape[1]
     if top_k > 0 or columns <= _NUCLEUS:
         return threshold(scores.clone(), top_k, top_p), None
     likeliest = scores.topk(_NUCLEUS, dim=1).values
     mass = running_sum((likeliest - scores.logsumexp(dim=1, keepdim=True)).exp())
     wide = mass[:, -2] <= top_p
-    # For rows whose nucleus is within the candidates, the candidates suffice.
+    # These limits are right for rows whose nucleus is within the candidates.
     limits = _nucleus_threshold(likeliest, mass, top_p)
     if not may_wait:
         return limits, wide.any()
@@ -211,7 +214,7 @@ def _keep_threshold(
 
 
 def _nucleus_threshold(likeliest: Tensor, mass: Tensor, top_p: float) -> Tensor:
-    """Compute `aligner.logprobs.top_k_top_p.threshold` from descending logits and their mass."""
+    """Compute `threshold` from the largest logits and their cumulative probabilities ``mass``."""
     probability = torch.diff(mass, dim=1, prepend=torch.zeros_like(mass[:, :1]))
     count = ((mass - probability) < top_p).sum(dim=1, keepdim=True)
     smallest = likeliest.gather(1, (count - 1).clamp(0, likeliest.shape[1] - 1))

@@ -1,11 +1,11 @@
-"""Host part of a rollout: assigns samples to slots, tracks their lengths, and ends them.
+"""Host part of a rollout: assigns samples to slots, counts their tokens, and ends them.
 
     pending samples ──fill free slots──► prefill ──► step ──► step ──► …   (device)
                            ▲                            │ copies
                            └── free slots ◄── read the previous step ◄─┘   (host)
 
-`Rollout` reads the tokens of a step while the next step runs. A sequence that ends is therefore in
-one step more, whose token is removed.
+`Rollout` reads the tokens of a step while the next step runs. The next step therefore samples a
+token for a sequence that has ended. This token is removed.
 
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """
@@ -30,23 +30,23 @@ from aligner.models.gpt.decode.responses import (
 )
 from aligner.models.gpt.decode.sampling import check_finite
 
-_PREFILL_TOKENS = 8192  # limit of tokens (with padding) of a prefill pass of two or more prompts
+_PREFILL_TOKENS = 8192  # maximum number of padded tokens in a prefill pass of several prompts
 
 
-# Called with the index of a prompt, its newly sampled token, and the token's log-prob.
+# Function of the index of a sample, its new token, and the token's log-prob.
 TokenListener = Callable[[int, int, float], None]
 
 
 class WideNucleusError(AlignerError):
-    """A nucleus contains more tokens than the candidates of a step without synchronisation."""
+    """A top-p nucleus has more tokens than a step without synchronisation can consider."""
 
 
 class Rollout:
-    """State of B samples from prompt to end, with the results.
+    """Samples responses to B prompts, and contains the results.
 
     ``tokens``: int64 [B, S]. ``logprobs``: float32 [B, S]. ``kept_ids``: int32 [B, S, K].
-    ``lengths``: int64 [B], tokens of prompt and response. ``is_end``: bool [B], the response ended
-    by itself.
+    ``lengths``: int64 [B], length of prompt and response. ``is_end``: bool [B], the response ended
+    by EOS or a stop string.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Rollout:
         """Queue all samples.
 
         ``rows``: token ids of each prompt without padding. ``runs_ahead``: the host reads the
-        result of a step while the next step runs. ``may_wait``: the host may also wait for the
-        device within a step. ``captured``: launch steps as CUDA graphs, if the model supports it.
+        result of a step while the next step runs. ``may_wait``: the host may wait for the device
+        within a step. ``captured``: launch steps as CUDA graphs, if the model supports graphs.
         """
         # Results: views of the responses. The last row, a dummy, belongs to unused slots.
         batch = len(rows)
@@ -87,21 +87,20 @@ class Rollout:
         self.num_reported = [0] * batch  # tokens of each sample reported to the listener
         self._eos = set(rules.eos_ids)
         self._runs_ahead, self._may_wait, self._captured = runs_ahead, may_wait, captured
-        # Steps that the host has not read: samples, their new tokens after the step, and the copies
-        # of tokens [n], log-probs [n] and ``wide`` [].
+        # Steps that the host has not read: samples, numbers of their new tokens after the step, and
+        # copies of tokens [n], log-probs [n] and ``wide`` [].
         self._unread: deque[tuple[list[int], list[int], HostCopy]] = deque()
 
-        # State of the slots. The last hidden states are of prompts with pending samples.
+        # State of the slots. Prompts with pending samples have a last hidden state.
         self._pending = list(range(batch))[::-1]
         self._slots: list[int | None] = []  # sample in each slot, None in a free slot
         self._last_hidden: dict[tuple[int, ...], Tensor] = {}
-        self._batch: Batch | None = None  # of the samples in the slots, until these change
+        self._batch: Batch | None = None  # batch of the samples in the slots, until they change
 
     def run(self, model: DecodingModel, num_slots: int) -> None:
-        """Generate until every sample has ended.
+        """Sample until every response has ended.
 
-        Raises the errors of `sample_tokens`, and WideNucleusError if a nucleus needs
-        synchronisation, but ``may_wait`` is false.
+        Raises the errors of `sample_tokens`, and WideNucleusError (only without ``may_wait``).
         """
         while self._pending or self._slots:
             while self._pending and self._fill_slots(model, num_slots):
@@ -114,10 +113,9 @@ class Rollout:
     # Steps ------------------------------------------------------------------------------------
 
     def _advance(self, model: DecodingModel, num_slots: int) -> None:
-        """Sample one more token for every sequence in flight."""
         samples = [s for s in self._slots if s is not None]
         longest = max(map(self._length_of, samples))
-        # Shapes are rounded also without graphs, so that graphs do not change the tokens.
+        # Shapes are rounded even without graphs, so that results are the same with and without.
         shaped = self._runs_ahead and model.can_be_captured
         if shaped:
             longest = span_of_graph(longest, model.cache.capacity)
@@ -136,7 +134,7 @@ class Rollout:
         self._finish_step(samples, batch)
 
     def _fill_slots(self, model: DecodingModel, num_slots: int) -> bool:
-        """Put pending samples into free slots and sample their first tokens. Return success."""
+        """Put pending samples into free slots, and sample first tokens. False without a slot."""
         # Assign samples to slots.
         free = [slot for slot, sample in enumerate(self._slots) if sample is None]
         free += range(len(self._slots), num_slots)
@@ -163,7 +161,7 @@ class Rollout:
         return True
 
     def _copy_prompts_in_flight(self, model: DecodingModel, assigned: dict[int, int]) -> None:
-        """Copy the keys and values of assigned samples whose prompt is already in a slot."""
+        """Copy keys and values to assigned slots whose prompt is already in another slot."""
         slot_of_prompt = {
             self._prompts[sample]: slot
             for slot, sample in enumerate(self._slots)
@@ -180,7 +178,7 @@ class Rollout:
         self._move(model, pairs, longest)
 
     def _prefill_new_prompts(self, model: DecodingModel, assigned: dict[int, int]) -> None:
-        """Compute each distinct prompt once and store its keys and values in all its slots."""
+        """Run each new prompt once, and store its keys and values in all of its slots."""
         slots_of_prompt: dict[tuple[int, ...], list[int]] = {}
         for slot, sample in assigned.items():
             prompt = self._prompts[sample]
@@ -214,7 +212,7 @@ class Rollout:
         del self._slots[count:]
 
     def _finish_step(self, samples: list[int], batch: Batch) -> None:
-        """Count the tokens of a launched step, and read the previous step."""
+        """Count the tokens of the step just launched, and read the previous step's results."""
         for sample in samples:
             self._num_new[sample] += 1
             if self._num_new[sample] == self._length.max_length:
@@ -260,13 +258,12 @@ class Rollout:
             self._responses.remove_last_tokens(surplus, [self._length_of(s) for s in surplus])
 
     def _free_slot(self, sample: int) -> None:
-        """Free the slot of a sample, if any."""
         if sample in self._slots:
             self._slots[self._slots.index(sample)] = None
             self._batch = None
 
     def _ends(self, sample: int, token: int) -> bool:
-        """Return whether the response ends by itself with its newest token."""
+        """Return whether the new ``token`` ends the response: EOS, or the end of a stop string."""
         if token in self._eos:
             return True  # banned before min_length
         if self._stop is None:
@@ -278,7 +275,6 @@ class Rollout:
         return self._stop.completed(self._prompts[sample], response)
 
     def _move(self, model: DecodingModel, pairs: list[tuple[int, int]], length: int) -> None:
-        """Copy keys and values of the first ``length`` tokens between pairs of slots."""
         if pairs:
             sources, targets = map(self._responses.index, zip(*pairs, strict=True))
             model.cache.copy(sources, targets, length)

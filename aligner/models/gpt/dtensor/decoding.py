@@ -122,7 +122,7 @@ class TransformersDecoder(DecodingModel):
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source``, int64 [k], to slots ``target``.
 
-        ``length``: length of the prompt or of the sequence.
+        ``length``: length of the sequences, or of the prompts.
         """
 
 

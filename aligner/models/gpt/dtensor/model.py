@@ -112,7 +112,7 @@ class DTensorModel(RoleModel, LightningModule):
 
     @property
     def trained_shards(self) -> list[ParameterShard]:
-        """Shards of the parameters that training updates, all without adapters."""
+        """Shards of the parameters that are trained, which are all if there are no adapters."""
         if self.settings.lora is None:
             return self.shards
         return [shard for shard in self.shards if shard.parameter.requires_grad]
@@ -189,10 +189,11 @@ class DTensorModel(RoleModel, LightningModule):
         parts = []
         with torch.set_grad_enabled(not forward_only):
             for microbatch in self.split(batch, mbs or self.settings.micro_batch_size):
-                share, metrics = self.model(microbatch.layout, partial(head, microbatch=microbatch))
+                part = self.model(microbatch.layout, partial(head, microbatch=microbatch))
+                loss_part, metrics = part
                 if not forward_only:
-                    share.backward()
-                parts.append({**metrics, "loss": share.detach()})
+                    loss_part.backward()
+                parts.append({**metrics, "loss": loss_part.detach()})
         if not (self._gradients_are_checked or forward_only):
             lora = self.settings.lora
             if lora is not None:
@@ -294,7 +295,7 @@ class DTensorModel(RoleModel, LightningModule):
 def _runnable(
     settings: RoleSettings, form: ModelForm, architecture: GPTArchitecture
 ) -> RoleSettings:
-    """Return a copy of the settings that packs and shares prefixes only if the model can."""
+    """Return the settings with packing and shared prefixes turned off if ``form`` forbids them."""
     packed = settings.sequence_packing
     if packed is True and form.way == "rows":
         faults = "; ".join(f"{WORDS[way]}: {fault}" for way, fault in form.faults.items())

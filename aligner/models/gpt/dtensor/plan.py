@@ -58,14 +58,14 @@ def check_backend(
     elif plan:
         reason = "adapters (model.peft.peft_scheme=lora) are not split"
     raise LayoutError(
-        f"{key} is not supported by policy.backend=dtensor, because {reason}. Set it to 1 "
+        f"{key}: policy.backend=dtensor does not support this size, because {reason}. Set it to 1 "
         "(data-parallel ranks shard the weights anyway)"
         + (", or use policy.backend=megatron" if architecture.has_table else "")
     )
 
 
 def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[str]:
-    """Return names of full parameters in modules with split columns, whose widths do not fit."""
+    """Return the parameters that ``plan`` leaves whole although it splits their module."""
     if architecture.has_table:
         return []
     model = empty_model(architecture)
@@ -81,7 +81,8 @@ def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[st
 def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, trained: bool) -> None:
     """Raise `ConfigError` if transformers' layers would ignore dropout of hidden states.
 
-    ``dropout``: value of ``model.dropout``. None is the checkpoint's value, checked if ``trained``.
+    ``dropout``: value of ``model.dropout``. With None, the checkpoint's dropout is checked, but
+    only if the role is ``trained``.
     """
     hidden = architecture.with_dropout(dropout).hidden_dropout
     family, has_table = model_config(architecture).model_type, architecture.has_table

@@ -160,7 +160,6 @@ def rows_of(total: int, rank: int, ranks: int) -> range:
 
 
 def _gather(part: Tensor, dim: int, total: int, group: dist.ProcessGroup, ranks: int) -> Tensor:
-    """Concatenate the chunks of all ranks along ``dim``, whose full length is ``total``."""
     if ranks == 1:
         return part
     part = part.movedim(dim, 0)

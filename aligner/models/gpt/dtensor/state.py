@@ -84,31 +84,31 @@ def _owned_slices(optimizer: ShardOptimizer | None) -> dict[str, OwnedSlice]:
 
 def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Assemble the tensors of one shard (see "tensors" in `shard_state`) from all slices."""
-    box, rank = _box(shard.shape, _split(shard), shard.rows), shard.parallel.rank
+    ranges, rank = _index_ranges(shard.shape, _split(shard), shard.rows), shard.parallel.rank
     result: dict[str, Tensor] = {}
-    missing = torch.ones([len(indices) for indices in box], dtype=torch.bool)
+    missing = torch.ones([len(indices) for indices in ranges], dtype=torch.bool)
     for saved_rank in sorted(range(len(states)), key=lambda index: (index != rank, index)):
-        piece = states[saved_rank]["slices"].get(shard.name)
-        if piece is None:
+        saved_slice = states[saved_rank]["slices"].get(shard.name)
+        if saved_slice is None:
             raise CheckpointError(
                 f"the run state does not contain {shard.name} of the model. If "
                 "model.restore_from_path or model.peft was changed, set "
                 "exp_manager.explicit_log_dir to a new directory"
             )
-        check_shape(f"{shard.name} of the run state", piece["shape"], shard.shape)
-        tensors, first = piece["tensors"], piece["first_row"]
+        check_shape(f"{shard.name} of the run state", saved_slice["shape"], shard.shape)
+        tensors, first = saved_slice["tensors"], saved_slice["first_row"]
         rows = range(first, first + tensors[WEIGHT].shape[0])
-        saved_box = _box(shard.shape, piece["split"], rows)
-        if saved_box == box:  # the same layout
+        saved_ranges = _index_ranges(shard.shape, saved_slice["split"], rows)
+        if saved_ranges == ranges:  # the same layout
             return dict(tensors)
         # Copy the overlap with this process's elements.
         overlap = [
             range(max(a.start, b.start), min(a.stop, b.stop))
-            for a, b in zip(box, saved_box, strict=True)
+            for a, b in zip(ranges, saved_ranges, strict=True)
         ]
         if not all(overlap):
             continue
-        target_index, source_index = _within(overlap, box), _within(overlap, saved_box)
+        target_index, source_index = _within(overlap, ranges), _within(overlap, saved_ranges)
         for kind, tensor in tensors.items():
             target = result.setdefault(kind, torch.empty(missing.shape, dtype=tensor.dtype))
             target[target_index] = tensor[source_index]
@@ -124,17 +124,16 @@ def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
     return result or {WEIGHT: torch.empty(missing.shape)}
 
 
-def _box(shape: Shape, split: tuple[int | None, int, int], rows: range) -> list[range]:
-    """Return the index ranges, in the full parameter, of ``rows`` of a part (``split``)."""
+def _index_ranges(shape: Shape, split: tuple[int | None, int, int], rows: range) -> list[range]:
+    """Return the index range in each dimension of the full parameter, for ``rows`` of a part."""
     dim, part_index, parts = split
-    box = [rows, *map(range, shape[1:])]
+    ranges = [rows, *map(range, shape[1:])]
     if dim is not None:
         part = rows_of(shape[dim], part_index, parts)
-        box[dim] = part if dim else range(part.start + rows.start, part.start + rows.stop)
-    return box
+        ranges[dim] = part if dim else range(part.start + rows.start, part.start + rows.stop)
+    return ranges
 
 
 def _within(inner: list[range], outer: list[range]) -> tuple[slice, ...]:
-    """Return the slices that select the ranges ``inner`` from a tensor of the ranges ``outer``."""
     pairs = zip(inner, outer, strict=True)
     return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in pairs)

@@ -91,13 +91,13 @@ def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
         CheckpointError: a token's log-probs depend on later tokens.
     """
     register()
-    rows = [_random_tokens(model, length, seed) for seed, length in enumerate(_LENGTHS)]
-    alone = [_logprobs(model, [row], "rows") for row in rows]
+    sequences = [_random_tokens(model, length, seed) for seed, length in enumerate(_LENGTHS)]
+    expected = [_logprobs(model, [sequence], "rows") for sequence in sequences]
     # Causality: another last token changes nothing before it.
-    changed = rows[0].clone()
+    changed = sequences[0].clone()
     changed[-1] = _random_tokens(model, 1, seed=9)[0]
     before = _logprobs(model, [changed], "rows")[:-1]
-    if (difference := _distance(before, alone[0][:-1])) > _ROUNDING:
+    if (difference := _distance(before, expected[0][:-1])) > _ROUNDING:
         raise CheckpointError(
             f"{type(model).__name__} of transformers lets tokens attend to later tokens (a change "
             f"of the last token changes log-probs before it by {difference:.2g}). This is not a "
@@ -111,7 +111,7 @@ def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
     for way in ways:
         try:
             model.set_attn_implementation(NAME if way == "aligner" else original_attention)
-            fault = _fault(model, way, rows, alone)
+            fault = _fault(model, way, sequences, expected)
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), "")
             fault = f"{type(error).__name__}: {reason}"
@@ -123,7 +123,7 @@ def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
     else:
         way = "rows"
     decoder = choose_decoder(model) if samples else None
-    return ModelForm(way, _proven_form(model, rows[0]), faults, decoder)
+    return ModelForm(way, _logits_form(model, sequences[0]), faults, decoder)
 
 
 def _random_tokens(model: "PreTrainedModel", length: int, seed: int) -> Tensor:
@@ -155,27 +155,27 @@ def _distance(first: Tensor, second: Tensor) -> float:
 
 
 def _fault(
-    model: "PreTrainedModel", way: Way, rows: list[Tensor], alone: list[Tensor]
+    model: "PreTrainedModel", way: Way, sequences: list[Tensor], expected: list[Tensor]
 ) -> str | None:
-    """Describe a fault of ``way``, or return None. ``alone``: `_logprobs` of each single row."""
-    single = _distance(_logprobs(model, rows[:1], way), alone[0])
+    """Describe a fault of ``way``, or return None. ``expected``: log-probs of single sequences."""
+    single = _distance(_logprobs(model, sequences[:1], way), expected[0])
     if single > _ROUNDING:
         return f"log-probs of one sequence differ by {single:.2g} from transformers' attention"
     for order in ((0, 1), (1, 0)):
-        packed = _logprobs(model, [rows[index] for index in order], way)
-        difference = _distance(packed, torch.cat([alone[index] for index in order]))
+        packed = _logprobs(model, [sequences[index] for index in order], way)
+        difference = _distance(packed, torch.cat([expected[index] for index in order]))
         if difference > _ROUNDING:
             return f"log-probs of packed sequences differ by {difference:.2g} from single sequences"
     # Does the other sequence of the row change a sequence? In bfloat16, rounding hides the order of
     # sums, so that the change must be 0. Experts may change it, because the number of tokens for an
     # expert selects its kernel. For them the float32 change decides.
-    changed_rows = [_random_tokens(model, len(rows[0]), seed=7), rows[1]]
+    changed_sequences = [_random_tokens(model, len(sequences[0]), seed=7), sequences[1]]
     narrow = copy.deepcopy(model).to(torch.bfloat16)
     leaks = []
     for copied in (narrow, model):
         pair = (
-            _logprobs(copied, packed_rows, way)[len(rows[0]) :]
-            for packed_rows in (rows, changed_rows)
+            _logprobs(copied, both, way)[len(sequences[0]) :]
+            for both in (sequences, changed_sequences)
         )
         leaks.append(_distance(*pair))
     if leaks[0] > 0 and leaks[1] > _ROUNDING / 100:
@@ -183,7 +183,7 @@ def _fault(
     return None
 
 
-def _proven_form(model: "PreTrainedModel", row: Tensor) -> LogitsForm | None:
+def _logits_form(model: "PreTrainedModel", row: Tensor) -> LogitsForm | None:
     """Return scale and cap that turn the output layer's result into the model's logits, if any."""
     inputs = {"input_ids": row[None], "use_cache": False}
     expected = model(**inputs).logits

@@ -42,7 +42,7 @@ from aligner.types import Denominators, LossFunction, TokenOutputs
 
 @contextlib.contextmanager
 def placed_positions(gpt: GPTModel, layout: TokenLayout) -> Iterator[None]:
-    """Use the layout's positions in rotary embeddings. Without segments these are the default."""
+    """Make rotary embeddings use the positions of a packed layout inside the block."""
     rotary = getattr(gpt, "rotary_pos_emb", None)
     if layout.segments is None or rotary is None:
         yield
@@ -59,10 +59,10 @@ def placed_positions(gpt: GPTModel, layout: TokenLayout) -> Iterator[None]:
 
 
 def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -> Tensor:
-    """Undo sequence parallelism: float ``[n, L, H]`` to rows of `TokenLayout`, ``[n * L, H]``.
+    """Gather sequence-parallel hidden states, float ``[n, L, H]``, to rows ``[n * L, H]``.
 
-    ``vocab_parallel``: the following computation is sharded over the vocabulary, so that backward
-    sums partial gradients of the tensor-parallel ranks.
+    ``vocab_parallel``: whether each tensor-parallel rank uses the rows for its part of the
+    vocabulary. Backward then sums the ranks' gradients.
     """
     if gpt.config.sequence_parallel:
         gathered = gather_from_sequence_parallel_region(
@@ -75,15 +75,15 @@ def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Some rows of a batch, trimmed to the longest of them, with their layout in the model."""
+    """Rows of a batch, trimmed to their longest sequence, and their layout in the model."""
 
-    columns: Mapping[str, Tensor]  # of `aligner.types`, [b] or [b, S, ...]
+    columns: Mapping[str, Tensor]  # see `aligner.types`, [b] or [b, S, ...]
     layout: TokenLayout
     selected: BoolArray  # [b, S] on the host: ``token_mask``, or all false if the column is missing
-    hidden: Tensor | None = None  # [n, L, H] of the last stage, if already computed
+    hidden: Tensor | None = None  # [n, L, H], output of the last stage, if already computed
 
 
-# Sequences per micro-batch, or [first row, last row + 1] of each. A micro-batch may be empty.
+# Number of sequences per micro-batch, or [first row, last row + 1] of each, which may be empty.
 MicroBatches = int | Sequence[Sequence[int]]
 # Function of hidden states on the last stage. In training it returns the loss and a result.
 Head = Callable[[Tensor, Microbatch], Any]
@@ -92,7 +92,7 @@ ForwardStep = Callable[[Iterator[Microbatch], nn.Module], tuple[Tensor, Callable
 
 
 def row_bounds(rows: int, micro_batches: MicroBatches) -> list[tuple[int, int]]:
-    """Return [first row, last row + 1] of each micro-batch. Without rows, return an empty one."""
+    """Return [first row, last row + 1] of each micro-batch, and of an empty one for 0 rows."""
     if isinstance(micro_batches, int):
         starts = range(0, max(1, rows), micro_batches)
         return [(start, min(start + micro_batches, rows)) for start in starts]
@@ -102,10 +102,10 @@ def row_bounds(rows: int, micro_batches: MicroBatches) -> list[tuple[int, int]]:
 def split_microbatches(
     batch: Mapping[str, Tensor], bounds: Sequence[tuple[int, int]], rules: LayoutRules
 ) -> list[Microbatch]:
-    """Split a batch into micro-batches of minimal length.
+    """Split a batch into the micro-batches with row ranges ``bounds``.
 
-    Per-token tensors ``[B, S]`` are trimmed to the micro-batch's longest sequence. The host
-    synchronises with the device once, to read the columns on which the layout depends.
+    Per-token tensors ``[B, S]`` are trimmed to the micro-batch's longest sequence. The host waits
+    for the device once, to read the columns on which the layout depends.
     """
     length = batch["input_ids"].shape[1]
     # One copy to the host for all columns that the layout depends on.
@@ -145,9 +145,9 @@ def split_microbatches(
 def forward_step(
     data_iterator: Iterator[Microbatch], model: nn.Module, *, head: Head
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """Run megatron-core's forward step for any role.
+    """Run the next micro-batch through a pipeline stage, as megatron-core's schedule requires.
 
-    Returns this stage's output, on the last stage hidden states ``[n, L, H]``, and the closure that
+    Returns the stage's output (of the last stage: hidden states ``[n, L, H]``), and a function that
     applies ``head`` to the output.
     """
     microbatch = next(data_iterator)
@@ -176,7 +176,7 @@ def loss_head(
     loss_fn: LossFunction,
     denominators: Denominators,
 ) -> Head:
-    """Return a head that computes ``loss_fn`` of ``outputs``, a function of float ``[n, L, H]``."""
+    """Return a head that computes a loss. ``outputs``: function of hidden states ``[n, L, H]``."""
 
     def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = loss_fn(outputs(hidden, microbatch), microbatch.columns, denominators)
@@ -192,9 +192,9 @@ def run_microbatches(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Run forward and backward, and add gradients, summed over ranks, to the gradient buffers.
+    """Run forward and backward passes. Gradients, summed over ranks, are added to the buffers.
 
-    Returns, on the last pipeline stage, the head's results besides the loss, per micro-batch.
+    Returns the head's result, without the loss, for each micro-batch, on the last pipeline stage.
     """
     rows, length = microbatches[0].layout.input_ids.shape
     with accelerator.cuda_literals():
@@ -217,9 +217,10 @@ def infer_microbatches(
     *,
     with_graph: bool = False,
 ) -> list[Any]:
-    """Run forward without gradients or dropout. Return the head's results on the last stage.
+    """Run forward passes without gradients and dropout.
 
-    ``with_graph``: compute differentiable hidden states, only for models without dropout.
+    Returns the head's result for each micro-batch, on the last pipeline stage. ``with_graph``: keep
+    the autograd graph of the hidden states (only for models without dropout).
     """
     training = model.training
     model.train(with_graph)
@@ -232,7 +233,7 @@ def infer_microbatches(
 
 @contextlib.contextmanager
 def adapter_dropout(gpt: GPTModel, microbatch: Microbatch) -> Iterator[None]:
-    """Provide the tokens of a forward pass to the adapters' dropout."""
+    """Inside the block, derive the masks of the adapters' dropout from the micro-batch's tokens."""
     dropout = cast(TokenDropout | None, getattr(gpt, "adapter_dropout", None))
     if dropout is None or not gpt.training:
         yield

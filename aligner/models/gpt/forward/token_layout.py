@@ -34,11 +34,11 @@ Number = TypeVar("Number", int, IntArray)
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """Rules for the layout of a role's micro-batches in the model."""
+    """Rules by which a role's micro-batches become inputs of the model."""
 
-    packed: bool
-    sequence_multiple: int  # tokens of a packed sequence, over all context-parallel ranks
-    row_multiple: int  # length of the model's rows on one rank
+    packed: bool  # one long row contains all sequences
+    sequence_multiple: int  # divides the padded length of each packed sequence, over all ranks
+    row_multiple: int  # divides the length of the model's rows, on one rank
     cp_rank: int = 0
     cp_size: int = 1
     cp_group: dist.ProcessGroup | None = None  # None: frames are not summed
@@ -69,18 +69,18 @@ class LayoutRules:
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Places of a micro-batch's tokens in the model's rows and in the caller's padded batch.
+    """Positions of a micro-batch's tokens in the model's input and in the padded batch (frame).
 
-    A row index counts the n * L rows of hidden states, a frame index the b * S positions of the
-    frame.
+    A row index selects one of the n * L rows of hidden states. A frame index selects one of the
+    b * S positions of the frame.
     """
 
     frame: tuple[int, int]  # b, S
     input_ids: Tensor  # int64 [n, L]
     positions: Tensor  # int64 [n, L], from 0 in every sequence
-    longest: int  # upper bound of positions, excluded
-    frame_indices: IntArray  # [n * L]: frame index of each row's token (one of them), or PADDING
-    ends: BoolArray  # [b * S]: last token of a sequence
+    longest: int  # all positions are below this number
+    frame_indices: IntArray  # [n * L]: a frame index of each row's token, or PADDING
+    ends: BoolArray  # [b * S]: true at the last token of each sequence
     segments: Segments | None  # None: every row of the model is a sequence
     cp_group: dist.ProcessGroup | None
     shared_tokens: tuple[IntArray, IntArray] | None = None  # rows and their other frame indices
@@ -94,10 +94,10 @@ class TokenLayout:
         return self._to_device(rows), self._to_device(frame_indices)
 
     def predicted_tokens(self, selected: BoolArray | None = None) -> tuple[Tensor, Tensor]:
-        """Return the row index that predicts each token, and the token's frame index.
+        """Return, for each token, the index of the row that predicts it, and its frame index.
 
-        Both are int64 ``[N]``. ``selected``: ``[b, S]``, true for the tokens to return. Default:
-        all tokens except the first of each sequence.
+        Both are int64 ``[N]``. ``selected``: bool ``[b, S]``, true for the tokens to return.
+        Default: all tokens except the first of each sequence.
         """
         rows, frame_indices = self._all_tokens()
         has_next = ~self.ends[frame_indices]
@@ -137,10 +137,10 @@ def build_layout(
     tree: PrefixTree | None = None,
     sequences: Sequences | None = None,
 ) -> TokenLayout:
-    """Lay out a micro-batch.
+    """Arrange a micro-batch's tokens as input of the model.
 
     ``input_ids``: int64 ``[b, S]``, right-padded. ``lengths``: int64 ``[b]``, at most ``S``.
-    ``tree``: runs of tokens that are computed once each. Default: sequences share nothing.
+    ``tree``: shared prefixes of the sequences, computed once. Default: no shared prefixes.
     ``sequences``: offset and length of each sequence. Default: every row is one sequence.
     """
     rows, width = input_ids.shape
@@ -217,10 +217,10 @@ def _packed(
 def _shared_tokens(
     runs: PrefixTree, local: IntArray, inside: BoolArray, position: IntArray, starts: IntArray
 ) -> tuple[IntArray, IntArray] | None:
-    """Return rows and frame indices of the sequences that contain a run but are not its example.
+    """Return row and frame index of every shared token, except in the first sequence of a run.
 
-    ``local``: rows of each run. ``inside``: whether each row contains a token. ``position``: of
-    each row in its sequences. ``starts``: frame index of each sequence's first token.
+    ``local``: number of rows of each run. ``inside``: whether a row contains a token. ``position``:
+    position of each row in its sequences. ``starts``: frame index of each sequence's first token.
     """
     not_example = runs.owners != runs.examples[runs.owned]
     if not not_example.any():
@@ -234,7 +234,6 @@ def _shared_tokens(
 
 
 def _unshared(lengths: IntArray) -> PrefixTree:
-    """Return the tree in which every sequence is a separate run."""
     sequences = np.arange(len(lengths))
     return PrefixTree(
         starts=np.zeros_like(lengths),
@@ -258,10 +257,10 @@ def _ends(sequences: Sequences, size: int) -> BoolArray:
 
 
 def framed_outputs(outputs: Tensor, layout: TokenLayout, *, right_shift: bool) -> TokenOutputs:
-    """Map `ValueHead` outputs float ``[n * L, K]`` to the frame: ``[B, S]``, or ``[B, S, K]``.
+    """Scatter outputs of `ValueHead`, float ``[n * L, K]``, to the frame ``[B, S]`` (``, K]``).
 
-    With ``right_shift`` the output at token j is the value of j + 1, of the state *before* that
-    token. Otherwise the value of a state would be computed after its action is known.
+    ``right_shift``: write the output at token j to column j + 1. A critic's value in this column is
+    that of the state before token j + 1, and must not depend on this token.
     """
     rows, tokens = layout.predicted_tokens() if right_shift else layout.all_tokens()
     outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs

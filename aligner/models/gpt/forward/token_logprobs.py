@@ -1,7 +1,7 @@
-"""Log-probs computed from hidden states, in the frame of `aligner.types`.
+"""Log-probs of tokens, computed from hidden states, in the padded shape of the batch.
 
 Only selected positions are projected to the vocabulary. For one token per position, logits are
-never materialised. For K candidates, logits of some rows exist at a time.
+never materialised. For K candidates, the logits of a part of the rows are in memory at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,9 +34,10 @@ class LogitsForm(NamedTuple):
 class Projection(NamedTuple):
     """Hidden states and the output layer that computes logits.
 
-    ``rows``: float ``[n * L, H]``. Under tensor parallelism their gradient is this rank's summand.
-    ``weight``: ``[V / tp, H]``. ``vocab_size``: size of the vocabulary without padding.
-    ``temperature``: divisor of the logits. ``cap``: bound of the divided logits.
+    ``rows``: hidden states, float ``[n * L, H]``. Under tensor parallelism, each rank computes a
+    summand of their gradient. ``weight``: output layer, ``[V / tp, H]``. ``vocab_size``: size of
+    the vocabulary without padding. ``temperature``: divisor of the logits. ``cap``: soft cap of the
+    divided logits.
     """
 
     rows: Tensor
@@ -52,7 +53,7 @@ class Projection(NamedTuple):
         return VocabShard.of(self.weight, self.vocab_size, self.tp_group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits ``[N, V / tp]`` of float ``[N, H]``, float32 or wider."""
+        """Compute logits ``[N, V / tp]``, float32 or wider, from hidden states ``[N, H]``."""
         return _logits(hidden, self.weight, self.temperature, self.cap)
 
 
@@ -73,39 +74,39 @@ def token_logprobs(
 ) -> TokenOutputs:
     """Compute log-probs (and entropies) of the selected tokens, float32 ``[B, S]``, 0 elsewhere.
 
-    The hidden state at t - 1 predicts token t. ``input_ids``: int64 ``[B, S]``. ``selected``: ``[B,
-    S]`` on the host, true to compute token t, except position 0, which no hidden state predicts.
-    ``sampling``: parameters of the distribution. ``kept_ids``: int ``[B, S, K]``, see
+    ``input_ids``: int64 ``[B, S]``. ``selected``: bool ``[B, S]`` on the host, true for tokens to
+    compute. Position 0 is ignored, because the hidden state at t - 1 predicts token t.
+    ``sampling``: temperature, top-k and top-p. ``kept_ids``: int ``[B, S, K]``, see
     `hidden_states_to_logprobs`.
     """
     # Only rows that predict a selected token reach the output layer.
-    rows, tokens = layout.predicted_tokens(selected)
+    row_indices, frame_indices = layout.predicted_tokens(selected)
     logprobs, entropy = hidden_states_to_logprobs(
-        layout.take(projection.rows, rows),
+        layout.take(projection.rows, row_indices),
         projection.weight,
-        input_ids.flatten()[tokens],
+        input_ids.flatten()[frame_indices],
         projection.shard,
         sampling,
         cap=projection.cap,
         with_entropy=with_entropy,
-        kept_ids=None if kept_ids is None else kept_ids.flatten(0, 1)[tokens],
+        kept_ids=None if kept_ids is None else kept_ids.flatten(0, 1)[frame_indices],
     )
     return TokenOutputs(
-        layout.to_frame(logprobs, tokens),
-        None if entropy is None else layout.to_frame(entropy, tokens),
+        layout.to_frame(logprobs, frame_indices),
+        None if entropy is None else layout.to_frame(entropy, frame_indices),
     )
 
 
 def token_logits(projection: Projection, layout: TokenLayout) -> Tensor:
     """Compute all next-token logits on every rank, float32 ``[B, S, V]``, 0 in padding."""
-    rows, tokens = layout.all_tokens()
-    logits = projection.logits(layout.take(projection.rows, rows))
+    row_indices, frame_indices = layout.all_tokens()
+    logits = projection.logits(layout.take(projection.rows, row_indices))
     if projection.tp_group is not None:
         logits = gather_from_tensor_model_parallel_region(logits, group=projection.tp_group)
-    return layout.to_frame(logits[:, : projection.vocab_size], tokens)
+    return layout.to_frame(logits[:, : projection.vocab_size], frame_indices)
 
 
-_LOGIT_BYTES = 256 * 2**20  # memory limit of the logits that exist at a time
+_LOGIT_BYTES = 256 * 2**20  # maximum size of the logits that are in memory at a time
 
 
 def candidate_logprobs(
@@ -118,22 +119,22 @@ def candidate_logprobs(
 ) -> TokenOutputs:
     """Compute log-probs of K candidate tokens at each selected position, 0 elsewhere.
 
-    Log-probs are normalised over the full vocabulary. ``candidates``: int64 ``[B, S, K]``, ids for
-    token t at position t. Returns float32 ``[B, S, K]`` and the entropy ``[B, S]`` or None. Other
-    arguments: see `token_logprobs`.
+    Log-probs are normalised over the full vocabulary. ``candidates``: int64 ``[B, S, K]``, at
+    position t the candidates for token t. Returns log-probs, float32 ``[B, S, K]``, and entropies,
+    float32 ``[B, S]``, or None. For the other arguments see `token_logprobs`.
     """
     # The closure must not capture the projection: the backward pass would keep its rows in memory.
     shard, temperature, cap = projection.shard, projection.temperature, projection.cap
-    rows, tokens = layout.predicted_tokens(selected)
-    ids = candidates.flatten(0, 1)[tokens]
+    row_indices, frame_indices = layout.predicted_tokens(selected)
+    ids = candidates.flatten(0, 1)[frame_indices]
 
     def outputs(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         logits = _logits(hidden, weight, temperature, cap)[None]
         logprobs = logprobs_of(logits, ids[None], shard)[0]
         return (logprobs, -mean_logprob(logits, shard)[0]) if with_entropy else (logprobs,)
 
-    chosen, weight = layout.take(projection.rows, rows), projection.weight
-    parts = list(_slices(len(rows), weight))
+    chosen, weight = layout.take(projection.rows, row_indices), projection.weight
+    parts = list(_slices(len(row_indices), weight))
     computed: Callable[..., tuple[Tensor, ...]] = outputs
     if len(parts) > 1 and torch.is_grad_enabled():
         # Recompute logits in the backward pass, so that at most one part's logits exist.
@@ -141,8 +142,8 @@ def candidate_logprobs(
     results = [computed(chosen[part], weight, ids[part]) for part in parts]
     logprobs, *entropy = (torch.cat(pieces) for pieces in zip(*results, strict=True))
     return TokenOutputs(
-        layout.to_frame(logprobs, tokens),
-        layout.to_frame(entropy[0], tokens) if with_entropy else None,
+        layout.to_frame(logprobs, frame_indices),
+        layout.to_frame(entropy[0], frame_indices) if with_entropy else None,
     )
 
 
@@ -156,8 +157,8 @@ def best_candidates(
     """
     # Part by part, so that the logits of all rows never exist at once.
     shard = projection.shard
-    rows, tokens = layout.predicted_tokens(selected)
-    chosen = layout.take(projection.rows, rows)
+    row_indices, frame_indices = layout.predicted_tokens(selected)
+    chosen = layout.take(projection.rows, row_indices)
     results = [
         distributed_vocab_topk(
             projection.logits(chosen[part])[None],
@@ -166,16 +167,17 @@ def best_candidates(
             vocab_start_index=shard.start,
             vocab_end_index=shard.start + shard.columns,
         )
-        for part in _slices(len(rows), projection.weight)
+        for part in _slices(len(row_indices), projection.weight)
     ]
     logits, ids = (
         torch.cat([piece[0] for piece in pieces]) for pieces in zip(*results, strict=True)
     )
-    return layout.to_frame(logits, tokens), layout.to_frame(ids, tokens)
+    return layout.to_frame(logits, frame_indices), layout.to_frame(ids, frame_indices)
 
 
 def _slices(rows: int, weight: Tensor) -> Iterator[slice]:
-    """Yield slices of rows within the memory limit, at least one, so that collectives match."""
+    """Yield slices of rows whose logits fit the memory limit."""
+    # At least one slice, because every rank must call the same collectives.
     size = max(1, _LOGIT_BYTES // (weight.shape[0] * torch.float32.itemsize))
     for start in range(0, max(1, rows), size):
         yield slice(start, min(start + size, rows))

@@ -1,7 +1,7 @@
-"""Core attention on `scaled_dot_product_attention`, in place of megatron-core's unfused one.
+"""`CoreAttention`: attention of megatron-core's layers by PyTorch's fused kernels.
 
 Generation attaches a key-value cache to the module. In packed and context-parallel passes,
-`Segments` describe which rows attend to each other.
+`Segments` describe which tokens attend to each other.
 """
 
 import math
@@ -23,17 +23,17 @@ from aligner.models.gpt.layers.dot_product import attend, attend_rows, by_sequen
 from aligner.models.gpt.layers.segments import Bucket, Segments, take_rows
 from aligner.models.gpt.layers.varlen import attend_varlen, can_attend_varlen
 
-# Stores key and value of the layer of a number, and attends to all stored keys. Maps the number and
-# query, key and value as `CoreAttention.forward` has them to float ``[S, B, heads * D]``.
+# Function that stores keys and values of a layer and computes attention over all stored keys, float
+# ``[S, B, heads * D]``. Arguments: layer number; query, key and value of `CoreAttention.forward`.
 CachedAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
 class SegmentParams(PackedSeqParams):
-    """Carrier of `Segments` through megatron-core's layers to `CoreAttention`.
+    """Argument by which megatron-core's layers pass `Segments` to `CoreAttention`.
 
-    Activation recomputation calls the attention again in the backward pass, so the segments are an
-    argument. ``qkv_format`` is not ``thd``: the layers treat the rows as one sequence.
+    The segments are an argument, because recomputation calls the attention again in the backward
+    pass. ``qkv_format`` is ``sbhd``, so that the layers treat the packed row as one sequence.
     """
 
     qkv_format: str = "sbhd"
@@ -41,9 +41,9 @@ class SegmentParams(PackedSeqParams):
 
 
 class CoreAttention(MegatronModule):
-    """Causal (optionally sliding-window) grouped-query attention.
+    """Causal grouped-query attention, optionally with a sliding window.
 
-    Sequences are right-padded, so valid positions never attend to padding and no mask is passed.
+    Sequences are right-padded. Valid positions therefore never attend to padding, without a mask.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CoreAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, self.layer_number
         ):
             self.window = config.window_size[0] + 1
-        self.cached: CachedAttention | None = None  # of generation
+        self.cached: CachedAttention | None = None  # set during generation
 
     def forward(
         self,
@@ -124,7 +124,7 @@ def attend_segments(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute attention within packed sequences, float ``[R, heads, D]``, 0 outside sequences."""
+    """Compute attention within each packed sequence, float ``[R, heads, D]``, 0 in padding."""
     # Without sequences the gradients are zeros, not None: other ranks may wait for them.
     if not segments.buckets:
         return query * 0.0 + (key.sum() + value.sum()) * 0.0
@@ -148,10 +148,10 @@ BucketAttention = Callable[[Bucket, Tensor, Tensor, Tensor, Tensor | None], Tens
 def attend_buckets(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, attend_bucket: BucketAttention
 ) -> Tensor:
-    """Compute attention within packed sequences, float ``[R, heads, D]``, bucket by bucket.
+    """Compute attention within each packed sequence, float ``[R, heads, D]``, bucket by bucket.
 
-    ``attend_bucket`` maps a bucket, its queries [n, heads, S, D], keys, values and ``key_rows`` to
-    the bucket's attention, with the shapes of `attend`.
+    ``attend_bucket``: function of a bucket, its queries [n, heads, S, D], keys, values and
+    ``key_rows``, which returns the bucket's attention. For the shapes see `attend`.
     """
     slots = [bucket.sequences * bucket.queries for bucket in segments.buckets]
     parts = []
@@ -167,7 +167,7 @@ def attend_buckets(
     def rows_of(*parts: Tensor) -> Tensor:
         return segments.queries.to_rows(torch.cat(parts))
 
-    # The next linear saves the parts, which attention saves anyway, and not the rows.
+    # For backward, the next linear layer saves the parts, which attention saves anyway.
     return Origin(rows_of, tuple(part.detach() for part in parts)).note(rows_of(*parts))
 
 
@@ -180,7 +180,7 @@ def _keys_of_buckets(
     if not isinstance(segments.keys, Tensor):
         to_slots = segments.keys.to_slots
     elif key.device.type == "cpu":
-        # The copies of a prefix are made again in the backward pass, so that none is saved.
+        # Copies of a shared prefix are not saved. The backward pass makes them again.
         key, value = compact(key), compact(value)
         return [key] * len(slots), [value] * len(slots), segments.keys.split(slots)
     else:
@@ -196,5 +196,4 @@ def _keys_of_buckets(
 
 
 def _join_heads(out: Tensor) -> Tensor:
-    """Reshape ``[B, heads, S, D]`` to ``[S, B, heads * D]``."""
     return out.permute(2, 0, 1, 3).flatten(2)

@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` with grouped queries, windows and repeated key rows."""
+"""`scaled_dot_product_attention` with grouped queries, sliding windows and shared key rows."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ def attend_rows(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute causal attention, float ``[B, heads, S, D]``.
+    """Compute causal attention, float ``[B, heads, S, D]``. For the arguments see `attend`.
 
     ``window``: number of positions that a query attends to, including its own. None: all.
     """
@@ -43,9 +43,10 @@ def attend(
 ) -> Tensor:
     """Compute attention, float ``[B, heads, S, D]``, the shape of ``query``.
 
-    ``key``, ``value``: float ``[B, kv_heads, S, D]``, or with ``key_rows`` distinct tokens
-    ``[R, kv_heads, D]``. ``mask``: bool, true if the query attends to the key. None means causal
-    attention. ``scale``: factor of the scores. ``key_rows``: int64 ``[B * S]``, row of each key.
+    ``key``, ``value``: float ``[B, kv_heads, S, D]``. With ``key_rows``, they contain each distinct
+    token once, ``[R, kv_heads, D]``, and ``key_rows``, int64 ``[B * S]``, is the row of each key.
+    ``mask``: bool, true if the query attends to the key. None means causal attention. ``scale``:
+    factor of the scores.
     """
     if query.device.type == "cpu" and dropout == 0.0 and torch.is_grad_enabled():
         return _CPUFlashAttention.apply(query, key, value, key_rows, mask, scale)
@@ -71,7 +72,7 @@ def attend(
 
 
 class _CPUFlashAttention(torch.autograd.Function):
-    """`scaled_dot_product_attention` on CPU that saves grouped keys and repeated rows once."""
+    """Attention on a CPU that saves each key and value once for backward, not once per query."""
 
     @staticmethod
     def forward(
@@ -128,14 +129,14 @@ class _CPUFlashAttention(torch.autograd.Function):
 
 
 def _for_heads(keys: Tensor, key_rows: Tensor | None, query: Tensor) -> Tensor:
-    """Return keys or values of every query head, ``[B, heads, S, D]``. Arguments as in `attend`."""
+    """Repeat keys or values for every query head, ``[B, heads, S, D]``. See `attend`."""
     if key_rows is not None:
         keys = by_sequence(keys.index_select(0, key_rows), query.shape[0])
     return keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` [...], copied if it is a view of more memory than its own elements."""
+    """Return ``tensor`` [...], or a copy if the tensor is a view of a larger storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

@@ -1,7 +1,7 @@
-"""Chains of elementwise operations in few passes over memory on a CPU: SwiGLU and RMSNorm.
+"""SwiGLU and RMSNorm with few passes over memory on a CPU.
 
-Their gradients are handwritten, because autograd reads and writes a tensor for every step of the
-chain rule. `aligner.models.gpt.layers.fusions` selects the fused kernels of GPUs.
+Their gradients are handwritten, because autograd would read and write a tensor for every operation.
+For GPUs, `aligner.models.gpt.layers.fusions` selects fused kernels.
 """
 
 import functools
@@ -72,14 +72,14 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _inverse_rms(rows: Tensor, eps: float) -> Tensor:
-    """Return ``1 / rms`` of rows ``[n, H]``, as ``[n, 1]``, in few operations for decoding."""
+    """Compute the inverse root mean square of each row of ``[n, H]``, ``[n, 1]``."""
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     epsilon = _constant(eps, rows.dtype, rows.device)
     return torch.addcmul(epsilon, length, length, value=1.0 / rows.shape[-1]).rsqrt_()
 
 
 class _RMSNorm(torch.autograd.Function):
-    """``x · w / rms(x)``, with ``n = x / rms(x)``: ``dx = (w·g - n·mean(w·g·n)) / rms(x)``."""
+    """``x · w / rms(x)``. With ``n = x / rms(x)``: ``dx = (w·g - n·mean(w·g·n)) / rms(x)``."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -112,10 +112,10 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class Norm(nn.Module):
-    """LayerNorm, LayerNorm1P (weight stored minus one) or RMSNorm, selected by the config.
+    """LayerNorm, LayerNorm1P (stores the weight minus 1) or RMSNorm, as the config says.
 
-    The mark ``sequence_parallel`` makes megatron-core sum the parameters' gradients over
-    tensor-parallel ranks.
+    The parameters have an attribute ``sequence_parallel``. If it is true, megatron-core sums their
+    gradients over tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -136,7 +136,7 @@ class Norm(nn.Module):
         """Normalise the last dimension of ``hidden`` [..., H]. Shape and dtype do not change."""
         weight = self.weight + 1 if self.zero_centered else self.weight
         if self.is_rms and self.zero_centered and hidden.dtype != torch.float32:
-            # 1 + weight has more digits than the weight.
+            # In float32, because 1 + weight needs more digits than the weight.
             single = F.rms_norm(hidden.float(), weight.shape, self.weight.float() + 1, self.eps)
             return single.to(hidden.dtype)
         if self.is_rms:
@@ -149,5 +149,5 @@ class Norm(nn.Module):
 
 
 def rms_norm_rows(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `rms_norm` of float32 ``[n, H]`` without gradients, with equal bits."""
+    """Compute `rms_norm` of float32 ``[n, H]``, bit for bit, without gradients."""
     return (rows * _inverse_rms(rows, eps)).mul_(weight)

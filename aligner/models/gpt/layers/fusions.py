@@ -1,7 +1,7 @@
-"""Configuration of the layers, and the chains of operations that a GPU computes in one kernel.
+"""Configuration of the layers, and choice of the operations that a GPU fuses into one kernel.
 
-megatron-core's `jit_fuser` compiles a chain, which computes bf16 in float32 and rounds once. The
-last bit then differs from the chain.
+megatron-core's `jit_fuser` compiles a chain of operations. The kernel computes bf16 in float32 and
+rounds once, so that the last bit can differ from the unfused chain.
 """
 
 import functools
@@ -28,7 +28,7 @@ from aligner.device import accelerator
 
 @functools.cache
 def missing_for_kernels() -> str | None:
-    """Name a missing requirement of `torch.compile` for GPU kernels, or return None."""
+    """Return which requirement of `torch.compile` for GPUs is missing, None if all are met."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
@@ -41,7 +41,7 @@ def missing_for_kernels() -> str | None:
 
 @dataclass
 class GPTConfig(TransformerConfig):
-    """megatron-core's configuration with additional settings."""
+    """megatron-core's configuration of a transformer, with additional settings."""
 
     rotates_in_one_kernel: bool = False
     # Factor of rotated queries and keys, as megatron-core's attention reads it.
@@ -58,6 +58,10 @@ class GPTConfig(TransformerConfig):
     is_scored: bool = False
     window_rotary_base: float | None = None
     moe_router_normalizes: bool = True
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    value_channels: int | None = None
+    rotated_channels: int = 0
     rotary_scale: float = 1.0  # by which all rotary angles are divided
 
     @property
@@ -73,7 +77,7 @@ class GPTConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class Fusions:
-    """Chains of operations that are fused."""
+    """Which chains of operations are fused into one GPU kernel."""
 
     swiglu: bool = False
     rotary: bool = False
@@ -82,10 +86,10 @@ class Fusions:
 
     @classmethod
     def of(cls, architecture: GPTArchitecture, enabled: bool) -> "Fusions":
-        """Select the chains that can be fused on this machine for this architecture.
+        """Select the chains that this machine can fuse for this architecture.
 
-        Fusions that change the function are excluded, such as megatron-core's fused GELU (tanh
-        approximation) and fused dropout (other random numbers than full recomputation).
+        Fusions with other results are excluded, such as megatron-core's fused GELU (a tanh
+        approximation) and fused dropout (full recomputation would draw other random numbers).
         """
         if not (enabled and accelerator.has_gpu()):
             return cls()
@@ -104,10 +108,10 @@ class Fusions:
 
 @jit_fuser
 def rotate(heads: Tensor, angles: Tensor, sign: float) -> Tensor:
-    """Rotate float ``heads`` ``[S, B, N, D]`` by ``angles`` times ``sign``.
+    """Apply rotary embedding to ``heads``, float ``[S, B, N, D]``, by ``angles`` times ``sign``.
 
-    ``angles``: float ``[S, 1 or B, 1, D_rot]``. Column i is paired with ``i + D_rot / 2``. Columns
-    from ``D_rot`` on are unchanged.
+    ``angles``: float ``[S, 1 or B, 1, D_rot]``. Columns i and ``i + D_rot / 2`` are a pair. Columns
+    from ``D_rot`` on do not change.
     """
     width = angles.shape[-1]
     cos, sin = angles.cos(), angles.sin() * sign
@@ -143,7 +147,7 @@ def _apply_rotary(
     mscale: float = 1.0,
     **arguments: Any,
 ) -> Tensor:
-    """Replace megatron-core's function of this name, with a fused kernel if enabled."""
+    """Apply rotary embedding by a fused kernel if enabled, or by megatron-core's function."""
     fused = getattr(config, "rotates_in_one_kernel", False)
     if fused and cu_seqlens is None and mscale == 1.0 and not config.rotary_interleaved:
         return _Rotation.apply(t, freqs)

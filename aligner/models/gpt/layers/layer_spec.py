@@ -5,6 +5,7 @@ core attention, unless ``model.layer_spec`` selects another. The local spec has 
 linears, `Norm` and `CoreAttention`.
 """
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -52,19 +53,19 @@ _COLUMN_MULTIPLE = 8  # bf16 columns, so that matrix rows are aligned to 16 byte
 
 
 class FinalNorm(Norm):
-    """`Norm` before the output layer, divided as the logits are to be (Granite)."""
+    """`Norm` before the output layer, whose result is divided by ``logits_divisor`` (Granite)."""
 
     def __init__(self, config: GPTConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config, hidden_size, eps)
         self.divisor = config.logits_divisor
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension of ``hidden`` [..., H], and divide."""
+        """Normalise the last dimension of ``hidden`` [..., H], and divide by ``logits_divisor``."""
         return super().forward(hidden) / self.divisor
 
 
 class AllHeadsNorm(nn.Module):
-    """RMSNorm over the heads of all tensor-parallel ranks together (OLMo 2)."""
+    """RMSNorm whose mean is over all heads of all tensor-parallel ranks (OLMo 2)."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int
@@ -88,7 +89,7 @@ class AllHeadsNorm(nn.Module):
 
 
 class BranchAdd(nn.Module):
-    """Addition of a branch to the residual, normalised and multiplied first."""
+    """Addition of a branch (attention or MLP) to the residual, with a norm and a multiplier."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class BranchAdd(nn.Module):
         self.multiplier = config.residual_multiplier
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return the function of (branch and its bias, residual, dropout) that adds."""
+        """Return the function that adds. Arguments: (branch, its bias), residual, dropout."""
 
         def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             out, bias = branch
@@ -108,7 +109,7 @@ class BranchAdd(nn.Module):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Product of rows ``[n, in]``, sorted by expert, and expert weights ``[out, in]``."""
+    """Product of rows ``[n, in]``, sorted by expert, and each expert's weight ``[out, in]``."""
 
     @staticmethod
     def forward(
@@ -137,9 +138,9 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class GroupedExperts(SequentialMLP):
-    """`SequentialMLP` that computes all experts in two grouped products.
+    """`SequentialMLP` that computes all experts by two grouped matrix products.
 
-    The weights remain separate parameters, as in checkpoints, and are stacked for each product.
+    Each expert has separate parameters, as in checkpoints. They are stacked for each product.
     """
 
     def forward(
@@ -148,10 +149,9 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Apply the experts to float ``[n, H]``, rows sorted by expert, without a bias.
+        """Apply the experts to rows, float ``[n, H]``, sorted by expert. Returns no bias.
 
-        ``tokens_per_expert``: ``[E]``. ``permuted_probs``: float ``[n]``, router weight of each
-        row.
+        ``tokens_per_expert``: ``[E]``. ``permuted_probs``: float ``[n]``, router weight of a row.
         """
         experts, first = self.local_experts, self.local_experts[0]
         # A linear layer that communicates computes more than its product.
@@ -178,8 +178,17 @@ class GroupedExperts(SequentialMLP):
         return MLP.forward(mlp, permuted_local_hidden_states, permuted_probs)
 
 
+class BiasedRowLinear(RowLinear):
+    """`RowLinear` of an expert, to whose output megatron-core adds the bias in place."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Multiply float ``[n, in]`` to ``[n, out]``. Returns a copy, and the bias."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def can_group(config: TransformerConfig) -> bool:
-    """Return whether the grouped kernel supports these experts: bf16 on a GPU, without biases."""
+    """Return whether grouped products support the experts: bf16 on a GPU, without biases."""
     widths = (config.hidden_size, config.moe_ffn_hidden_size or 0)
     return (
         accelerator.has_gpu()
@@ -200,7 +209,8 @@ def has_transformer_engine() -> bool:
 def uses_transformer_engine(spec: LayerSpec, lora: LoraConfig | None, config: GPTConfig) -> bool:
     """Return whether layers use Transformer Engine.
 
-    It lacks adapters, norms over all heads or after a branch, a second rotary base and soft caps.
+    It lacks adapters, norms over all heads or after a branch, a second rotary base, soft caps and
+    sinks, and our latent attention.
     """
     if spec == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
@@ -209,13 +219,15 @@ def uses_transformer_engine(spec: LayerSpec, lora: LoraConfig | None, config: GP
             + ("" if accelerator.has_gpu() else ", no GPU")
             + ". Install transformer_engine[pytorch], or set model.layer_spec=auto"
         )
-    plain = config.adds_plainly and not config.qk_norm_over_heads
-    plain = plain and config.window_rotary_base is None and not config.is_scored
+    plain = config.adds_plainly and not config.qk_norm_over_heads and not config.is_scored
+    plain = plain and config.window_rotary_base is None and config.kv_lora_rank is None
     return spec != "local" and has_transformer_engine() and lora is None and plain
 
 
 def moe_spec(config: TransformerConfig, linears: MLPSubmodules, grouped: bool) -> ModuleSpec:
-    """Return the spec of experts, with grouped products if ``grouped`` and a kernel allow it."""
+    """Return the spec of experts. ``grouped``: use `GroupedExperts` where it is supported."""
+    if config.add_bias_linear:
+        linears = dataclasses.replace(linears, linear_fc2=BiasedRowLinear)
     kind = GroupedExperts if grouped and can_group(config) else SequentialMLP
     experts = ModuleSpec(module=kind, submodules=linears)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
@@ -238,7 +250,7 @@ def local_layer_spec(
     fusions: bool = True,
     has_experts: bool = False,
 ) -> ModuleSpec:
-    """Return the spec of a layer of megatron-core linears, `Norm` and `CoreAttention`."""
+    """Return the spec of a layer with megatron-core's linears, `Norm` and `CoreAttention`."""
 
     def linear(name: str, plain: type, adapted: type) -> type | ModuleSpec:
         if lora is None or name not in lora.linears:
@@ -266,25 +278,30 @@ def local_layer_spec(
     if config.qk_norm_over_heads:
         query_norm = ModuleSpec(AllHeadsNorm, {"heads": config.num_attention_heads})
         key_norm = ModuleSpec(AllHeadsNorm, {"heads": config.num_query_groups})
+    attention = ModuleSpec(
+        module=ShortSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=linear("self_attention.linear_qkv", *column),
+            core_attention=ScoredAttention if config.is_scored else CoreAttention,
+            linear_proj=linear("self_attention.linear_proj", *row),
+            q_layernorm=query_norm,
+            k_layernorm=key_norm,
+        ),
+    )
+    if config.kv_lora_rank is not None:
+        from aligner.models.gpt.layers import latent_attention
+
+        attention.module = latent_attention.LatentAttention
+        attention.submodules.core_attention = latent_attention.NarrowValueAttention
     add = get_bias_dropout_add
     if not config.adds_plainly:
         add = ModuleSpec(BranchAdd, {"config": config})
-    core = ScoredAttention if config.is_scored else CoreAttention
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=ShortSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=linear("self_attention.linear_qkv", *column),
-                    core_attention=core,
-                    linear_proj=linear("self_attention.linear_proj", *row),
-                    q_layernorm=query_norm,
-                    k_layernorm=key_norm,
-                ),
-            ),
+            self_attention=attention,
             self_attn_bda=add,
             pre_mlp_layernorm=norm,
             mlp=mlp,

@@ -1,11 +1,15 @@
 """Attention by PyTorch operations, for soft caps and sinks, which fused kernels lack."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor, nn
 
 from aligner.models.gpt.layers.attention import CoreAttention, SegmentParams, attend_buckets
 from aligner.models.gpt.layers.dot_product import by_sequence
+from aligner.models.gpt.layers.fusions import GPTConfig
 from aligner.models.gpt.layers.segments import Bucket, take_rows
 
 
@@ -31,8 +35,8 @@ def attend_scores(
             query without keys (padding) is the mean of the values.
         scale: factor of the scores.
         dropout: share of the probabilities that are set to 0.
-        cap: bound ``c`` of scores ``s``, which become ``c * tanh(s / c)``. None or 0: no bound.
-        sinks: float ``[heads]``, score of a sink, to which every query also attends.
+        cap: soft cap ``c``. A score ``s`` becomes ``c * tanh(s / c)``. None or 0: no cap.
+        sinks: float ``[heads]``, score of a key without a value to which every query attends.
         key_rows: int64 ``[n * K]``, row of each key.
     """
     if key_rows is not None:
@@ -55,7 +59,18 @@ def attend_scores(
 
 
 class ScoredAttention(CoreAttention):
-    """`CoreAttention` with a soft cap of the scores (``config.attention_cap``)."""
+    """`CoreAttention` with a soft cap of the scores (``config.attention_cap``) and with sinks.
+
+    ``softmax_offset``: float ``[heads]``, scores of the sinks, or None.
+    """
+
+    def __init__(self, config: GPTConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -111,7 +126,9 @@ class ScoredAttention(CoreAttention):
     ) -> Tensor:
         """Compute `attend_scores`, float ``[n, heads, S, D]``, with this layer's settings."""
         dropout = self.dropout if self.training else 0.0
-        cap = self.config.attention_cap
         return attend_scores(
-            query, key, value, seen, self.scale, dropout, cap=cap, key_rows=key_rows
+            *(query, key, value, seen, self.scale, dropout),
+            cap=self.config.attention_cap,
+            sinks=self.softmax_offset,
+            key_rows=key_rows,
         )

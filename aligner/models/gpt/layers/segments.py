@@ -1,13 +1,14 @@
-"""Attention plan of a packed pass, whose rows are the tokens of one sequence after another.
+"""Plan of attention over packed sequences: which tokens attend to each other.
 
-Sequences are grouped into buckets of similar length, so that the cost of attention does not grow
-with the square of the packed length. Each bucket is a small right-padded batch:
+A packed row contains the tokens of one sequence after another. Sequences of similar length form a
+bucket, so that the cost does not grow with the square of the row's length. A bucket is a small
+right-padded batch:
 
     rows [R, heads, D] ─index─► slots [M, heads, D] ─split─► bucket [n, L, heads, D] ─► SDPA
     rows [R, heads, D] ◄─inverse index────────────────────── cat ◄─┘
 
-Under context parallelism keys are gathered from all ranks. If sequences share prefixes, a segment
-is a run of tokens whose keys include all runs before it.
+Under context parallelism, keys are gathered from all ranks. If sequences share prefixes, a segment
+is a run of tokens, which also attends to the runs of its prefix.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,15 +25,15 @@ from torch.autograd.function import once_differentiable
 from aligner.parallel.collectives import gather_first
 from aligner.parallel.context import IntArray, holder, local_position
 
-SHORT = 32  # tokens, below which all sequences share a bucket
-GROWTH = 1.25  # largest ratio of the longest to the shortest sequence of a bucket
+SHORT = 32  # sequences with at most this number of tokens share a bucket
+GROWTH = 1.25  # maximum ratio of the longest to the shortest sequence in a bucket
 
 
 @dataclass(frozen=True)
 class SlotMap:
-    """Partial one-to-one map between rows ``[R]`` and slots ``[M]``, as an index each way.
+    """Partial one-to-one map between rows ``[R]`` and slots ``[M]``, as indices in both directions.
 
-    ``blank_slots`` map to no row and ``blank_rows`` to no slot. Both are filled with 0.
+    ``blank_slots`` have no row and ``blank_rows`` have no slot. They are filled with 0.
     """
 
     rows: Tensor  # int64 [M]: row of each slot
@@ -63,7 +64,7 @@ class SlotMap:
 
 
 class _Permute(torch.autograd.Function):
-    """Gather by an index whose inverse is known: backward gathers too, instead of adding up."""
+    """Gather by an index whose inverse is known. Backward therefore gathers, too."""
 
     @staticmethod
     def forward(
@@ -84,7 +85,7 @@ def _gather(source: Tensor, index: Tensor, blank: Tensor) -> Tensor:
 
 
 def take_rows(source: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows of float ``[R, ...]`` at ``rows``, int64 ``[N]`` with repeats: ``[N, ...]``.
+    """Select ``rows``, int64 ``[N]`` with repeats, of float ``[R, ...]``. Returns ``[N, ...]``.
 
     The gradient of a repeated row is summed in float32 or wider, on a CPU in the order of ``rows``.
     """
@@ -112,10 +113,10 @@ def add_rows(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length.
+    """A padded batch of sequences of similar length, with its numbers of queries and keys.
 
-    ``positions``: int64 ``[sequences, queries]``, position of each query among its sequence's keys.
-    None if query i has position i.
+    ``positions``: int64 ``[sequences, queries]``, index of the key at each query's position. None:
+    query i is at key i.
     """
 
     sequences: int
@@ -125,10 +126,10 @@ class Bucket:
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, device: torch.device) -> Tensor | None:
-        """Return the attention mask, the same tensor for every layer of a pass.
+        """Return the attention mask, the same tensor for all layers with this ``window``.
 
         Bool ``[sequences or 1, 1, queries, keys]``, true if the query attends to the key. None
-        means causal.
+        means causal attention.
         """
         windowed = window is not None and window < self.keys
         if self.positions is None and not windowed:
@@ -145,25 +146,25 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Runs:
-    """Pairs of contiguous query tokens and contiguous key tokens that end at the same token.
+    """m pairs of a run of queries and a run of keys (contiguous tokens) that end at one token.
 
-    Query i of q attends to the first ``k - q + i + 1`` of its k keys. A sequence is one pair. Under
-    context parallelism each of its two local chunks is a pair.
+    Query i of q attends to the first ``k - q + i + 1`` of k keys. A sequence is one pair. Under
+    context parallelism, each of its two chunks on this rank is a pair.
     """
 
-    queries: IntArray  # [m] lengths of runs, which are the local rows in order
-    keys: IntArray  # [m] lengths
-    key_rows: Tensor | None  # int64 [k], rows of the keys among all ranks' rows, or None: in order
+    queries: IntArray  # [m] lengths of the runs of queries, which follow each other on this rank
+    keys: IntArray  # [m] lengths of the runs of keys
+    key_rows: Tensor | None  # int64 [k], row of each key among all ranks' rows. None: in order
     query_ends: Tensor  # int32 [m + 1], start of each run, then the end of the last run
     key_ends: Tensor
 
 
 @dataclass(frozen=True)
 class KeyRows:
-    """Rows of each sequence's keys, among the rows of all context-parallel ranks.
+    """Row of each sequence's keys, among the rows of all context-parallel ranks.
 
-    The keys are the tokens of the sequence's prefix (in other sequences of the pass), then its own
-    tokens.
+    A sequence's keys are the tokens of its shared prefix, which are rows of other sequences, and
+    then its own tokens.
     """
 
     lengths: IntArray  # [n] padded tokens of each sequence, over all ranks
@@ -176,15 +177,15 @@ class KeyRows:
 
     @classmethod
     def of(cls, lengths: IntArray, num_rows: int, ranks: int) -> "KeyRows":
-        """Build the rows of sequences without prefixes, one after the other."""
+        """Build the rows of packed sequences without shared prefixes."""
         local = lengths // ranks
         zeros = np.zeros_like(lengths)
         return cls(lengths, np.cumsum(local) - local, num_rows, ranks, zeros, zeros, zeros[:0])
 
     def with_prefixes(self, parents: IntArray, tokens: IntArray) -> "KeyRows":
-        """Return a copy in which a sequence's prefix is its parent with the parent's prefix.
+        """Return a copy with prefixes. A prefix is the parent's prefix and the parent itself.
 
-        ``parents``: ``[n]``, index of an earlier sequence, or -1. ``tokens``: ``[n]``, tokens of
+        ``parents``: ``[n]``, index of an earlier sequence, or -1. ``tokens``: ``[n]``, length of
         each sequence without padding.
         """
         prefixes = {-1: np.empty(0, np.int64)}  # by parent
@@ -201,7 +202,7 @@ class KeyRows:
         )
 
     def at(self, sequences: IntArray, positions: IntArray) -> IntArray:
-        """Return the rows of ``positions`` within ``sequences``, whose shapes are broadcast."""
+        """Return the rows of the keys at ``positions`` of ``sequences``. The shapes broadcast."""
         prefix_length = self.prefix_lengths[sequences]
         rows = self._rows(sequences, (positions - prefix_length).clip(0))
         if not len(self.prefix_rows):
@@ -210,7 +211,7 @@ class KeyRows:
         return np.where(positions < prefix_length, self.prefix_rows[index], rows)
 
     def _rows(self, sequences: IntArray, offsets: IntArray) -> IntArray:
-        """Return the rows at offsets within sequences, counted from the end of their prefixes."""
+        """Return the row of each token. ``offsets``: positions counted from the prefix's end."""
         if self.ranks == 1:
             return self.starts[sequences] + offsets
         rank, offset = holder(offsets, self.lengths[sequences] // (2 * self.ranks), self.ranks)
@@ -219,7 +220,7 @@ class KeyRows:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Sequences of one packed pass on this rank, and the plan of their attention."""
+    """Packed sequences of a forward pass on this rank, and the plan of their attention."""
 
     key_rows: KeyRows
     buckets: tuple[Bucket, ...]
@@ -237,7 +238,7 @@ class Segments:
 
     @cached_property
     def runs(self) -> Runs:
-        """Runs for kernels of variable-length attention."""
+        """`Runs` for kernels of variable-length attention."""
         rows, device = self.key_rows, self.queries.rows.device
         sequences, queries = np.arange(len(rows.lengths)), rows.lengths
         keys = queries  # without the prefixes
@@ -273,9 +274,9 @@ def build_segments(
     """Plan the attention of sequences that are packed one after the other.
 
     ``lengths``: padded length of each sequence, a multiple of ``2 * cp_size`` if ``cp_size > 1``.
-    ``num_rows``: tokens on this rank, at least ``lengths.sum() / cp_size``. ``parents``: index of
-    the earlier sequence that is the prefix of each sequence, -1 for none. ``tokens``: lengths
-    without padding, required with ``parents``.
+    ``num_rows``: rows on this rank, at least ``lengths.sum() / cp_size``. ``parents``: index of the
+    earlier sequence that each sequence continues, -1 for none. ``tokens``: lengths without padding,
+    required with ``parents``.
     """
     rows = KeyRows.of(lengths, num_rows, cp_size)
     if parents is not None and tokens is not None:

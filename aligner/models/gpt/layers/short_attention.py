@@ -1,8 +1,7 @@
-"""Self-attention over short sequences on CPU as one operation.
+"""Self-attention over short sequences on a CPU, as a single autograd function.
 
-There the overhead of `scaled_dot_product_attention` and of the operations around it exceeds the
-arithmetic. The saved probabilities need ``[heads, S, S]`` per sequence, so `MAX_LENGTH` bounds
-``S``.
+For short sequences, the overhead of many operations exceeds their arithmetic. The probabilities
+``[heads, S, S]`` of each sequence are saved for backward. `MAX_LENGTH` therefore limits ``S``.
 
 Shape legend: ``S`` length, ``B`` sequences, ``G`` key-value heads, ``R`` query heads per key-value
 head, ``D`` head width, ``D_rot`` its rotated part. Packed heads are ``[B, G, R + 2, S, D]``: each
@@ -29,17 +28,17 @@ MAX_LENGTH = 128
 
 
 class HeadRotation(NamedTuple):
-    """Rotary factors of all heads. The factors of queries include the scale of the scores.
+    """Cosines and sines of rotary embedding. For queries, they include the scale of the scores.
 
-    ``cos``: float ``[S, 1, 1, R + 2, D]``, 1 (or the scale) in columns without rotation. ``sin``:
-    ``[S, 1, 1, R + 1, D_rot / 2]``.
+    ``cos``: float ``[S, 1, 1, R + 2, D]``, 1 (queries: the scale) in columns without rotation.
+    ``sin``: float ``[S, 1, 1, R + 1, D_rot / 2]``.
     """
 
     cos: Tensor
     sin: Tensor
 
     def apply(self, heads: Tensor, rotated: Tensor) -> None:
-        """Rotate queries and keys of ``heads``, scale the queries, and write all to ``rotated``.
+        """Write ``heads`` with rotated queries and keys, and scaled queries, to ``rotated``.
 
         Both are float ``[S, B, G, R + 2, D]``.
         """
@@ -47,7 +46,10 @@ class HeadRotation(NamedTuple):
         _add_quarter_turn(heads[..., :-1, :], rotated[..., :-1, :], self.sin)
 
     def undo(self, rotated: Tensor, heads: Tensor, first: int) -> None:
-        """Rotate a gradient, float ``[S, B, G, n, D]``, back to ``heads`` from index ``first``."""
+        """Write the gradient of ``heads[..., first : first + n, :]`` to ``heads``.
+
+        ``rotated``: gradient after rotation, float ``[S, B, G, n, D]``.
+        """
         selected = slice(first, first + rotated.shape[3])
         target = heads[..., selected, :]
         torch.mul(rotated, self.cos[..., selected, :], out=target)
@@ -63,8 +65,6 @@ def _add_quarter_turn(source: Tensor, target: Tensor, sin: Tensor, sign: float =
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Causal attention from ``mixed`` ``[S, B, G, R + 2, D]`` to ``[S, B, G * R * D]``."""
-
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # Rotate into the packed buffer, which the backward pass reads.
@@ -112,7 +112,6 @@ class _ShortAttention(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=8)
 def _causal_bias(length: int, queries: int, dtype: torch.dtype) -> Tensor:
-    """Return the causal mask ``[R * S, S]``: 0 if the query attends to the key, else -inf."""
     with torch.inference_mode(False):
         bias = torch.full((length, length), -math.inf, dtype=dtype)
         return bias.triu_(1).repeat(queries, 1)
@@ -122,9 +121,9 @@ def _causal_bias(length: int, queries: int, dtype: torch.dtype) -> Tensor:
 def _head_rotation(
     angles: Tensor, queries: int, width: int, scale: float, dtype: torch.dtype
 ) -> HeadRotation:
-    """Build the rotation factors of ``angles`` once for all layers, which share the tensor."""
+    """Return the `HeadRotation` of ``angles``. All layers get the same object."""
     with torch.inference_mode(False), torch.no_grad():
-        angles = angles.to(dtype).unsqueeze(3)  # whose halves are equal
+        angles = angles.to(dtype).unsqueeze(3)  # both halves of the columns are equal
         length, rotated = angles.shape[0], angles.shape[-1]
         cos = angles.new_ones(length, 1, 1, queries + 2, width)
         cos[..., : queries + 1, :rotated] = angles.cos()
@@ -177,7 +176,7 @@ class ShortSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map float ``[S, B, H]`` to ``[S, B, H]`` and a bias that the caller adds."""
+        """Return the layer's attention ``[S, B, H]`` of float ``[S, B, H]``, and a bias to add."""
         if self.frequencies is not None and rotary_pos_emb is not None:
             rotary_pos_emb = rotary_pos_emb[..., :1] * self.frequencies
         # Any other argument (cache, external keys, attention sinks, …) needs the general code.

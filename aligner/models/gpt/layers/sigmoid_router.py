@@ -11,7 +11,7 @@ from aligner.models.gpt.layers.fusions import GPTConfig
 
 
 class SigmoidRouter(TopKRouter):
-    """Router that selects experts by sigmoid scores plus a bias, which training does not change.
+    """Selects experts by sigmoid scores plus a bias. Training does not change the bias.
 
     DeepSeek-AI 2024 (DeepSeek-V3), section 2.1.2.
     """
@@ -24,7 +24,7 @@ class SigmoidRouter(TopKRouter):
         self.expert_bias = nn.Parameter(bias, requires_grad=False)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Compute `sigmoid_routing` of float32 ``logits`` [S, B, E], of [S * B, E]."""
+        """Compute `sigmoid_routing`, [S * B, E], from float32 ``logits`` [S, B, E]."""
         assert padding_mask is None
         return sigmoid_routing(logits.flatten(0, -2), self.topk, self.expert_bias, self.config)
 

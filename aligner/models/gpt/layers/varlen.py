@@ -1,7 +1,7 @@
-"""Packed attention by a GPU's variable-length kernel, from PyTorch or flash-attn.
+"""Attention over packed sequences by a variable-length GPU kernel, from PyTorch or flash-attn.
 
-PyTorch added ``varlen_attn`` in 2.10, scales and windows in 2.11, grouped queries in 2.12. A
-missing option is emulated if the result is exact.
+PyTorch added ``varlen_attn`` in 2.10, scales and windows in 2.11, grouped queries in 2.12. If an
+option is missing, the same result is computed without the option where this is exact.
 """
 
 import functools
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from aligner.models.gpt.layers.segments import Segments, take_rows
 
-# Causal attention within pairs of query and key runs, aligned at their ends. Arguments: query, key,
-# value, query_ends, key_ends (int32 [runs + 1], starting with 0), longest query run, longest key
-# run, scale=, window=. Result: [rows, heads, D].
+# Causal attention of each run of queries over its run of keys (see `Runs`). Arguments: query, key,
+# value, query_ends, key_ends (int32 [runs + 1], starting with 0), maximum length of a run of
+# queries, of a run of keys, scale=, window=. Result: [rows, heads, D].
 VarlenKernel = Callable[..., Tensor]
 
 
 def torch_kernel(window: int | None) -> VarlenKernel | None:
-    """Return PyTorch's kernel, or None if it does not support ``window``."""
+    """Return PyTorch's kernel, or None if this version does not support ``window``."""
     from torch.nn.attention.varlen import varlen_attn
 
     supported = inspect.signature(varlen_attn).parameters
@@ -79,12 +79,12 @@ def flash_kernel() -> VarlenKernel | None:
 
 @functools.cache
 def find_kernel(window: int | None) -> VarlenKernel | None:
-    """Return the kernel for this window. If None, attention is computed per bucket."""
+    """Return a kernel for attention with ``window``, or None if neither package has one."""
     return torch_kernel(window) or flash_kernel()
 
 
 def can_attend_varlen(query: Tensor, dropout: float, window: int | None) -> bool:
-    """Return whether a kernel supports these float queries ``[R, heads, D]``."""
+    """Return whether `attend_varlen` supports these queries, float ``[R, heads, D]``."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -98,7 +98,7 @@ def can_attend_varlen(query: Tensor, dropout: float, window: int | None) -> bool
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None
 ) -> Tensor:
-    """Compute attention within every sequence, ``[R, heads, D]``, 0 in rows outside of sequences.
+    """Compute attention within each packed sequence, float ``[R, heads, D]``, 0 in padding.
 
     ``query``: float ``[R, heads, D]``, this rank's rows. ``key``, ``value``: ``[cp_size * R,
     groups, D]``, rows of all context-parallel ranks. ``scale``: factor of the scores.

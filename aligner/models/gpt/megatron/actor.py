@@ -1,4 +1,4 @@
-"""Policy on megatron-core: generates responses, scores tokens, and trains on a policy loss."""
+"""Policy on megatron-core: samples responses, scores tokens, and trains."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from aligner.models.interfaces import AlignableGenerativeInterface
 
 
 class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativeInterface):
-    """Actor of PPO and, with another `aligner.types.LossFunction`, of other algorithms."""
+    """Policy on megatron-core, for PPO or, with another loss function, for other algorithms."""
 
     role_name = "policy"
     config_types: ClassVar[tuple[SectionType, ...]] = (
@@ -33,7 +33,7 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
     )
 
     def __init__(self, cfg: Any, trainer: Any = None, **options: Any) -> None:
-        """See `MegatronGPTModel`. The settings include sampling."""
+        """Build the policy as in `MegatronGPTModel`, and configure its sampling from settings."""
         super().__init__(cfg, trainer, **options)
         self._call_seeds = CallSeeds(self.settings.seed)
         self.logits_form = LogitsForm(cap=self.architecture.logits_cap)
@@ -85,7 +85,7 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         Args:
             inference_batch: prompts ``text``, int64 ``[B, P]``, right-padded, and their ``length``,
                 int64 ``[B]``.
-            seed: seed of counter-based sampling, in which row b is sample b.
+            seed: seed of the random numbers. Row b has the same numbers in any batch.
 
         Returns:
             ``response_tokens`` int64 ``[B, S]`` (prompt and response), ``response_lengths`` int64
@@ -116,7 +116,7 @@ def _all_positions(tokens: Tensor) -> dict[str, Tensor]:
 
 
 class MegatronGPTRSModel(MegatronGPTActorModel):
-    """Actor whose loss is the negative mean log-prob of the response's tokens."""
+    """Policy whose default loss is the negative mean log-prob of the response's tokens."""
 
     config_types = (RSModelConfig, ModelConfig, TrainedModelConfig)
     loss_fn = NegativeLogLikelihoodLoss()

@@ -36,12 +36,18 @@ def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    """Compute ``x * sigmoid(1.702 * x)``, without megatron-core's compilation."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "geglu": F.gelu,
     "geglu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "swiglu": F.silu,
+    "clamped_swiglu": _quick_gelu,
     "silu": F.silu,
     "relu": F.relu,
     "squared_relu": _squared_relu,
@@ -100,16 +106,18 @@ _SAME_NAMES = (
     *("kv_channels", "layernorm_epsilon", "qk_norm_over_heads", "branch_norms"),
     *("embedding_multiplier", "residual_multiplier", "logits_divisor", "window_rotary_base"),
     *("attention_cap", "is_scored", "attention_dropout", "hidden_dropout"),
+    *("q_lora_rank", "kv_lora_rank", "value_channels", "rotated_channels"),
 )
 
 
 def _network(architecture: GPTArchitecture) -> dict[str, Any]:
-    """Return the shape, operations and initial weights of the layers."""
     scaling = architecture.rope_scaling
     return {
         **{name: getattr(architecture, name) for name in _SAME_NAMES},
         "activation_func": _ACTIVATIONS[architecture.activation],
         "gated_linear_unit": architecture.gated,
+        "activation_func_clamp_value": architecture.activation_clamp,
+        "glu_linear_offset": 1.0 if architecture.activation == "clamped_swiglu" else 0.0,
         "normalization": "RMSNorm" if "rmsnorm" in architecture.normalization else "LayerNorm",
         "layernorm_zero_centered_gamma": architecture.normalization.endswith("1p"),
         "no_rope_freq": layer_flags(architecture.layers_without_rope, architecture),
@@ -119,6 +127,7 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
         "add_qkv_bias": architecture.bias_qkv,
         "qk_layernorm": architecture.qk_layernorm and not architecture.qk_norm_over_heads,
         "softmax_scale": architecture.attention_scale,
+        "softmax_type": "learnable" if architecture.attention_sinks else "vanilla",
         "window_size": (architecture.window_size - 1, 0) if architecture.window_size else None,
         "window_attn_skip_freq": layer_flags(
             architecture.layers_without_window, architecture, invert=True
@@ -129,9 +138,10 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
 
 
 def _experts(architecture: GPTArchitecture, fp8: str | None) -> dict[str, Any]:
-    """Return the settings of experts and their router."""
     is_moe = architecture.num_moe_experts is not None
+    dense = architecture.layers_without_experts
     return {
+        "moe_layer_freq": layer_flags(dense, architecture, invert=True) or 1,
         "num_moe_experts": architecture.num_moe_experts,
         "moe_router_topk": architecture.moe_router_topk,
         "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size if is_moe else None,
@@ -151,9 +161,7 @@ def _experts(architecture: GPTArchitecture, fp8: str | None) -> dict[str, Any]:
 def _sigmoid_router(architecture: GPTArchitecture) -> dict[str, Any]:
     if not architecture.moe_router_sigmoid:
         return {}
-    dense = architecture.layers_without_experts
     return {
-        "moe_layer_freq": layer_flags(dense, architecture, invert=True) or 1,
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": architecture.moe_router_groups,
         "moe_router_group_topk": architecture.moe_router_group_topk,
@@ -163,7 +171,6 @@ def _sigmoid_router(architecture: GPTArchitecture) -> dict[str, Any]:
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the sizes of the parallel axes."""
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -235,6 +242,11 @@ def build_gpt(
     if pre_process and architecture.position_embedding == "learned_absolute":
         # megatron-core ignores the dtype here, and float32 rows would promote all activations.
         model.embedding.position_embeddings.to(settings.dtype)
+    if config.num_moe_experts and config.add_bias_linear:
+        for name, parameter in model.named_parameters():
+            if ".local_experts." in name and name.endswith("linear_fc2.bias"):
+                # As the expert's weights: of this rank alone, from all tokens of the expert.
+                parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
     if not config.adds_plainly:
         for layer in model.decoder.layers:
             # Otherwise the addition would record gradients where the pass records none.
@@ -262,7 +274,7 @@ def _cap_logits(cap: float, module: Any, args: Any, output: tuple[Tensor, None])
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Mark the split weights. The gradient norm counts unmarked weights only on rank 0."""
+    """Set megatron-core's attributes of split weights, which the gradient norm reads."""
     split = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in model.modules():
         for kind, dim in split.items():
@@ -289,7 +301,9 @@ def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling, base: floa
             count * math.log(context / turns) / math.log(base)
             for turns in (scaling.beta_fast, scaling.beta_slow)
         )
-        low, high = max(math.floor(first), 0), min(math.ceil(last), 2 * count - 1)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        low, high = max(first, 0), min(last, 2 * count - 1)
         index = torch.arange(count, dtype=inverse.dtype, device=inverse.device)
         divided = ((index - low) / (high - low or 0.001)).clamp(0.0, 1.0)
         return inverse / scaling.factor * divided + inverse * (1 - divided)

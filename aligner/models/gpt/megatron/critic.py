@@ -1,4 +1,4 @@
-"""Critic: a GPT body with a scalar head in place of the output layer."""
+"""Critic on megatron-core: a GPT model whose output layer is replaced by a scalar head."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -32,10 +32,10 @@ from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
 class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface):
-    """PPO's critic.
+    """Critic on megatron-core.
 
-    The output layer is removed, so that ``[S, B, V]`` logits never exist. The head is a parameter
-    of the megatron-core model, so that body and head share optimizer, schedule and gradient norm.
+    The output layer is removed, so that no logits ``[S, B, V]`` are computed. The head is a part of
+    the megatron-core model and therefore of its optimizer, schedule and gradient norm.
     """
 
     role_name = "critic"
@@ -79,7 +79,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """See `ValueModel.get_values`. An update on these rows reuses the pass (`ForwardReuse`)."""
+        """See `ValueModel.get_values`. An update may reuse the pass (see `ForwardReuse`)."""
         if micro_batches is not None or not self._trains_in_one_pass(batch):
             return super().get_values(batch, micro_batches)
 
@@ -94,8 +94,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
         return values
 
     def _trains_in_one_pass(self, batch: Mapping[str, Tensor]) -> bool:
-        """Return whether an update on these rows is one pass that draws no random numbers."""
-        # Experts are excluded because they count tokens in training.
+        """Return whether an update on these rows has one micro-batch and no random numbers."""
+        # Experts are excluded, because they count tokens in training.
         rows = batch["input_ids"].shape[0]
         return (
             self.optimizer is not None
@@ -136,23 +136,23 @@ def forward_step_value(
     policy_cfg: Mapping[str, Any] | None = None,
     right_shift: bool = True,
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """Run megatron-core's forward step of a critic: hidden states, values, loss.
+    """Run the next micro-batch through a stage of a critic, as megatron-core's schedule requires.
 
     Args:
         global_valid_seqs: valid sequences of the global batch, a denominator of the loss.
         global_valid_toks: valid tokens of the global batch, a denominator of the loss.
-        data_iterator: this rank's micro-batches, laid out or as columns: ``input_ids`` int64
-            ``[b, S]``, ``input_lengths`` int64 ``[b]`` and the columns that the loss reads.
-        model: this pipeline stage of the body, with or without megatron-core's wrapper.
+        data_iterator: this rank's micro-batches, each a `Microbatch` or a mapping of columns:
+            ``input_ids`` int64 ``[b, S]``, ``input_lengths`` int64 ``[b]`` and those of the loss.
+        model: this pipeline stage of the model, with or without megatron-core's wrapper.
         value_head: `ValueHead`, or None before the last stage.
-        loss_fn: loss of the values, from this library or a published one.
-        pack_sequences: lay out columns in one row without padding.
-        cp_normalize: False multiplies the loss by the context-parallel size. By default the sum of
-            gradients over those ranks counts the loss once.
+        loss_fn: loss of the values, with the interface of this library or NeMo-RL.
+        pack_sequences: pack the sequences of a mapping into one row without padding.
+        cp_normalize: False multiplies the loss by the context-parallel size. By default, the sum of
+            the gradients over context-parallel ranks is the gradient of the loss.
         right_shift: see `framed_outputs`.
 
-    The other arguments are ignored. Returns the stage's output and the closure that computes loss
-    and metrics on the last stage.
+    The other arguments are ignored. Returns the stage's output, and a function that computes loss
+    and metrics from the last stage's output.
     """
 
     def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:

@@ -1,4 +1,4 @@
-"""`load_from_nemo`, which loads any `.nemo` file or Hugging Face directory into any role."""
+"""`load_from_nemo`: builds a role from a `.nemo` file, Hugging Face directory or `.gguf` file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,12 +26,12 @@ def load_from_nemo(
     """Build the role ``cls`` from a `.nemo` file, a Hugging Face directory or a `.gguf` file.
 
     Args:
-        cfg: a run's ``model`` (or ``critic``) section from hydra, as a mapping or typed, or the
-            settings of the role. None configures inference on one process.
-        trainer: a Lightning trainer (optional), whose precision and clipping complete a section.
-        strict: raise if the file contains a head of another shape. The body is always strict.
+        cfg: section ``model`` or ``critic`` of a run's configuration (Hydra's, a mapping, or a
+            dataclass), or the role's settings. None: inference on one process.
+        trainer: Lightning trainer whose precision and gradient clipping complete a section.
+        strict: raise if the file contains a head of another shape. Other shapes are always checked.
         restore_path: path of the file. Default: ``cfg.restore_from_path``.
-        tokenizer: tokenizer that replaces the file's.
+        tokenizer: tokenizer that replaces the tokenizer in the file.
 
     Raises ConfigError for a key or value of ``cfg`` that the role does not support, and
     CheckpointError if the file does not exist, is damaged or does not fit.

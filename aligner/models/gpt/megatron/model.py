@@ -48,10 +48,10 @@ _ROW_COLUMNS = ("input_ids", "input_lengths")
 
 
 class ForwardReuse:
-    """Hidden states of one scored micro-batch, with their graph, for reuse by one update.
+    """Stores the forward pass that computed a critic's values, for reuse by the next update.
 
-    If a rollout is one micro-batch of one update, the critic's values and the first forward pass of
-    its training use the same rows and the same weights. The pass for values then keeps its graph.
+    If a rollout is a single micro-batch, the critic's values and its first forward pass in training
+    have the same rows and weights. The stored hidden states therefore keep their autograd graph.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,13 +65,13 @@ class ForwardReuse:
         self._versions = self._weight_versions()
 
     def drop(self) -> None:
-        """Free the graph."""
+        """Free the stored hidden states and their graph."""
         self._microbatch = None
 
     def take(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Return ``microbatches``. Add the stored hidden states if they are of the same rows.
+        """Return ``microbatches``, with the stored hidden states if rows and weights are the same.
 
-        The stored hidden states are dropped in either case.
+        This object drops the stored hidden states in either case.
         """
         scored, self._microbatch = self._microbatch, None
         if scored is None or len(microbatches) != 1 or self._versions != self._weight_versions():
@@ -88,11 +88,11 @@ class ForwardReuse:
 
 
 class MegatronGPTModel(RoleWeights, ModelPT):
-    """A role's share of a megatron-core GPT on this process.
+    """One process's shard of a role's megatron-core model.
 
     Args:
         cfg: the ``model_config.yaml`` of a `.nemo` file, as a mapping.
-        trainer: a Lightning trainer (optional).
+        trainer: Lightning trainer (optional).
         settings: layout, precision, batch sizes, optimizer. Default: read from ``cfg``
             (`settings_from_model_config`).
         architecture: shape of the model. Default: parsed from ``cfg``.
@@ -100,7 +100,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         initialize: initialise the weights at random. False if a checkpoint is loaded next.
     """
 
-    config_types: ClassVar[tuple[SectionType, ...]] = (TrainedModelConfig,)  # of a run's section
+    config_types: ClassVar[tuple[SectionType, ...]] = (TrainedModelConfig,)  # of its section
     artifact_folder: tempfile.TemporaryDirectory | None = None  # files registered in the `.nemo`
 
     def __init__(
@@ -168,7 +168,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     unwrapped = gpt
 
     def build_gpt(self, initialize: bool) -> GPTModel:
-        """Build this process's share of the architecture, with the role's head."""
+        """Build this process's shard of the model, with the role's head."""
         gpt = build_gpt(
             self.architecture.with_dropout(self.settings.dropout),
             self.settings,
@@ -223,7 +223,6 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     @property
     def _last_stage(self) -> int:
-        """Global rank of the last pipeline stage."""
         return dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
 
     # Learning ---------------------------------------------------------------------------------
@@ -246,7 +245,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             results = [metrics for _, metrics in infer_microbatches(self.gpt, microbatches, step)]
         else:
             results = run_microbatches(self.model, self.forward_reuse.take(microbatches), step)
-        # The last stage knows the metrics, and all stages return the same.
+        # Only the last stage has the metrics. It sends them to all stages.
         reduced = None
         if self.parallel.is_last_stage:
             reduced = reduce_result(results, own_tokens, self.parallel.dp_group)
@@ -271,7 +270,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     ) -> Self:
         """Build this role from an opened checkpoint and load the checkpoint's weights.
 
-        A head comes from the file's ``rm_head``, or is new. ``options``: arguments of the role.
+        The head is read from ``rm_head``, or new. ``options``: other constructor arguments.
         """
         if tokenizer is None and checkpoint.tokenizer_files:
             tokenizer = checkpoint.tokenizer
@@ -298,7 +297,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     @classmethod
     def restore_from(cls, restore_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Restore from a `.nemo` file with NeMo's arguments. Default: this library's connector."""
+        """Restore a `.nemo` file with NeMo's arguments, by default by `GPTSaveRestoreConnector`."""
         kwargs.setdefault("save_restore_connector", GPTSaveRestoreConnector())
         return super().restore_from(restore_path, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""megatron-core's optimizer with a learning-rate schedule, a finite check and state offload."""
+"""megatron-core's optimizer, with a learning-rate schedule, finite checks and state offload."""
 
 import math
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def wrap_for_training(
 
 
 def _finalize_gradients(model: list[nn.Module], num_tokens: Tensor | None, **groups: Any) -> None:
-    """Sum partial gradients over ranks, without the schedule's token count."""
+    """Sum partial gradients over ranks, without division by the schedule's token count."""
     del num_tokens
     with accelerator.cuda_literals():
         finalize_model_grads(model, None, **groups)
@@ -62,8 +62,8 @@ class RoleOptimizer(StepOptimizer):
     def __init__(self, model: DistributedDataParallel, settings: RoleSettings) -> None:
         super().__init__(settings)
         self.model, config = model, self.config
-        self._parked = ModelOffload(model)  # by `park_gradients`
-        self._collected = True  # the shares that other ranks updated have been gathered
+        self._parked = ModelOffload(model)  # memory freed by `park_gradients`
+        self._collected = True  # all weights that other ranks updated have been gathered
         with accelerator.cuda_literals():
             self.inner = get_megatron_optimizer(
                 OptimizerConfig(
@@ -121,17 +121,14 @@ class RoleOptimizer(StepOptimizer):
         return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
 
     def collect_weights(self) -> None:
-        """Gather the weights that other ranks updated, which a later forward pass would gather.
-
-        All data-parallel ranks must call it.
-        """
+        """See `StepOptimizer.collect_weights`. Otherwise the next forward pass gathers them."""
         if self.model.ddp_config.overlap_param_gather and not self._collected:
             with accelerator.cuda_literals():
                 self.model.start_param_sync(force_sync=True)
             self._collected = True
 
     def defer_weight_gather(self) -> None:
-        """Gather each weight in the forward pass that reads it, if ranks update shares."""
+        """From now on, gather weights in the forward pass (distributed optimizer only)."""
         model = self.model
         if model.ddp_config.use_distributed_optimizer and not model.use_forward_hook:
             model.ddp_config.overlap_param_gather = True
@@ -160,7 +157,7 @@ class RoleOptimizer(StepOptimizer):
         self._parked.park(copied=[m for m in mains if _storage_of(m) not in weights], freed=[])
 
     def restore_gradients(self) -> None:
-        """Undo `park_gradients`, with gradients of zero."""
+        """Undo `park_gradients`. All gradients are then 0."""
         self._parked.to_device()
 
     def restore(self) -> None:
@@ -169,7 +166,7 @@ class RoleOptimizer(StepOptimizer):
         super().restore()
 
     def copy_model_weights(self) -> None:
-        """Copy the model's weights to the optimizer's float32 weights, if it uses a copy."""
+        """Copy the model's weights to the optimizer's float32 copies, if any."""
         self.restore_gradients()
         with accelerator.cuda_literals():
             self.inner.reload_model_params()
@@ -182,7 +179,7 @@ class RoleOptimizer(StepOptimizer):
         return bool(self.model.ddp_config.use_distributed_optimizer)
 
     def owned_slices(self) -> Iterator[OwnedSlice]:
-        """Yield the slices that this process updates, at most one of each parameter."""
+        """Yield the elements that this process updates, at most one range of each parameter."""
         if not self.is_distributed:
             inner = {
                 id(main): part.optimizer

@@ -1,4 +1,4 @@
-"""Reward models on megatron-core, separate or in the critic's backbone."""
+"""Reward models on megatron-core: as separate models, or in the modules of a critic."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -27,14 +27,14 @@ REWARD_MODEL_CLASS_DICT = dict.fromkeys(RewardModelType, MegatronGPTRewardModel)
 
 
 class SharedBackboneRewardModel(MegatronGPTRewardModel):
-    """Frozen reward model that shares a critic's backbone and swaps its weights in to score.
+    """Frozen reward model that scores with the modules of a critic.
 
-    While it does not score, its weights are in host memory. Both models must have the same
-    architecture (`body_differences`). The heads are separate.
+    Its weights are in host memory. To score, they are exchanged with the critic's weights. Both
+    models must have the same architecture (`body_differences`). The heads are separate.
     """
 
     def __init__(self, *args: Any, backbone: GPTModel, **kwargs: Any) -> None:
-        """``backbone``: the critic's model. For the other arguments see the base class."""
+        """Build the model in ``backbone``, the critic's model (see `MegatronGPTModel`)."""
         self.__dict__["_backbone"] = backbone  # nn.Module.__init__ has not run yet
         super().__init__(*args, **kwargs)
 
@@ -47,8 +47,8 @@ class SharedBackboneRewardModel(MegatronGPTRewardModel):
         settings: RoleSettings,
         tokenizer: Tokenizer,
     ) -> Self:
-        """Load a reward model through ``critic``'s backbone, then restore the critic's weights."""
-        # The critic's weights wait in host memory while the reward model is loaded.
+        """Load a reward model into the modules of ``critic``, then restore the critic's weights."""
+        # The critic's weights are in host memory while the reward model is loaded.
         backbone = critic.gpt
         critic_head = getattr(backbone, "rm_head", None)
         critic_weights = SwappedWeights(_without_head(backbone))
@@ -76,7 +76,7 @@ class SharedBackboneRewardModel(MegatronGPTRewardModel):
         micro_batches: MicroBatches | None = None,
         model: GPTModel | None = None,
     ) -> Tensor:
-        """See `RoleModel.infer_tokens`. Swaps the weights in meanwhile."""
+        """See `RoleModel.infer_tokens`. The critic's modules get the reward model's weights."""
         critic_head = getattr(self._backbone, "rm_head", None)
         with self._weights.in_place(), adapters_off(self._backbone):  # adapters are the critic's
             _set_head(self._backbone, self._head)

@@ -1,9 +1,9 @@
-"""A role's weights and Adam moments, saved on one parallel layout and restored on any other.
+"""Run state of a role on megatron-core, which can be loaded on any parallel layout.
 
 Each process saves the slice of every parameter that its optimizer updates: float32 weights and
-moments, with the parameter's canonical name and its part of the tensor-parallel split. Weights
-frozen next to adapters are only in the model's file. A process restores the elements that it
-updates from the memory-mapped files of all saving processes. It gathers others as after a step.
+moments, with the parameter's canonical name and the index of its tensor-parallel part. With
+adapters, frozen weights are not saved. To restore, a process reads the elements that it updates
+from the memory-mapped files of all processes. It gathers other elements, as after a step.
 """
 
 import math
@@ -44,13 +44,13 @@ from aligner.models.gpt.role.training_state import OwnedSlice
 from aligner.parallel.groups import ParallelState
 
 WEIGHT = "weight"
-_MAX_PADDING = 128  # rows of a vocabulary, per part. A `.nemo` can specify fewer.
+_MAX_PADDING = 128  # maximum padding of the vocabulary, in rows per tensor-parallel part
 
 
 def _part(
     name: str, shape: torch.Size, shapes: Mapping[str, Shape], parallel: ParallelState
 ) -> tuple[int, int]:
-    """Return index and count of the parts of a parameter's tensor, (0, 1) if it is unsplit."""
+    """Return the tensor-parallel part of a parameter: index and count, (0, 1) if not split."""
     size = parallel.config.tensor
     # Heads, and experts with a separate tensor-parallel size, are unsplit next to split layers.
     is_head = name in REWARD_HEAD
@@ -61,7 +61,7 @@ def _part(
 
 
 class _SavedRole:
-    """Named slices of all saving processes. Files are opened when needed."""
+    """Slices that all processes saved, by parameter name. Files are opened when needed."""
 
     def __init__(
         self, states: Sequence[Mapping[str, Any]], rank: int, architecture: GPTArchitecture
@@ -89,22 +89,22 @@ class _SavedRole:
         return True
 
     def check_names(self, lora: LoraConfig | None) -> None:
-        """Raise if the state is of another model or of a model that trained other weights."""
+        """Raise if the state belongs to another model, or to a model with other trained weights."""
         # Weights of another layout are spread over all files.
         while self._open_next():
             pass
         if any(name.endswith(LORA_A) for name in self._slices) != (lora is not None):
             raise CheckpointError(
                 f"the run state was saved {'without' if lora else 'with'} adapters, but "
-                f"model.peft.peft_scheme is now {'lora' if lora else 'null'}. Restore the old "
-                "value, or use another exp_manager.explicit_log_dir"
+                f"model.peft.peft_scheme is now {'lora' if lora else 'null'}. Set it to "
+                f"{'null' if lora else 'lora'}, or exp_manager.explicit_log_dir to a new directory"
             )
         # Without adapters, the state contains all weights of the architecture.
         if lora is None:
             check_names(
                 self._slices,
                 self._architecture,
-                "the run state (another exp_manager.explicit_log_dir starts a new run)",
+                "the run state (a new exp_manager.explicit_log_dir starts a new run)",
             )
             return
         problems = misfits(
@@ -113,18 +113,19 @@ class _SavedRole:
         if problems:
             raise CheckpointError(
                 "adapters in the run state do not match model.peft.lora_tuning: "
-                f"{problems}. Restore the old value, or use another exp_manager.explicit_log_dir"
+                f"{problems}. Set this section as in the run that saved the state, or set "
+                "exp_manager.explicit_log_dir to a new directory"
             )
 
     def moments(self, name: str) -> list[str]:
-        """Return the kinds of optimizer state of a parameter, empty before the first update."""
+        """Return the names of a parameter's saved moments, empty before the first update."""
         return [kind for kind in self._pieces(name)[0]["tensors"] if kind != WEIGHT]
 
     def read(
         self, name: str, kind: str, part: tuple[int, int], shape: Shape, elements: range
     ) -> Tensor:
-        """Return the flattened ``elements`` of a part of a tensor in the present layout."""
-        # The same split.
+        """Return ``elements`` of a flattened part (see `_part`) in this run's layout."""
+        # The saved layout splits the tensor as this layout does.
         piece = self._pieces(name)[0]
         (rank, size), (_, count) = part, piece["part"]
         surplus = piece["shape"][0] * count - self._architecture.vocab_size
@@ -164,12 +165,13 @@ class _SavedRole:
             if not self._open_next():
                 raise CheckpointError(
                     f"the run state does not contain {name} of the model. If "
-                    "model.restore_from_path was changed, use another exp_manager.explicit_log_dir"
+                    "model.restore_from_path was changed, set exp_manager.explicit_log_dir to a "
+                    "new directory"
                 )
         return self._slices[name]
 
     def _saved(self, name: str, kind: str, index: int, elements: range) -> Tensor:
-        """Return elements of part ``index`` as saved: a view of the file if one slice has all."""
+        """Return ``elements`` of saved part ``index``, as a view if one slice contains them all."""
         # Open files until one slice contains all elements.
         while True:
             pieces = [piece for piece in self._pieces(name) if piece["part"][0] == index]
@@ -198,12 +200,12 @@ class _SavedRole:
 
 def _incomplete(missing: str) -> CheckpointError:
     return CheckpointError(
-        f"the run state does not contain {missing}. Resume from an earlier state"
+        f"the run state does not contain {missing}. Delete it to resume from an earlier state"
     )
 
 
 class RoleWeights(RoleModel):
-    """Weights of `MegatronGPTModel`, which defines the attributes declared here."""
+    """Base class of `MegatronGPTModel`: loads and saves weights, and restores run states."""
 
     optimizer: RoleOptimizer | None
     adapters: RoleAdapters | None
@@ -215,7 +217,7 @@ class RoleWeights(RoleModel):
 
     @cached_property
     def gathered_weights(self) -> GatheredWeights:
-        """Canonical weights with adapters merged, each gathered when all ranks index its name."""
+        """Canonical weights, with adapters merged. A weight is gathered when all ranks read it."""
         return GatheredWeights(
             self.gpt,
             self.architecture,
@@ -225,11 +227,12 @@ class RoleWeights(RoleModel):
         )
 
     def run_state(self) -> dict[str, Any]:
-        """Return the state that this process saves. Tensors are flat views of its memory.
+        """Return weights and optimizer state of this process. Tensors are flat views, not copies.
 
-        ``{"steps": optimizer steps or None, "slices": {name: {"part": (index, count), "shape",
-        "start", "tensors": {"weight", "exp_avg", "exp_avg_sq"}}}}``: the elements from ``start`` on
-        of part ``index``, flattened. ``shape`` is the shape of the part.
+        ``{"steps": number of optimizer steps or None, "slices": {name: slice}}``. A slice is
+        ``{"part": (index, count) of the tensor-parallel part, "shape": shape of the part, "start":
+        index of the first element in the flattened part, "tensors": {"weight", "exp_avg",
+        "exp_avg_sq"}}``.
         """
         self.collect_weights()
         self._restore_gradients()
@@ -240,7 +243,8 @@ class RoleWeights(RoleModel):
             owned_slice = owned.get(parameter)
             if owned_slice is None or (name == OUTPUT_LAYER and self.architecture.tie_embeddings):
                 continue
-            # Replicas save nothing, except their share, and experts, which other ranks may lack.
+            # Data-parallel replicas save only the slices that they update, and their experts, which
+            # other ranks may lack.
             is_expert = not getattr(parameter, "allreduce", True)
             is_share = self._is_distributed and owned_slice.inner is not None
             if is_replica and not is_share and not is_expert:
@@ -256,13 +260,14 @@ class RoleWeights(RoleModel):
 
     @torch.no_grad()
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this process's share from the states of all processes in rank order.
+        """Restore this process's weights and optimizer state from all `run_state`, in rank order.
 
         Raises `CheckpointError` for a state of another model, or without one of the slices.
         """
-        self._restore_gradients()
+        self._restore_gradients()  # with them, the optimizer's float32 weights
         optimizer, lora, tied = self.optimizer, self.settings.lora, self.architecture.tie_embeddings
-        # Trained parameters, and the canonical tensor of each parameter that this process restores.
+        # Parameters that states contain, and the canonical tensor of those that this rank restores
+        # (with a distributed optimizer: of which it updates a slice).
         trained = {
             name: parameter
             for name, parameter in canonical_parameters(self.gpt)
@@ -274,9 +279,11 @@ class RoleWeights(RoleModel):
             for name, parameter in trained.items()
             if parameter in owned or not self._is_distributed
         }
-        # All files are opened only if this rank's file is of another layout or model.
+        # If this rank's file does not fit, all files are opened: another layout, or another model.
         saved = _SavedRole(states, self.parallel.rank, self.architecture)
-        if not {*sources.values()} <= saved.opened_names <= {*trained} & {*shapes, *REWARD_HEAD}:
+        missing = {*sources.values()} - saved.opened_names
+        unexpected = saved.opened_names - ({*trained} & {*shapes, *REWARD_HEAD})
+        if missing or unexpected:
             saved.check_names(lora)
         steps = None if optimizer is None else saved.steps
         # One parameter at a time: its weight, and the moments of the slice that is updated here.
@@ -295,7 +302,7 @@ class RoleWeights(RoleModel):
             if not self._is_distributed:
                 parameter.copy_(weight.view(shape))
             main.copy_(weight.view(main.shape))
-            if owned_slice.inner is not None and steps is not None:
+            if owned_slice.inner is not None and steps is not None:  # an updated weight
                 moments = {
                     kind: saved.read(source, kind, part, shape, elements).view(main.shape)
                     for kind in saved.moments(source)
@@ -308,18 +315,18 @@ class RoleWeights(RoleModel):
 
     @property
     def _is_distributed(self) -> bool:
-        """True if each data-parallel rank updates a share of the weights."""
+        """True if each data-parallel rank updates only a slice of the weights."""
         return self.optimizer is not None and self.optimizer.is_distributed
 
     def _shapes(self) -> dict[str, Shape]:
-        """Return the full shapes of the tensors in a state, except the head."""
+        """Return full shapes of the saved tensors by canonical name, except the head."""
         if self.settings.lora is None:
             return expected_shapes(self.architecture)
         return adapter_shapes(self.architecture, self.settings.lora)
 
     def _owned_slices(self) -> dict[Tensor, OwnedSlice]:
-        """Return the updated slice of each parameter, and frozen parameters in full."""
-        # Weights frozen next to adapters are omitted.
+        """Return the slice that this process updates, or all of a frozen parameter."""
+        # Weights that are frozen because the model has adapters are omitted.
         slices = () if self.optimizer is None else self.optimizer.owned_slices()
         owned: dict[Tensor, OwnedSlice] = {piece.parameter: piece for piece in slices}
         for parameter in self.gpt.parameters():
@@ -375,7 +382,7 @@ class RoleWeights(RoleModel):
             elif strict:
                 raise CheckpointError(
                     f"{name} has shape {tuple(weights[name].shape)}, but this role needs "
-                    f"{tuple(target.shape)}. Pass strict=False to start with a fresh head"
+                    f"{tuple(target.shape)}. Pass strict=False to start with a new head"
                 )
 
     def whole_weights(self) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ class RoleModel(ABC):
         loss_fn: AnyLossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> tuple[float, dict[str, float]]:
-        """Compute loss and metrics of a global batch. Gradients are added unless ``forward_only``.
+        """Compute loss and metrics of a global batch, and gradients unless ``forward_only``.
 
         ``batch``: this rank's rows of the global batch, with the columns that the loss reads
         (`aligner.types`), including float32 ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``.
@@ -353,7 +353,7 @@ class RoleModel(ABC):
         """Load adapters and head from a file of `save_adapters`. Call it on every rank."""
 
     def way_in_words(self) -> str:
-        """Describe how the model runs, empty if this depends only on the model's type."""
+        """Describe packing, attention and decoder, or return "" if the model's type sets them."""
         return ""
 
     @abstractmethod

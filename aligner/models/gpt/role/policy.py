@@ -73,8 +73,7 @@ class ReferencePolicy(LightningModule, Inferrable):
     def prepare_for_inference(self) -> None:
         """Do nothing, because the model is always in evaluation mode."""
 
-    def finish_inference(self) -> None:
-        """Do nothing, because the model is always in evaluation mode."""
+    finish_inference = prepare_for_inference
 
     def train(self, mode: bool = True) -> Self:
         """Ignore ``mode``: the model is always in evaluation mode."""

@@ -30,7 +30,7 @@ class SequenceForm:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
-        """Read ``model_config.yaml``, None without the key. Raises `CheckpointError` if invalid."""
+        """Read ``model_config.yaml``. None if the form is missing, `CheckpointError` if invalid."""
         match section := config.get(_SEQUENCES):
             case None:
                 return None
@@ -51,7 +51,7 @@ class RewardModelType(enum.Enum):
 
 @dataclass(frozen=True)
 class Standardization:
-    """Map of a reward to ``(reward - mean) / std``, measured on a fixed data set."""
+    """Maps rewards to ``(reward - mean) / std``. A fixed data set determines both numbers."""
 
     mean: float
     std: float
@@ -61,8 +61,7 @@ class Standardization:
         """Compute mean and unbiased standard deviation of ``rewards``, float ``[N]``."""
         if rewards.numel() < 2 or not rewards.std() > 0:
             raise CheckpointError(
-                f"{rewards.numel()} rewards without any spread cannot be standardised, because "
-                "their standard deviation is 0 or undefined. Set "
+                f"{rewards.numel()} rewards without any spread cannot be standardised. Set "
                 "trainer.reward_model.standardize_on=null, or train for longer"
             )
         double = rewards.double()
@@ -70,7 +69,7 @@ class Standardization:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "Standardization | None":
-        """Read ``model_config.yaml``, None without the key. Raises `CheckpointError` if invalid."""
+        """Read ``model_config.yaml``. None if off or missing, `CheckpointError` if invalid."""
         section = config.get(_STANDARDIZATION) or {}
         if not section.get("enable"):
             return None
@@ -132,7 +131,7 @@ class RewardRole(ValueModel):
         return rewards
 
     def standardize(self, mean: float, std: float) -> None:
-        """Apply ``(reward - mean) / std`` from now on. Both numbers are saved with the model."""
+        """Set the standardisation ``(reward - mean) / std``, which is saved with the model."""
         self.standardization = Standardization(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:

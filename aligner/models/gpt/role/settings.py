@@ -139,7 +139,6 @@ def settings_to_continue(
 def _settings(
     trained: TrainedModelConfig | CriticConfig, model: TrainedModelConfig, run: RunSettings
 ) -> RoleSettings:
-    """Combine the section of a role (``trained``) with the sections that all roles share."""
     scoring = trained if isinstance(trained, CriticConfig) else trained.rollout
     return RoleSettings(
         **vars(run),

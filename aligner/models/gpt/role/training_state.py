@@ -113,7 +113,6 @@ class StepOptimizer(ABC):
         self._offloaded = False
 
     def _moments(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the state dict and the key of every moment tensor."""
         return [
             (state, key)
             for state in self.moment_states()
@@ -190,10 +189,7 @@ class ModelOffload:
         self.park(copied=weights if params else [], freed=buffers if grads else [])
 
     def park(self, *, copied: Iterable[Tensor], freed: Iterable[Tensor]) -> None:
-        """Free device memory. `to_device` restores the tensors ``copied``, and zeros for ``freed``.
-
-        The tensors have any shape and dtype.
-        """
+        """Free memory of tensors [...]. `to_device` restores ``copied``, and zeros in ``freed``."""
         # Copy before any storage is freed, because tensors can share a storage.
         storages = _storages(copied)
         copies = self._memory.copies([storage_bytes(*storage) for storage in storages])
@@ -223,7 +219,6 @@ class ModelOffload:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, torch.device]]:
-    """Return the distinct storages of tensors on the device, with their device."""
     storages = {
         tensor.untyped_storage()._cdata: (tensor.untyped_storage(), tensor.device)
         for tensor in tensors
@@ -243,7 +238,7 @@ class SwappedWeights:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchange the values of the parameters with the second values."""
+        """Exchange the parameters' values with those in host memory."""
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             current = parameter.clone()
             parameter.copy_(copy, non_blocking=True)

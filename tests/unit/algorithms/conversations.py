@@ -1,4 +1,4 @@
-"""Rollouts of conversations: whose tokens they are, where rewards stand, how they end."""
+"""Rollouts of conversations in this process, with an engine that babbles."""
 
 import random
 from contextlib import ExitStack
@@ -6,7 +6,6 @@ from multiprocessing.connection import wait
 from types import SimpleNamespace
 
 import torch
-import user_environments as envs
 
 from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import prompts_batch
@@ -28,7 +27,7 @@ class HerePool:
     factory, name = "here", "environment 'here'"
 
     def __init__(self, make):
-        self.make, self.hosts, self.most, self.answers = make, {}, 0, {}
+        self.make, self.hosts, self.answers = make, {}, {}
 
     def begin(self, calls):
         for call in calls:
@@ -52,7 +51,6 @@ class HerePool:
     def _answer(self, call):
         if call.name == "begin":
             self.hosts[call.slot] = Host(self.make, {})
-        self.most = max(self.most, len(self.hosts))
         try:
             value = self.hosts[call.slot].call(call.name, call.argument)
         except Exception as error:
@@ -100,7 +98,7 @@ class Babble:
         return ids + new, [0.0] * len(ids) + [-rng.random() for _ in new], ended
 
 
-def rollouts_with(config, pool, tokenizer=TOKENIZER, longest=MOST, **data):
+def rollouts_with(config, pool, tokenizer, longest):
     """Rollouts over a pool that is there; ``longest``: tokens of a response."""
 
     class Rollouts(EnvironmentRollouts):
@@ -108,26 +106,21 @@ def rollouts_with(config, pool, tokenizer=TOKENIZER, longest=MOST, **data):
             return pool
 
     rollout = SimpleNamespace(length_params=LengthParams(longest), sampling_params=SamplingParams())
-    data = {"add_bos": False, "special_tokens_in_text": "keep", **data}
-    run = SimpleNamespace(
-        environment=config, model=SimpleNamespace(rollout=rollout), data=SimpleNamespace(**data)
-    )
+    data = SimpleNamespace(add_bos=False, special_tokens_in_text="keep")
+    run = SimpleNamespace(environment=config, model=SimpleNamespace(rollout=rollout), data=data)
     return Rollouts(run, tokenizer, None, {}, ExitStack())
 
 
-def collected(make, rows, per_prompt=1, first=0, engine=None, pool=None, **settings):
+def collected(
+    make, rows, per_prompt=1, *, first=0, engine=None, pool=None, tokenizer=TOKENIZER, **settings
+):
+    """A rollout over ``rows``, columns of the environment. ``settings``: of the environment."""
+    longest = settings.pop("longest", MOST)
     config = EnvironmentConfig(factory="here", **{"max_tokens": 400, **settings})
-    rollouts = rollouts_with(config, pool or HerePool(make), TOKENIZER)
+    rollouts = rollouts_with(config, pool or HerePool(make), tokenizer, longest)
     items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
     data = prompts_batch(collate_prompts(items, 0), first, per_prompt)
     return rollouts.collect(engine or Babble(), data, seed=3, per_prompt=per_prompt)
-
-
-ROWS = [{"name": str(number), "turns": 1 + number % 4} for number in range(6)]
-
-
-def of_row(seed, turns, **columns):
-    return envs.Echo(seed, turns, **columns)
 
 
 def same(one, other):
@@ -135,16 +128,3 @@ def same(one, other):
     for key, column in one.items():
         equal = torch.equal(column, other[key]) if torch.is_tensor(column) else column == other[key]
         assert equal, key
-
-
-def test_tokens_do_not_depend_on_who_else_is_under_way():
-    pools = [HerePool(of_row) for _ in range(3)]
-    batches = [
-        collected(of_row, ROWS, 2, concurrency=slots, pool=pool)
-        for slots, pool in zip((1, 5, 100), pools, strict=True)
-    ]
-    same(batches[0], batches[1])
-    same(batches[0], batches[2])
-    assert [pool.most for pool in pools] == [1, 5, 12]
-    alone = collected(of_row, ROWS[3:4], first=3)
-    assert torch.equal(alone["input_ids"][0], collected(of_row, ROWS)["input_ids"][3])
