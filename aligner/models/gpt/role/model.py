@@ -187,7 +187,7 @@ class RoleModel(ABC):
         loss_fn = loss_fn or self.loss_fn
         if loss_fn is None:
             raise ConfigError(f"loss_fn: the {self.role_name} has no default loss. Pass loss_fn")
-        return to_loss_function(loss_fn)
+        return loss_fn if isinstance(loss_fn, LossFunction) else to_loss_function(loss_fn)
 
     @abstractmethod
     def run_batch(
