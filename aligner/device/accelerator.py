@@ -254,7 +254,7 @@ def to_device(tensor: Tensor, where: torch.device | None = None) -> Tensor:
 
 
 class HostCopy:
-    """Asynchronous copies of tensors [...] in host memory. Later changes of a tensor have no effect."""
+    """Asynchronous copies of tensors [...] in host memory, without later changes of a tensor."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._end: torch.cuda.Event | None = None
