@@ -14,8 +14,6 @@ from torch import Tensor
 
 from aligner.losses.corrections import effective_sample_size
 
-_NAN = float("nan")
-
 
 class RoundingGap(NamedTuple):
     """Largest difference between log-probs of sampler and trainer that rounding can cause.
@@ -57,7 +55,7 @@ def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...
     ``metrics``: metrics of a step by full name, where the trainer's log-probs were computed before
     the step's first update.
     """
-    gap = metrics.get("sampler/logprob_gap_mean", _NAN)
+    gap = metrics.get("sampler/logprob_gap_mean", math.nan)
     is_rounding, text = gap_verdict(gap, precision) or (True, "")
     return () if is_rounding else (f"sampler/logprob_gap_mean={gap:.2g}, {text}",)
 
@@ -73,7 +71,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     error = target - values[included].double()
     total = _squared_deviations(target)
     varies = total > 1e-12 * target.square().sum()  # returns have relative errors of about 1e-7
-    return torch.where(varies, 1 - _squared_deviations(error) / total, _NAN).float()
+    return torch.where(varies, 1 - _squared_deviations(error) / total, math.nan).float()
 
 
 def reward_length_correlation(
@@ -88,7 +86,7 @@ def reward_length_correlation(
     x, y = rewards[included].double(), lengths[included].double()
     x, y = x - x.mean(), y - y.mean()
     scale = torch.sqrt(x.square().sum() * y.square().sum())
-    return torch.where(scale > 0, (x * y).sum() / scale, _NAN).float()
+    return torch.where(scale > 0, (x * y).sum() / scale, math.nan).float()
 
 
 def repeated_ngram_fraction(
@@ -109,7 +107,7 @@ def repeated_ngram_fraction(
     """
     rows, length = input_ids.shape
     if length < n:
-        return torch.tensor(_NAN)
+        return torch.tensor(math.nan)
     # Number the distinct n-grams of the batch by growing them one token at a time. This is exact,
     # and an index stays below B * S, so its product with the vocabulary fits int64.
     vocabulary = int(input_ids.max()) + 1
@@ -139,7 +137,7 @@ def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
     """
     included = values[_bool_mask(mask, values)].double()
     if included.numel() == 0:
-        return {name: torch.tensor(_NAN) for name in ("mean", "std", "min", "max")}
+        return {name: torch.tensor(math.nan) for name in ("mean", "std", "min", "max")}
     std = included.std() if included.numel() > 1 else torch.zeros(())
     results = {"mean": included.mean(), "std": std, "min": included.min(), "max": included.max()}
     return {name: value.float() for name, value in results.items()}

@@ -180,27 +180,21 @@ def start_generation(
 
 
 @dataclass(frozen=True)
-class RatingModel:
-    """Description of a reward model whose workers are not started yet."""
-
-    architecture: GPTArchitecture
-    encoder: SequenceEncoder
-    weights: Tensor | None  # float32 [attributes], None: the model has one reward
-
-
-@dataclass(frozen=True)
 class RewardSource:
     """Reward of a run, loaded before any model is built. `start` makes it ready for use."""
 
     config: SamplingRunConfig
     tokenizer: Tokenizer  # the policy's
-    scorer: RewardInterface | None  # a function or server, None if ``model`` has to be started
+    scorer: RewardInterface | None  # a function or server, None if a model has to be started
     verifier: Reward | None  # a function in addition to a model or a server
-    model: RatingModel | None = None
+    # Description of a reward model, None without one.
+    architecture: GPTArchitecture | None = None
+    encoder: SequenceEncoder | None = None
+    weights: Tensor | None = None  # float32 [attributes], None: the model has one reward
 
     def start(self, workers: Workers, value: Value | None = None) -> RewardInterface:
         """Return the reward, ready to use. In a dry run it calls no function and no server."""
-        model = None if self.model is None else self._started(self.model, workers, value)
+        model = None if self.encoder is None else self._started(self.encoder, workers, value)
         if self.config.dry_run:
             return MadeUpRewards(model, self.config.seed)
         scorer = self.scorer or model
@@ -215,25 +209,25 @@ class RewardSource:
     def memory(self) -> list[RoleMemory]:
         """Return the memory per process of a reward model with its own workers, else []."""
         model = self.config.reward.model
-        if self.model is None or (model is not None and model.share_body_with_critic):
+        if self.architecture is None or (model is not None and model.share_body_with_critic):
             return []
-        architecture = self.model.architecture
-        return [role_memory(self.config, architecture, 1, "reward model", trainable=False)]
+        return [role_memory(self.config, self.architecture, 1, "reward model", trainable=False)]
 
-    def _started(self, rating: RatingModel, workers: Workers, value: Value | None) -> ModelReward:
+    def _started(
+        self, encoder: SequenceEncoder, workers: Workers, value: Value | None
+    ) -> ModelReward:
         config, model = self.config, self.config.reward.model
         assert model is not None, "checked with the configuration"
-        tokenizer = rating.encoder.tokenizer
         frozen, run = frozen_config(config.model, model), run_settings(config)
         handle: RewardModel | SharedBackboneReward
         if model.share_body_with_critic:
             assert value is not None, "checked with the configuration"
-            handle = SharedBackboneReward(value, frozen, tokenizer, run)
+            handle = SharedBackboneReward(value, frozen, encoder.tokenizer, run)
         else:
             handle = RewardModel(
                 workers.clusters.reward,
                 frozen,
-                tokenizer,
+                encoder.tokenizer,
                 run,
                 init_optimizer=False,
                 offload_weights=model.offload_weights,
@@ -242,9 +236,9 @@ class RewardSource:
         # The policy's responses are decoded and encoded for the reward model.
         return ModelReward(
             handle,
-            rating.encoder,
+            encoder,
             self.tokenizer,
-            weights=rating.weights,
+            weights=self.weights,
             micro_batch_size=model.micro_batch_size,
             end_strings=config.model.rollout.sampling_params.end_strings,
         )
@@ -290,8 +284,7 @@ def load_reward(
     check_layout(architecture, config.model.parallel, model.workers or engine.worlds[0])
     if model.share_body_with_critic:
         check_one_body(config, architecture)
-    rating = RatingModel(architecture, encoder, weights)
-    return RewardSource(config, tokenizer, None, function, rating)
+    return RewardSource(config, tokenizer, None, function, architecture, encoder, weights)
 
 
 def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> None:
