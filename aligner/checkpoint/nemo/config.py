@@ -69,8 +69,8 @@ _KEYS: dict[str, tuple[str, bool | int | float]] = {
 # Fields of `GPTArchitecture` without a key in NeMo, written if they differ from the default.
 _OWN_KEYS = (
     *("qk_norm_over_heads", "branch_norms", "embedding_multiplier", "residual_multiplier"),
-    *("logits_divisor", "logits_cap", "attention_cap"),
-    *("logits_divisor", "window_rotary_base", "layers_without_experts", "moe_router_sigmoid"),
+    *("logits_cap", "attention_cap", "logits_divisor", "window_rotary_base"),
+    *("layers_without_experts", "moe_router_sigmoid"),
     *("q_lora_rank", "kv_lora_rank", "value_channels", "attention_sinks", "activation_clamp"),
     *("moe_router_groups", "moe_router_group_topk", "moe_router_normalizes", "moe_router_scale"),
 )
