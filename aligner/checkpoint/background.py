@@ -107,7 +107,7 @@ class CopyMemory:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=start)
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Start asynchronous copies of ``tensors`` to host memory. Return the contiguous copies."""
+        """Start copying ``tensors`` [...] to host memory. Return the contiguous copies."""
         if not tensors:
             return []
         if any(copy() is not None for copy in self._copies):

@@ -317,7 +317,7 @@ def runs_of_rows(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int
     """Yield ranges of rows that are adjacent in one of the source parts, without padding.
 
     A range is (first row, index of the source part, first row in the source part, number of rows).
-    ``origin``: result of `origin_of_rows`. ``size``: rows of a source part.
+    ``origin``: int64 [rows], result of `origin_of_rows`. ``size``: rows of a source part.
     """
     part = torch.div(origin, size, rounding_mode="floor")
     is_adjacent = (origin.diff() == 1) & (part.diff() == 0)

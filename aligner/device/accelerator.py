@@ -187,7 +187,7 @@ def generator_state() -> Tensor | None:
 
 
 def set_generator_state(state: Tensor | None) -> None:
-    """Restore a result of `generator_state`. Without a GPU, nothing is done."""
+    """Restore a result of `generator_state`, uint8 [bytes]. Without a GPU, nothing is done."""
     if has_gpu() and state is not None:
         torch.cuda.set_rng_state(state)
 
@@ -198,7 +198,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any] | Tensor | None) -> None:
-    """Restore a result of `rng_state`, or of `generator_state`, which old run states contain."""
+    """Restore a result of `rng_state`, or of `generator_state` (see `set_generator_state`)."""
     if not isinstance(state, Mapping):
         set_generator_state(state)
         return
@@ -225,7 +225,7 @@ def is_deterministic() -> bool:
 
 
 def is_apart(tensor: Tensor) -> bool:
-    """Return whether a tensor is in GPU memory."""
+    """Return whether a tensor of any shape is in GPU memory."""
     return tensor.is_cuda
 
 
@@ -249,12 +249,12 @@ def copy_memory(size: int) -> memoryview:
 
 
 def to_device(tensor: Tensor, where: torch.device | None = None) -> Tensor:
-    """Move a tensor to the device ``where``, by default `device`, asynchronously."""
+    """Move a tensor [...] to the device ``where``, by default `device`, asynchronously."""
     return tensor.to(where or device(), non_blocking=True)
 
 
 class HostCopy:
-    """Asynchronous copies of tensors in host memory. Later changes of a tensor have no effect."""
+    """Asynchronous copies of tensors [...] in host memory, without later changes of a tensor."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._end: torch.cuda.Event | None = None
@@ -315,7 +315,7 @@ def sharing_key() -> str:
 
 
 def export_tensor(tensor: Tensor) -> Any:
-    """Return a picklable CUDA IPC handle of a GPU tensor, for `import_tensor`."""
+    """Return a picklable CUDA IPC handle of a GPU tensor [...], for `import_tensor`."""
     from torch.multiprocessing.reductions import reduce_tensor  # changes how tensors pickle
 
     return reduce_tensor(tensor)

@@ -48,7 +48,7 @@ class KeptTokens(NamedTuple):
     """Token ids that top-k and top-p kept at each sampled token of a turn."""
 
     start: int  # index of the first sampled token in the row
-    ids: Tensor  # int32 [sampled tokens, K], padded with -1
+    ids: Tensor  # int32 [n, K] for n sampled tokens, padded with -1
 
 
 @dataclass

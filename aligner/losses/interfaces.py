@@ -118,11 +118,6 @@ class PublishedLoss:
         return None
 
 
-def to_loss_function(loss: AnyLossFunction) -> types.LossFunction:
-    """Return ``loss`` with this library's interface: unchanged, or a published loss adapted."""
-    return loss if isinstance(loss, types.LossFunction) else PublishedLoss(loss)
-
-
 def loss_and_metrics(
     result: Any, who: str, error: type[AlignerError]
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -10,9 +10,9 @@ from typing_extensions import TypedDict  # pydantic's, below Python 3.12
 
 from aligner.config.fields import NonNegative, Positive
 from aligner.config.parse import build, check_fields
-from aligner.losses.interfaces import LossInputType, to_loss_function
+from aligner.losses.interfaces import LossInputType, PublishedLoss
 from aligner.losses.masked import BatchAverage, counted_tokens
-from aligner.types import Denominators, TokenOutputs
+from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class RightShiftedLoss:
     needs_entropy: ClassVar[bool] = False
 
     def __init__(self, loss_fn: Any) -> None:
-        self.loss_fn = to_loss_function(loss_fn)
+        self.loss_fn = loss_fn if isinstance(loss_fn, LossFunction) else PublishedLoss(loss_fn)
         self.rows_per_group = self.loss_fn.rows_per_group
 
     def __call__(

@@ -67,7 +67,7 @@ class WeightBroadcast:
         return cls(store, rank, world_size, timeout_s)
 
     def send(self, tensor: Tensor) -> None:
-        """Broadcast rank 0's ``tensor`` into that of all others, of equal shape and dtype.
+        """Broadcast rank 0's ``tensor`` [...] to the tensors of all other ranks, of equal shape.
 
         Raises `WorkerError` if the connection fails or a member has died.
         """

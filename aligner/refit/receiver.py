@@ -25,7 +25,7 @@ class RefitReceiver(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load weights, Hugging Face name and full tensor each. Tensors are freed afterwards."""
+        """Load pairs of Hugging Face name and full tensor [...]. Tensors are freed afterwards."""
 
     @abstractmethod
     def finish_refit(self) -> None:

@@ -38,7 +38,7 @@ class Offer:
     handle: Any  # picklable, for `accept`
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
-        """Copy ``tensors`` (name and tensor) to shared memory, or on a GPU clone them.
+        """Copy ``tensors`` (name and tensor [...]) to shared memory, or on a GPU clone them.
 
         ``max_bytes``: size of the shared memory, at least the sum of their `aligned_bytes`.
         Only pages that are written use memory.

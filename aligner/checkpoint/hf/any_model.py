@@ -398,7 +398,7 @@ def _as_in_files(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> dic
 
 
 class FileWeights(LazyTensors):
-    """Weights by their names in files, converted when indexed from weights of the module."""
+    """Weights [...] by their names in files, converted when indexed from weights of the module."""
 
     def __init__(self, weights: Mapping[str, Tensor], architecture: GPTArchitecture) -> None:
         self._weights = weights

@@ -62,7 +62,7 @@ class Record:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor in a mapped file. The checksum of ``view`` has not been compared yet."""
+    """Tensor of any shape in a mapped file. The checksum of ``view`` has not been compared yet."""
 
     view: Tensor
     record: Record | None = None  # None: the bytes have been compared already

@@ -29,7 +29,7 @@ _TENSOR_OVERHEAD = 512
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "state") -> Any:
-    """Return a copy of ``tree`` with ``change`` applied to each tensor.
+    """Return a copy of ``tree`` with ``change`` applied to each tensor [...].
 
     Mappings become dicts. NumPy's numbers and enums become int, float or str. Raises
     `CheckpointError` for a value that is not a tree, with its path, which begins with ``where``.

@@ -14,7 +14,7 @@ from aligner.logprobs.output_layer import VocabShard, sequence_chunks
 
 
 def arithmetic_dtype(logits: Tensor) -> torch.dtype:
-    """Return float32, or float64 for float64 logits."""
+    """Return float32, or float64 for float64 logits [..., V]."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 

@@ -151,7 +151,7 @@ class VllmWorker(RefitReceiver):
         self._synchronized(self._engine.begin_refit)
 
     def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load a part of the weights, as pairs of a Hugging Face name and a complete tensor."""
+        """Load a part of the weights, as pairs of a Hugging Face name and a full tensor [...]."""
         self._synchronized(self._engine.load_weights, weights)
 
     def finish_refit(self) -> None:

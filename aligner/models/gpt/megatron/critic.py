@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.logprobs.output_layer import OutputLayerBypass, ValueHead
-from aligner.losses.interfaces import to_loss_function
+from aligner.losses.interfaces import PublishedLoss
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Microbatch,
@@ -156,7 +156,8 @@ def forward_step_value(
 
     del state, defer_fp32_logits, policy_cfg
     denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)
-    head = loss_head(outputs, to_loss_function(loss_fn), denominators)
+    loss_fn = loss_fn if isinstance(loss_fn, LossFunction) else PublishedLoss(loss_fn)
+    head = loss_head(outputs, loss_fn, denominators)
     factor = 1 if cp_normalize else parallel_state.get_context_parallel_world_size()
 
     def multiplied_head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:

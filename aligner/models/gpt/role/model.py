@@ -18,7 +18,7 @@ from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.errors import ConfigError, NonFiniteError, current_step
-from aligner.losses.interfaces import AnyLossFunction, to_loss_function
+from aligner.losses.interfaces import AnyLossFunction, PublishedLoss
 from aligner.models.gpt.forward.schedule import (
     Head,
     Microbatch,
@@ -187,7 +187,7 @@ class RoleModel(ABC):
         loss_fn = loss_fn or self.loss_fn
         if loss_fn is None:
             raise ConfigError(f"loss_fn: the {self.role_name} has no default loss. Pass loss_fn")
-        return to_loss_function(loss_fn)
+        return loss_fn if isinstance(loss_fn, LossFunction) else PublishedLoss(loss_fn)
 
     @abstractmethod
     def run_batch(
