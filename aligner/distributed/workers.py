@@ -47,13 +47,8 @@ def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 def phase(method: Callable[[Any], R]) -> Callable[..., R]:
     """Return a handle method as `on_all_workers` does. It ignores arguments, as in NeMo-RL."""
-
-    @functools.wraps(method)
-    def call(handle: Any, /, *args: Any, **kwargs: Any) -> R:
-        del args, kwargs
-        return run_on_all(handle.worker_group, method)[0]
-
-    return call
+    call = on_all_workers(method)
+    return functools.wraps(method)(lambda handle, *args, **kwargs: call(handle))
 
 
 def scored_rows(
@@ -194,15 +189,6 @@ class LocalFuture:
         return self.results
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Exception in the form in which it is sent to the other ranks."""
-
-    rank: int
-    message: str
-    error: AlignerError | None  # other exceptions may not be picklable, which would block the peers
-
-
 class LocalWorkerGroup:
     """Worker group of all processes of a torch.distributed world. Each calls its own worker."""
 
@@ -244,16 +230,15 @@ class LocalWorkerGroup:
         try:
             result = to_host(getattr(self.worker, method_name)(**arguments))
         except Exception as error:
-            sendable = error if isinstance(error, AlignerError) else None
-            text = f"{type(error).__name__}: {error}"
-            self._gather(_Failure(self.parallel.rank, text, sendable))
+            # Other exceptions may not be picklable, which would block the peers.
+            text = f"{method_name} failed on rank {self.parallel.rank}: {type(error).__name__}"
+            is_sendable = isinstance(error, AlignerError)
+            self._gather(error if is_sendable else WorkerError(f"{text}: {error}"))
             raise
         results = self._gather(result)
         for result in results:
-            if isinstance(result, _Failure):
-                raise result.error or WorkerError(
-                    f"{method_name} failed on rank {result.rank}: {result.message}"
-                )
+            if isinstance(result, AlignerError):
+                raise result
         return LocalFuture(results)
 
     def _gather(self, result: Any) -> list[Any]:
