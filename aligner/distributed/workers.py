@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from aligner.config import TrainedModelConfig
 from aligner.config.layout import ParallelConfig
@@ -29,6 +28,7 @@ from aligner.distributed.interfaces import WorkerFuture, WorkerGroup
 from aligner.distributed.named_sharding import MODEL_AXES, layout_of
 from aligner.distributed.sharding import MicroBatching
 from aligner.errors import AlignerError, ConfigError, LayoutError, WorkerError
+from aligner.parallel.collectives import gather_objects
 from aligner.parallel.groups import ParallelState
 
 P = ParamSpec("P")
@@ -232,19 +232,14 @@ class LocalWorkerGroup:
         except Exception as error:
             # Other exceptions may not be picklable, which would block the peers.
             text = f"{method_name} failed on rank {self.parallel.rank}: {type(error).__name__}"
-            is_sendable = isinstance(error, AlignerError)
-            self._gather(error if is_sendable else WorkerError(f"{text}: {error}"))
+            sendable = error if isinstance(error, AlignerError) else WorkerError(f"{text}: {error}")
+            gather_objects(sendable, self.parallel.dp_group)
             raise
-        results = self._gather(result)
+        results = gather_objects(result, self.parallel.dp_group)
         for result in results:
             if isinstance(result, AlignerError):
                 raise result
         return LocalFuture(results)
-
-    def _gather(self, result: Any) -> list[Any]:
-        results: list[Any] = [None] * self.parallel.dp_size
-        dist.all_gather_object(results, result, group=self.parallel.dp_group)
-        return results
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Return the results of a call, in data-parallel order."""
