@@ -213,7 +213,7 @@ class RewardFunction(ProcessPool):
         with suppress(RewardError):
             culprit = process.receive(deadline, 0.0)[1]
         subject = "the batch as a whole, and no single sample was found to cause it"
-        if culprit in range(len(samples)):
+        if culprit is not None and culprit in range(len(samples)):
             subject = samples.describe(culprit)
         raise RewardError(f"reward function {name!r} raised {payload} on {subject}")
 
