@@ -119,8 +119,10 @@ _GLM = _PLAIN.variant(
 )
 _OLMO2 = _PLAIN.variant(
     "olmo2",
-    table=tensors.norms_after("post_attention_layernorm", "post_feedforward_layernorm")
-    | tensors.ALL_HEADS_NORM,
+    table={
+        **tensors.norms_after("post_attention_layernorm", "post_feedforward_layernorm"),
+        **tensors.ALL_HEADS_NORM,
+    },
     defaults={"rms_norm_eps": 1e-5},
     fixed={"attention_bias": False},
     implied={"branch_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True},

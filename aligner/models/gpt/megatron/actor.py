@@ -1,7 +1,7 @@
 """Policy on megatron-core: samples responses, scores tokens, and trains."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -18,6 +18,7 @@ from aligner.models.gpt.forward.schedule import MicroBatches, full_hidden_states
 from aligner.models.gpt.forward.token_logprobs import LogitsForm
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.policy import SamplingPolicy
+from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import AlignableGenerativeInterface
 
 
@@ -25,7 +26,11 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
     """Policy on megatron-core, for PPO or, with another loss function, for other algorithms."""
 
     role_name = "policy"
-    config_types = (ModelConfig, RSModelConfig, TrainedModelConfig)
+    config_types: ClassVar[tuple[SectionType, ...]] = (
+        ModelConfig,
+        RSModelConfig,
+        TrainedModelConfig,
+    )
 
     def __init__(self, cfg: Any, trainer: Any = None, **options: Any) -> None:
         """Build the policy as in `MegatronGPTModel`, and configure its sampling from settings."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
@@ -25,6 +25,7 @@ from aligner.models.gpt.forward.schedule import (
 from aligner.models.gpt.forward.token_layout import LayoutRules, framed_outputs
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.model import ValueModel
+from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import CriticModelInterface
 from aligner.parallel.groups import joined_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
@@ -38,7 +39,12 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
     """
 
     role_name = "critic"
-    config_types = (CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig)
+    config_types: ClassVar[tuple[SectionType, ...]] = (
+        CriticConfig,
+        ModelConfig,
+        RSModelConfig,
+        TrainedModelConfig,
+    )
     # `infer` of a reward model that shares the backbone.
     rewards_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None
 
