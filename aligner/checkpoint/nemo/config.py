@@ -139,7 +139,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
     with raised_as(CheckpointError, text, TypeError, ValueError, ArithmeticError):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         scale = hidden**0.5 if config.get("apply_embedding_scaling") else 1.0  # NeMo's Gemma
-        plain: Config = {
+        direct: Config = {
             name: type(default)(get(key, default)) for name, (key, default) in _KEYS.items()
         }
         own = {name: config[name] for name in _OWN_KEYS if config.get(name) is not None}
@@ -172,7 +172,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             moe_shared_expert_gate=bool(get("moe_shared_expert_gate", False)),
             layers_without_window=_skipped(config, "window_attn_skip_freq", invert=True),
             family=config.get("hf_model_type"),
-            **{"embedding_multiplier": scale, **plain, **own},
+            **{"embedding_multiplier": scale, **direct, **own},
         )
 
 
