@@ -17,17 +17,8 @@ _MOST_BLOCKS = 100_000
 _SHARES = ("attention_dropout", "hidden_dropout", "rotary_percent")
 
 # "clamped_swiglu" (GPT-OSS) is (up + 1) * gate * sigmoid(1.702 * gate).
-Activation = Literal[
-    "gelu",
-    "gelu_tanh",
-    "swiglu",
-    "clamped_swiglu",
-    "geglu",
-    "geglu_tanh",
-    "squared_relu",
-    "relu",
-    "silu",
-]
+_GatedActivation = Literal["swiglu", "clamped_swiglu", "geglu", "geglu_tanh"]
+Activation = Literal[_GatedActivation, "gelu", "gelu_tanh", "squared_relu", "relu", "silu"]
 Normalization = Literal["layernorm", "layernorm1p", "rmsnorm", "rmsnorm1p"]
 BranchNorms = Literal["before", "after", "both"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
@@ -224,7 +215,7 @@ class GPTArchitecture:
     @property
     def gated(self) -> bool:
         """Whether the first MLP linear (fc1) has the rows ``[gate; up]`` of a gated activation."""
-        return self.activation in ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh")
+        return self.activation in get_args(_GatedActivation)
 
     @property
     def is_scored(self) -> bool:

@@ -29,6 +29,7 @@ from aligner.checkpoint.canonical import (
 from aligner.checkpoint.nemo.weights import LazyWeights
 from aligner.device import accelerator
 from aligner.errors import CheckpointError
+from aligner.parallel.collectives import gather_objects
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -138,10 +139,7 @@ class GatheredTensors(LazyTensors):
         if architecture.tie_embeddings:  # the last stage's copy of the first stage's embedding
             self._parts.pop(OUTPUT_LAYER, None)
         forms = {name: (part.shape, part.dtype) for name, part in self._parts.items()}
-        stages = [forms]
-        if self._pp is not None:
-            stages = [{}] * self._pp.size()
-            dist.all_gather_object(stages, forms, group=self._pp)
+        stages = [forms] if self._pp is None else gather_objects(forms, self._pp)
         # Name → pipeline stage that has the tensor, shape and dtype of a part.
         self._origins = {n: (stage, *f[n]) for stage, f in enumerate(stages) for n in f}
         super().__init__(name for name in names if self._local_name(name) in self._origins)

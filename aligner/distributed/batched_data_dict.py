@@ -19,6 +19,7 @@ from aligner.distributed.sharding import (
     packed_plan,
 )
 from aligner.errors import ConfigError, DataError
+from aligner.parallel.collectives import gather_objects
 from aligner.types import PAD_VALUES
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
@@ -251,13 +252,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         Numbers of rows and widths of tensors may differ (see `from_batches`). Raises `DataError` if
         column names or dtypes differ between ranks.
         """
-        rank_columns: list[Any] = [None] * dist.get_world_size(group)
         # Copies, because pickling a view would send the memory of the whole tensor.
         columns = {
             key: column.detach().to("cpu", copy=True) if isinstance(column, Tensor) else column
             for key, column in self.data.items()
         }
-        dist.all_gather_object(rank_columns, columns, group=group)
+        rank_columns = gather_objects(columns, group)
         _check_same_columns(rank_columns)
         joined = type(self).from_batches(rank_columns)
         for key, column in self.data.items():

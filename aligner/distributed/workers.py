@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from aligner.config import TrainedModelConfig
 from aligner.config.layout import ParallelConfig
@@ -29,6 +28,7 @@ from aligner.distributed.interfaces import WorkerFuture, WorkerGroup
 from aligner.distributed.named_sharding import MODEL_AXES, layout_of
 from aligner.distributed.sharding import MicroBatching
 from aligner.errors import AlignerError, ConfigError, LayoutError, WorkerError
+from aligner.parallel.collectives import gather_objects
 from aligner.parallel.groups import ParallelState
 
 P = ParamSpec("P")
@@ -47,13 +47,8 @@ def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 def phase(method: Callable[[Any], R]) -> Callable[..., R]:
     """Return a handle method as `on_all_workers` does. It ignores arguments, as in NeMo-RL."""
-
-    @functools.wraps(method)
-    def call(handle: Any, /, *args: Any, **kwargs: Any) -> R:
-        del args, kwargs
-        return run_on_all(handle.worker_group, method)[0]
-
-    return call
+    call = on_all_workers(method)
+    return functools.wraps(method)(lambda handle, *args, **kwargs: call(handle))
 
 
 def scored_rows(
@@ -194,15 +189,6 @@ class LocalFuture:
         return self.results
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Exception in the form in which it is sent to the other ranks."""
-
-    rank: int
-    message: str
-    error: AlignerError | None  # other exceptions may not be picklable, which would block the peers
-
-
 class LocalWorkerGroup:
     """Worker group of all processes of a torch.distributed world. Each calls its own worker."""
 
@@ -244,22 +230,16 @@ class LocalWorkerGroup:
         try:
             result = to_host(getattr(self.worker, method_name)(**arguments))
         except Exception as error:
-            sendable = error if isinstance(error, AlignerError) else None
-            text = f"{type(error).__name__}: {error}"
-            self._gather(_Failure(self.parallel.rank, text, sendable))
+            # Other exceptions may not be picklable, which would block the peers.
+            text = f"{method_name} failed on rank {self.parallel.rank}: {type(error).__name__}"
+            sendable = error if isinstance(error, AlignerError) else WorkerError(f"{text}: {error}")
+            gather_objects(sendable, self.parallel.dp_group)
             raise
-        results = self._gather(result)
+        results = gather_objects(result, self.parallel.dp_group)
         for result in results:
-            if isinstance(result, _Failure):
-                raise result.error or WorkerError(
-                    f"{method_name} failed on rank {result.rank}: {result.message}"
-                )
+            if isinstance(result, AlignerError):
+                raise result
         return LocalFuture(results)
-
-    def _gather(self, result: Any) -> list[Any]:
-        results: list[Any] = [None] * self.parallel.dp_size
-        dist.all_gather_object(results, result, group=self.parallel.dp_group)
-        return results
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Return the results of a call, in data-parallel order."""

@@ -79,9 +79,8 @@ class ScoredTools(PromptedTools):
     @classmethod
     def check_reward(cls, kwargs: Mapping[str, Any]) -> None:
         """Raise `ConfigError` if ``environment.kwargs`` has no usable reward function."""
-        if _scorer_of(kwargs.get("reward"), kwargs.get("reward_kwargs")) is not None:
-            return
-        if cls.answered is ScoredTools.answered:
+        scorer = _scorer_of(kwargs.get("reward"), kwargs.get("reward_kwargs"))
+        if scorer is None and cls.answered is ScoredTools.answered:
             raise ConfigError(
                 "environment.kwargs.reward is not set, and tools return no reward. Set a reward "
                 "function, such as aligner.examples.tasks.exact_number:reward"

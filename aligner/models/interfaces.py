@@ -182,11 +182,9 @@ class PendingGeneration(Protocol):
 
     def result(self) -> "BatchedDataDict":
         """Wait for the batch and return it (see `GenerationOutputSpec`)."""
-        ...
 
     def abandon(self) -> None:
         """Stop sampling the batch."""
-        ...
 
 
 class BackgroundGeneration(GenerationInterface):

@@ -68,16 +68,12 @@ def place_of(
     ``annotations``: layout of the workers. Raises `LayoutError` if it differs from ``layout``.
     """
     if annotations is not None:
-        sizes = {
-            "tensor_parallel": layout.tensor,
-            "pipeline_parallel": layout.pipeline,
-            "context_parallel": layout.context,
-        }
-        for axis, size in sizes.items():
-            annotated_size = annotations.shape.get(axis, 1)
+        for axis in ("tensor", "pipeline", "context"):
+            size = getattr(layout, axis)
+            annotated_size = annotations.shape.get(f"{axis}_parallel", 1)
             if annotated_size != size:
                 raise LayoutError(
-                    f"worker_sharding_annotations have {axis}={annotated_size}, but the "
+                    f"worker_sharding_annotations have {axis}_parallel={annotated_size}, but the "
                     f"configuration has {size}. Use the same layout in both"
                 )
     if parallel is not None and parallel.config == layout:

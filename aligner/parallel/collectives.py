@@ -117,12 +117,12 @@ def on_rank_zero(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def gather_objects(value: T) -> list[T]:
-    """Return the ``value`` of each rank, a small picklable object, in rank order."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the ``value`` of each rank of ``group`` (default: all), picklable, in rank order."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -12,7 +12,7 @@ are those of a Hugging Face state dict.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from aligner.distributed.interfaces import WorkerFuture, WorkerGroup
@@ -93,11 +93,9 @@ class Refit:
     buffer_bytes: int  # maximum size of a group of weights
     world_size: int  # number of members of the broadcast group
     timeout_s: float  # time limit of joining the group and of each broadcast
-
-    def __post_init__(self) -> None:
-        self._groups: list[list[str]] | None = None
-        self._infos: dict[str, Any] = {}
-        self._readers: list[str] = []
+    _groups: list[list[str]] | None = field(default=None, init=False)
+    _infos: dict[str, Any] = field(default_factory=dict, init=False)
+    _readers: list[str] = field(default_factory=list, init=False)
 
     def __call__(self) -> None:
         """Send the policy's weights to the engines."""

@@ -209,10 +209,9 @@ class SessionRequest(_Strict):
     seed: int | None = None  # of requests that do not set one
 
 
-class RewardRequest(BaseModel):
+class RewardRequest(_Strict):
     """Body of ``POST /v1/reward``: a number, null (not scored), or a mapping with ``reward``."""
 
-    model_config = ConfigDict(extra="forbid")
     reward: Any = None
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
-from aligner.checkpoint.canonical import REWARD_HEAD, Shape, Weights, misfits
+from aligner.checkpoint.canonical import REWARD_HEAD, LazyTensors, Shape, Weights, misfits
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.model_folder import new_folder, read_json, read_tokenizer_files
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
@@ -397,25 +397,20 @@ def _as_in_files(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> dic
     return revert_weight_conversion(model, dict(tensors))
 
 
-class FileWeights(Mapping[str, Tensor]):
+class FileWeights(LazyTensors):
     """Weights [...] by their names in files, converted when indexed from weights of the module."""
 
     def __init__(self, weights: Mapping[str, Tensor], architecture: GPTArchitecture) -> None:
         self._weights = weights
-        self._model, self._names = names_in_files(architecture)
+        self._model, self._sources = names_in_files(architecture)
         self._converted: dict[str, Tensor] = {}  # of one tensor of the module
+        super().__init__(self._sources)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._converted:
-            source = self._names[name]
+            source = self._sources[name]
             self._converted = _as_in_files(self._model, {source: self._weights[source]})
         return self._converted[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def require_megatron(architecture: GPTArchitecture) -> None:

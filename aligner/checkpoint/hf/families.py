@@ -48,7 +48,6 @@ _NO_WINDOW = {"use_sliding_window": False}
 _WINDOW = {"window_size": "sliding_window"}
 _LLAMA = Family(
     "llama",
-    "LlamaForCausalLM",
     tensors.LLAMA_TABLE,
     {**_LLAMA_KEYS, "bias_linear": "attention_bias"},
     {"initializer_range": 0.02, "attention_dropout": 0.0, "tie_word_embeddings": False}
@@ -61,13 +60,11 @@ _LLAMA = Family(
 _PLAIN = dataclasses.replace(_LLAMA, keys=_LLAMA_KEYS, equal={})
 _MISTRAL = _PLAIN.variant(
     "mistral",
-    "MistralForCausalLM",
     keys=_WINDOW,
     defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
 )
 _MIXTRAL = dataclasses.replace(_MISTRAL, table=tensors.MIXTRAL_TABLE).variant(
     "mixtral",
-    "MixtralForCausalLM",
     keys={"num_moe_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None}
     | {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -75,21 +72,18 @@ _MIXTRAL = dataclasses.replace(_MISTRAL, table=tensors.MIXTRAL_TABLE).variant(
 )
 _QWEN2 = _PLAIN.variant(
     "qwen2",
-    "Qwen2ForCausalLM",
     defaults={"max_position_embeddings": 32_768, "num_key_value_heads": 32},
     fixed=_NO_WINDOW,
     implied={"bias_qkv": True},
 )
 _QWEN3 = _QWEN2.variant(
     "qwen3",
-    "Qwen3ForCausalLM",
     defaults={"head_dim": 128},
     fixed={"attention_bias": False},
     implied={"bias_qkv": False, "qk_layernorm": True},
 )
 _QWEN3_MOE = dataclasses.replace(_QWEN3, table=tensors.QWEN3_MOE_TABLE).variant(
     "qwen3_moe",
-    "Qwen3MoeForCausalLM",
     keys={"num_moe_experts": "num_experts", "moe_router_topk": "num_experts_per_tok"}
     | {"moe_ffn_hidden_size": "moe_intermediate_size"}
     | {"moe_router_pre_softmax": "norm_topk_prob"},  # negated
@@ -117,17 +111,34 @@ _SQUARED_RELU: dict[str, Any] = {
 }
 _GLM = _PLAIN.variant(
     "glm",
-    "GlmForCausalLM",
     table={**tensors.INTERLEAVED_ROPE, **tensors.FUSED_GATE_UP},
     keys=_BIAS_QKV,
     defaults={"attention_bias": True, "rms_norm_eps": 1.5625e-07, "num_key_value_heads": 2}
     | {"head_dim": 128, "max_position_embeddings": 131_072},
     rotary_percent=0.5,
 )
+_OLMO2 = _PLAIN.variant(
+    "olmo2",
+    table={
+        **tensors.norms_after("post_attention_layernorm", "post_feedforward_layernorm"),
+        **tensors.ALL_HEADS_NORM,
+    },
+    defaults={"rms_norm_eps": 1e-5},
+    fixed={"attention_bias": False},
+    implied={"branch_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True},
+)
+_GEMMA = _PLAIN.variant(
+    "gemma",
+    defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
+    | {"max_position_embeddings": 8192},
+    fixed={"hidden_act": "gelu_pytorch_tanh", "attention_bias": False}
+    | {"use_bidirectional_attention": None},
+    implied={"activation": "geglu_tanh", "normalization": "rmsnorm1p"},
+    scales_embeddings=True,
+)
 _LLAMA_LIKE = (
     _LLAMA.variant(
         "nemotron",
-        "NemotronForCausalLM",
         **_SQUARED_RELU
         | {"implied": {"activation": "squared_relu", "normalization": "layernorm1p"}},
         keys={"layernorm_epsilon": "norm_eps"},
@@ -136,7 +147,6 @@ _LLAMA_LIKE = (
     ),
     _PLAIN.variant(
         "starcoder2",
-        "Starcoder2ForCausalLM",
         table=tensors.STARCODER2_MLP,
         keys={"bias_linear": "use_bias", "layernorm_epsilon": "norm_epsilon"}
         | {**_WINDOW, "hidden_dropout": "residual_dropout"},
@@ -148,7 +158,6 @@ _LLAMA_LIKE = (
     ),
     _PLAIN.variant(
         "phi3",
-        "Phi3ForCausalLM",
         table={**tensors.FUSED_QKV, **tensors.FUSED_GATE_UP},
         keys={**_WINDOW, "hidden_dropout": "resid_pdrop"},
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "resid_pdrop": 0.0}
@@ -157,7 +166,6 @@ _LLAMA_LIKE = (
     ),
     _PLAIN.variant(
         "stablelm",
-        "StableLmForCausalLM",
         keys={"bias_qkv": "use_qkv_bias", "layernorm_epsilon": "layer_norm_eps"},
         defaults={"layer_norm_eps": 1e-5, "use_qkv_bias": False, "num_key_value_heads": 32}
         | {"max_position_embeddings": 4096},
@@ -167,21 +175,16 @@ _LLAMA_LIKE = (
     ),
     _PLAIN.variant(
         "seed_oss",
-        "SeedOssForCausalLM",
         keys={**_BIAS_QKV, "hidden_dropout": "residual_dropout"},
         defaults={"attention_bias": True, "attention_dropout": 0.1, "residual_dropout": 0.1}
         | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524_288},
         fixed={"attention_out_bias": False, "mlp_bias": False},
     ),
     _LLAMA.variant(
-        "arcee",
-        "ArceeForCausalLM",
-        **_SQUARED_RELU,
-        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        "arcee", **_SQUARED_RELU, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
     ),
     _LLAMA.variant(
         "smollm3",
-        "SmolLM3ForCausalLM",
         keys={"layers_without_rope": "no_rope_layers"},
         defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6}
         | {"max_position_embeddings": 32_768, "no_rope_layers": None},
@@ -190,7 +193,6 @@ _LLAMA_LIKE = (
     _GLM,
     _PLAIN.variant(
         "ernie4_5",
-        "Ernie4_5ForCausalLM",
         table=tensors.INTERLEAVED_ROPE,
         keys={"bias_linear": "use_bias"},
         defaults={"use_bias": False, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
@@ -199,7 +201,6 @@ _LLAMA_LIKE = (
     ),
     _PLAIN.variant(
         "helium",
-        "HeliumForCausalLM",
         table=tensors.INTERLEAVED_ROPE,
         keys=_BIAS_QKV,
         defaults={"attention_bias": False, "rms_norm_eps": 1e-8, "rope_theta": 1e5}
@@ -208,45 +209,21 @@ _LLAMA_LIKE = (
     ),
     _GLM.variant(
         "glm4",
-        "Glm4ForCausalLM",
         table=tensors.norms_after("post_self_attn_layernorm", "post_mlp_layernorm"),
         implied={"branch_norms": "both"},
     ),
-    _PLAIN.variant(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        table={
-            **tensors.norms_after("post_attention_layernorm", "post_feedforward_layernorm"),
-            **tensors.ALL_HEADS_NORM,
-        },
-        defaults={"rms_norm_eps": 1e-5},
-        fixed={"attention_bias": False},
-        implied={"branch_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True},
-    ),
+    _OLMO2,
     _LLAMA.variant(
         "granite",
-        "GraniteForCausalLM",
-        table={},
         keys={"attention_scale": "attention_multiplier", "logits_divisor": "logits_scaling"}
         | {name: name for name in ("embedding_multiplier", "residual_multiplier")},
         defaults={"attention_multiplier": 1.0, "logits_scaling": 1.0}
         | {"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
     ),
-    _PLAIN.variant(
-        "gemma",
-        "GemmaForCausalLM",
-        table={},
-        defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
-        | {"max_position_embeddings": 8192},
-        fixed={"hidden_act": "gelu_pytorch_tanh", "attention_bias": False}
-        | {"use_bidirectional_attention": None},
-        implied={"activation": "geglu_tanh", "normalization": "rmsnorm1p"},
-        scales_embeddings=True,
-    ),
+    _GEMMA,
 )
 _GLM4_MOE = _PLAIN.variant(
     "glm4_moe",
-    "Glm4MoeForCausalLM",
     table=tensors.GLM4_MOE_TABLE,
     keys={**_BIAS_QKV, **_SIGMOID_ROUTER, "qk_layernorm": "use_qk_norm"},
     defaults={"attention_bias": False, "use_qk_norm": False, "rms_norm_eps": 1e-5}
@@ -259,7 +236,6 @@ _GLM4_MOE = _PLAIN.variant(
 )
 _DEEPSEEK_V3 = _GLM4_MOE.variant(
     "deepseek_v3",
-    "DeepseekV3ForCausalLM",
     table=tensors.LATENT_ATTENTION,
     keys={"q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank"}
     | {"value_channels": "v_head_dim"},
@@ -271,19 +247,14 @@ _DEEPSEEK_V3 = _GLM4_MOE.variant(
     implied={"qk_layernorm": False},
     rotary_percent=None,
 )
-_OLMO3 = next(family for family in _LLAMA_LIKE if family.model_type == "olmo2").variant(
-    "olmo3",
-    "Olmo3ForCausalLM",
-    keys=_WINDOW,
-    defaults={"sliding_window": 4096, "rope_theta": 5e5},
-    window_pattern=4,
+_OLMO3 = _OLMO2.variant(
+    "olmo3", keys=_WINDOW, defaults={"sliding_window": 4096, "rope_theta": 5e5}, window_pattern=4
 )
 _GEMMA_NORMS = tensors.norms_after(
     "post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm"
 )
-_GEMMA2 = _LLAMA_LIKE[-1].variant(
+_GEMMA2 = _GEMMA.variant(
     "gemma2",
-    "Gemma2ForCausalLM",
     table=_GEMMA_NORMS,
     keys={**_WINDOW, "attention_scale": "query_pre_attn_scalar"}
     | {"attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"},
@@ -294,9 +265,8 @@ _GEMMA2 = _LLAMA_LIKE[-1].variant(
     window_pattern=2,
     rotates_alike=True,
 )
-_GEMMA3 = _LLAMA_LIKE[-1].variant(
+_GEMMA3 = _GEMMA.variant(
     "gemma3_text",
-    "Gemma3ForCausalLM",
     table=_GEMMA_NORMS,
     keys={**_WINDOW, "attention_scale": "query_pre_attn_scalar"},
     defaults={"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_theta": 1e6}
@@ -309,7 +279,6 @@ _GEMMA3 = _LLAMA_LIKE[-1].variant(
 )
 _GPT_OSS = _PLAIN.variant(
     "gpt_oss",
-    "GptOssForCausalLM",
     table=tensors.GPT_OSS_TABLE,
     keys={**_WINDOW, "activation_clamp": "swiglu_limit"}
     | {"num_moe_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
@@ -326,7 +295,6 @@ _FAMILIES = (
     *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE),
     Family(
         "gpt2",
-        "GPT2LMHeadModel",
         tensors.GPT2_TABLE,
         _GPT2_KEYS,
         {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024}
@@ -335,15 +303,9 @@ _FAMILIES = (
         {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
     ),
     *_LLAMA_LIKE,
-    _OLMO3,
-    _GEMMA2,
-    _GEMMA3,
-    _GLM4_MOE,
-    _GPT_OSS,
-    _DEEPSEEK_V3,
+    *(_OLMO3, _GEMMA2, _GEMMA3, _GLM4_MOE, _GPT_OSS, _DEEPSEEK_V3),
     _QWEN3_MOE.variant(
         "qwen2_moe",
-        "Qwen2MoeForCausalLM",
         table=tensors.QWEN2_MOE_TABLE,
         keys={"moe_shared_expert_size": "shared_expert_intermediate_size"},
         defaults={"num_key_value_heads": 16, "num_experts_per_tok": 4, "num_experts": 60}

@@ -38,7 +38,6 @@ class Family:
     """Models with one ``model_type``. "Keys" below are keys of ``config.json``."""
 
     model_type: str
-    model_class: str  # of transformers
     table: Table  # names and layouts of the tensors
     keys: Mapping[str, str]  # architecture field → key
     defaults: Mapping[str, Any]  # key → transformers' value if the key is absent
@@ -53,13 +52,20 @@ class Family:
     window_rotary_base: float | None = None  # default rotary base of layers with a window
     rotates_alike: bool = False  # layers with a window have the rotation of the others
 
-    def variant(self, model_type: str, model_class: str, **changes: Any) -> "Family":
-        """Return a copy with these names. A mapping in ``changes`` extends the old mapping."""
+    def variant(self, model_type: str, **changes: Any) -> "Family":
+        """Return a copy with ``changes``, whose mappings extend the mappings of this family."""
         extended: dict[str, Any] = {
             name: {**getattr(self, name), **value} if isinstance(value, Mapping) else value
             for name, value in changes.items()
         }
-        return dataclasses.replace(self, model_type=model_type, model_class=model_class, **extended)
+        return dataclasses.replace(self, model_type=model_type, **extended)
+
+    @property
+    def model_class(self) -> str:
+        """Name of transformers' class of causal language models."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
 
     @property
     def _is_gpt2(self) -> bool:

@@ -78,11 +78,14 @@ def _rotated_order(architecture: GPTArchitecture) -> Tensor:
     return torch.cat((columns[:rotated:2], columns[1:rotated:2], columns[rotated:]))
 
 
-def _reorder(parts: list[Tensor], order: Tensor) -> list[Tensor]:
+def _reorder(tensor: Tensor, order: Tensor) -> Tensor:
+    """Apply ``order``, int64 [D], to the rows of each block of D rows."""
+    return tensor.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+
+
+def _reorder_qk(parts: list[Tensor], order: Tensor) -> list[Tensor]:
     """Apply ``order`` to the rows of each head of query and key. The value is unchanged."""
-    *rotated, value = parts
-    heads = [part.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1) for part in rotated]
-    return [*heads, value]
+    return [*(_reorder(part, order) for part in parts[:-1]), parts[-1]]
 
 
 _COPY = Layout(lambda parts, _: parts[0], lambda tensor, _: [tensor])
@@ -126,8 +129,10 @@ LLAMA_TABLE: Table = {
 INTERLEAVED_ROPE: Table = {
     f"{_L}.self_attention.linear_qkv": (
         Layout(
-            lambda parts, arch: join_qkv(_reorder(parts, _rotated_order(arch)), arch),
-            lambda tensor, arch: _reorder(part_qkv(tensor, arch), _rotated_order(arch).argsort()),
+            lambda parts, arch: join_qkv(_reorder_qk(parts, _rotated_order(arch)), arch),
+            lambda tensor, arch: _reorder_qk(
+                part_qkv(tensor, arch), _rotated_order(arch).argsort()
+            ),
         ),
         _SEPARATE_QKV,
     )
@@ -145,12 +150,9 @@ def _rotated_last(width: Callable[[GPTArchitecture], int]) -> Layout:
         rows = torch.arange(width(architecture))
         return torch.cat((rows[fixed::2], rows[fixed + 1 :: 2], rows[:fixed]))
 
-    def reordered(tensor: Tensor, rows: Tensor) -> Tensor:
-        return tensor.unflatten(0, (-1, len(rows)))[:, rows].flatten(0, 1)
-
     return Layout(
-        lambda parts, arch: reordered(parts[0], order(arch)),
-        lambda tensor, arch: [reordered(tensor, order(arch).argsort())],
+        lambda parts, arch: _reorder(parts[0], order(arch)),
+        lambda tensor, arch: [_reorder(tensor, order(arch).argsort())],
     )
 
 

@@ -53,11 +53,24 @@ _PLAIN_EXPERTS: Config = {
     "moe_router_topk_scaling_factor": None,
     "moe_expert_capacity_factor": None,
 }
+# Field of `GPTArchitecture` → NeMo's key, and NeMo's value if the key is absent.
+_KEYS: dict[str, tuple[str, bool | int | float]] = {
+    "layernorm_epsilon": ("layernorm_epsilon", 1e-5),
+    "rotary_base": ("rotary_base", 10_000.0),
+    "rotary_percent": ("rotary_percentage", 1.0),
+    "tie_embeddings": ("share_embeddings_and_output_weights", True),
+    "bias_linear": ("bias", True),
+    "qk_layernorm": ("qk_layernorm", False),
+    "attention_dropout": ("attention_dropout", 0.1),
+    "hidden_dropout": ("hidden_dropout", 0.1),
+    "init_std": ("init_method_std", 0.02),
+    "make_vocab_size_divisible_by": ("make_vocab_size_divisible_by", 128),
+}
 # Fields of `GPTArchitecture` without a key in NeMo, written if they differ from the default.
 _OWN_KEYS = (
     *("qk_norm_over_heads", "branch_norms", "embedding_multiplier", "residual_multiplier"),
-    *("logits_divisor", "logits_cap", "attention_cap"),
-    *("logits_divisor", "window_rotary_base", "layers_without_experts", "moe_router_sigmoid"),
+    *("logits_cap", "attention_cap", "logits_divisor", "window_rotary_base"),
+    *("layers_without_experts", "moe_router_sigmoid"),
     *("q_lora_rank", "kv_lora_rank", "value_channels", "attention_sinks", "activation_clamp"),
     *("moe_router_groups", "moe_router_group_topk", "moe_router_normalizes", "moe_router_scale"),
 )
@@ -126,6 +139,9 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
     with raised_as(CheckpointError, text, TypeError, ValueError, ArithmeticError):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         scale = hidden**0.5 if config.get("apply_embedding_scaling") else 1.0  # NeMo's Gemma
+        direct: Config = {
+            name: type(default)(get(key, default)) for name, (key, default) in _KEYS.items()
+        }
         own = {name: config[name] for name in _OWN_KEYS if config.get(name) is not None}
         own = {name: tuple(v) if isinstance(v, list) else v for name, v in own.items()}
         return GPTArchitecture(
@@ -139,25 +155,15 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             max_position_embeddings=_positions(config),
             activation=_activation(config),
             normalization=_normalization(config),
-            layernorm_epsilon=float(get("layernorm_epsilon", 1e-5)),
             position_embedding=_choice(
                 config, "position_embedding_type", "learned_absolute", _POSITION_EMBEDDINGS
             ),
-            rotary_base=float(get("rotary_base", 10_000)),
-            rotary_percent=float(get("rotary_percentage", 1.0)),
             rope_scaling=_rope_scaling(config),
             layers_without_rope=_skipped(config, "no_rope_freq"),
-            tie_embeddings=bool(get("share_embeddings_and_output_weights", True)),
-            bias_linear=bool(get("bias", True)),
             bias_qkv=bool(get("qkv_bias", False)) and not get("bias", True),
-            qk_layernorm=bool(get("qk_layernorm", False)),
             attention_scale=config.get("softmax_scale"),
             # NeMo's ``[left, 0]`` excludes the current token, this library includes it.
             window_size=int(config["window_size"][0]) + 1 if config.get("window_size") else None,
-            attention_dropout=float(get("attention_dropout", 0.1)),
-            hidden_dropout=float(get("hidden_dropout", 0.1)),
-            init_std=float(get("init_method_std", 0.02)),
-            make_vocab_size_divisible_by=int(get("make_vocab_size_divisible_by", 128)),
             num_moe_experts=config.get("num_moe_experts"),
             moe_router_topk=int(get("moe_router_topk", 2)),
             moe_ffn_hidden_size=config.get("moe_ffn_hidden_size"),
@@ -166,7 +172,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             moe_shared_expert_gate=bool(get("moe_shared_expert_gate", False)),
             layers_without_window=_skipped(config, "window_attn_skip_freq", invert=True),
             family=config.get("hf_model_type"),
-            **{"embedding_multiplier": scale, **own},
+            **{"embedding_multiplier": scale, **direct, **own},
         )
 
 
@@ -238,29 +244,20 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "encoder_seq_length": architecture.max_position_embeddings,
         "max_position_embeddings": architecture.max_position_embeddings,
         **{name: getattr(architecture, name) for name in _SIZES},
-        "init_method_std": architecture.init_std,
+        **{key: getattr(architecture, name) for name, (key, _) in _KEYS.items()},
         "use_scaled_init_method": True,
-        "hidden_dropout": architecture.hidden_dropout,
-        "attention_dropout": architecture.attention_dropout,
         "ffn_dropout": 0.0,
         "apply_query_key_layer_scaling": False,
         "normalization": "rmsnorm" if is_zero_centred else architecture.normalization,
-        "layernorm_epsilon": architecture.layernorm_epsilon,
-        "make_vocab_size_divisible_by": architecture.make_vocab_size_divisible_by,
         "vocab_size": architecture.vocab_size,
         "pre_process": True,
         "post_process": True,
-        "bias": architecture.bias_linear,
         "qkv_bias": architecture.bias_qkv,
-        "qk_layernorm": architecture.qk_layernorm,
         "activation": _WRITTEN_ACTIVATIONS.get(architecture.activation, architecture.activation),
         "openai_gelu": architecture.activation == "gelu_tanh",
         "bias_activation_fusion": architecture.activation == "geglu_tanh",
         "transformer_block_type": "pre_ln",
         "position_embedding_type": architecture.position_embedding,
-        "rotary_percentage": architecture.rotary_percent,
-        "rotary_base": architecture.rotary_base,
-        "share_embeddings_and_output_weights": architecture.tie_embeddings,
         "sequence_parallel": False,
         "precision": 32,
         "target": "nemo.collections.nlp.models.language_modeling.megatron_gpt_model."

@@ -143,7 +143,7 @@ def bytes_to_copy(tree: Any) -> int:
     storages, parts = {}, []
     for tensor in tensors_of(tree):
         if is_covered(tensor):
-            storages[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
+            storages[storage_id(tensor)] = tensor.untyped_storage().nbytes()
         else:
             parts.append(tensor.nbytes)
     return sum(map(aligned, [*storages.values(), *parts]))
@@ -159,22 +159,23 @@ def _covering(tree: Any) -> Callable[[Tensor], bool]:
     spans: dict[int, set[tuple[int, int]]] = {}  # storage → address and bytes of its tensors
     for tensor in tensors_of(tree):
         span = tensor.data_ptr(), tensor.nbytes
-        spans.setdefault(_storage_id(tensor), set()).add(span)
+        spans.setdefault(storage_id(tensor), set()).add(span)
     covered = {storage: sum(size for _, size in s) for storage, s in spans.items()}
 
     def is_covered(tensor: Tensor) -> bool:
-        return covered[_storage_id(tensor)] >= tensor.untyped_storage().nbytes()
+        return covered[storage_id(tensor)] >= tensor.untyped_storage().nbytes()
 
     return is_covered
 
 
-def _storage_id(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that is equal for tensors with the same storage."""
     return tensor.untyped_storage()._cdata
 
 
 def estimate_bytes(tree: Any) -> int:
     """Return an upper estimate of the file size of a normalised tree in bytes."""
-    storages = {_storage_id(t): t.untyped_storage().nbytes() for t in tensors_of(tree)}
+    storages = {storage_id(t): t.untyped_storage().nbytes() for t in tensors_of(tree)}
     return sum(storages.values()) + _TENSOR_OVERHEAD * len(storages) + _FILE_OVERHEAD
 
 

@@ -85,11 +85,3 @@ class LoadedFunction:
             if has_other_results and culprit is not None:
                 return culprit
         return None
-
-
-def failure_message(name: str, raised: str, samples: Samples, culprit: int | None) -> str:
-    """Return the message for an exception, ``raised``, and its sample, None if unknown."""
-    subject = "the batch as a whole, and no single sample was found to cause it"
-    if culprit is not None:
-        subject = samples.describe(culprit)
-    return f"reward function {name!r} raised {raised} on {subject}"

@@ -6,7 +6,7 @@ batch ─► parts ─► a process for each part ─► scores, or a timeout �
 import logging
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import RewardError, RewardTimeoutError
 from aligner.parallel.collectives import on_rank_zero
-from aligner.rewards.function.execution import Scored, failure_message
+from aligner.rewards.function.execution import Scored
 from aligner.rewards.protocol import Samples, Signature, parse_scores
 
 log = logging.getLogger(__name__)
@@ -85,10 +85,6 @@ class RewardFunction(ProcessPool):
         self._time_limit_s, self._max_concurrency = time_limit_s, max_concurrency
         self._timeout_reward = timeout_reward
 
-    def check_columns(self, available: Collection[str]) -> None:
-        """Raise `DataError` if the function requires a column that is missing."""
-        self.signature.check_columns(available)
-
     def __call__(
         self,
         prompts: Sequence[str],
@@ -107,7 +103,7 @@ class RewardFunction(ProcessPool):
         """
         lists = {name: list(values) for name, values in (columns or {}).items()}
         samples = Samples(list(prompts), list(responses), list(ground_truths), lists)
-        self.check_columns(samples.columns)
+        self.signature.check_columns(samples.columns)
         if not len(samples):
             return ScoredResponses([], torch.zeros(0), {})
         # Score the batch, and report timeouts.
@@ -216,8 +212,10 @@ class RewardFunction(ProcessPool):
         culprit = None  # in the child's second message, unless the search takes too long
         with suppress(RewardError):
             culprit = process.receive(deadline, 0.0)[1]
-        culprit = culprit if culprit in range(len(samples)) else None
-        raise RewardError(failure_message(name, str(payload), samples, culprit))
+        subject = "the batch as a whole, and no single sample was found to cause it"
+        if culprit is not None and culprit in range(len(samples)):
+            subject = samples.describe(culprit)
+        raise RewardError(f"reward function {name!r} raised {payload} on {subject}")
 
 
 class Reward:
@@ -248,7 +246,7 @@ class Reward:
     def check_columns(self, available: frozenset[str]) -> None:
         """Raise `DataError` if the data lacks a column that the function needs."""
         columns = available | {"is_end", "response_lengths"}
-        on_rank_zero(lambda: self._rank_zero_function().check_columns(columns))
+        on_rank_zero(lambda: self._rank_zero_function().signature.check_columns(columns))
 
     def notes(self) -> list[str]:
         """Return a note for the start-up report if the function has another library's form."""

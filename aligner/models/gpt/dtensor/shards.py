@@ -5,9 +5,8 @@ then split each part by rows. Both splits are those of `torch.chunk`. The optimi
 states use the local tensors and do not depend on DTensor.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aligner.checkpoint.adapters import AdaptedWeight
+from aligner.checkpoint.canonical import LazyTensors
 from aligner.device import accelerator
 from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState
@@ -81,7 +81,7 @@ class ParameterShard:
         return _gather(part, self.split_dim, size, parallel.tp_group, parallel.config.tensor)
 
 
-class GatheredParameters(Mapping[str, Tensor]):
+class GatheredParameters(LazyTensors):
     """Full parameters by name. To gather one, all processes must read it in the same order."""
 
     def __init__(
@@ -104,6 +104,7 @@ class GatheredParameters(Mapping[str, Tensor]):
             weight.parameter: [self._shards.pop(f"{weight.adapter}.{leaf}") for leaf in "ab"]
             for weight in adapted
         }
+        super().__init__([*self._shards, *self._buffers])
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._buffers:
@@ -114,17 +115,8 @@ class GatheredParameters(Mapping[str, Tensor]):
         a, b = (matrix.gather() for matrix in self._matrices[name])
         return self._adapted[name].merged(tensor, a, b, self._scale)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._shards or name in self._buffers
 
-    def __iter__(self) -> Iterator[str]:
-        return chain(self._shards, self._buffers)
-
-    def __len__(self) -> int:
-        return len(self._shards) + len(self._buffers)
-
-
-class SentWeights(Mapping[str, Tensor]):
+class SentWeights(LazyTensors):
     """Weights by name, broadcast by rank 0 when all processes read the same name."""
 
     def __init__(self, weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
@@ -133,6 +125,7 @@ class SentWeights(Mapping[str, Tensor]):
         self._shapes: dict[str, Shape] = on_rank_zero(
             lambda: {name: tuple(weights[name].shape) for name in weights}
         )
+        super().__init__(self._shapes)
 
     def __getitem__(self, name: str) -> Tensor:
         if self._parallel.rank == 0:
@@ -142,15 +135,6 @@ class SentWeights(Mapping[str, Tensor]):
         if self._parallel.world_size > 1:
             dist.broadcast(value, 0)
         return value
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._shapes  # without sending the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
 
 
 def rows_of(total: int, rank: int, ranks: int) -> range:

@@ -99,16 +99,11 @@ class CoreAttention(MegatronModule):
             return Origin(_join_heads, (out.detach(),)).note(_join_heads(out))
         # Packed: one long row. The output keeps the origin that `attend_segments` noted.
         assert batch == 1
-        assert packed_seq_params.segments is not None
-        rows = attend_segments(
-            query[:, 0],
-            key[:, 0],
-            value[:, 0],
-            packed_seq_params.segments,
-            self.window,
-            scale=self.scale,
-            dropout=dropout,
-        )
+        segments = packed_seq_params.segments
+        assert segments is not None
+        query, key, value = (tensor[:, 0] for tensor in (query, key, value))
+        options = {"scale": self.scale, "dropout": dropout}
+        rows = attend_segments(query, key, value, segments, self.window, **options)
         joined = rows.reshape(length, 1, -1)
         origin = Origin.of(rows)
         return joined if origin is None else origin.note(joined)

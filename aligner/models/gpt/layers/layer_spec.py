@@ -269,15 +269,11 @@ def local_layer_spec(
     else:
         mlp = ModuleSpec(module=MLP, submodules=linears)
     # Norms, and the sum of a branch with the residual stream.
-    norm, qk_norm = (
-        Norm if is_used else IdentityOp
-        for is_used in (config.branch_norms != "after", config.qk_layernorm)
-    )
-    query_norm: type | ModuleSpec = qk_norm
-    key_norm: type | ModuleSpec = qk_norm
+    norm = IdentityOp if config.branch_norms == "after" else Norm
+    qk_norms: list[type | ModuleSpec] = [Norm if config.qk_layernorm else IdentityOp] * 2
     if config.qk_norm_over_heads:
-        query_norm = ModuleSpec(AllHeadsNorm, {"heads": config.num_attention_heads})
-        key_norm = ModuleSpec(AllHeadsNorm, {"heads": config.num_query_groups})
+        heads = (config.num_attention_heads, config.num_query_groups)
+        qk_norms = [ModuleSpec(AllHeadsNorm, {"heads": count}) for count in heads]
     attention = ModuleSpec(
         module=ShortSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -285,8 +281,8 @@ def local_layer_spec(
             linear_qkv=linear("self_attention.linear_qkv", *column),
             core_attention=ScoredAttention if config.is_scored else CoreAttention,
             linear_proj=linear("self_attention.linear_proj", *row),
-            q_layernorm=query_norm,
-            k_layernorm=key_norm,
+            q_layernorm=qk_norms[0],
+            k_layernorm=qk_norms[1],
         ),
     )
     if config.kv_lora_rank is not None:

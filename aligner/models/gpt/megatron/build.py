@@ -107,6 +107,7 @@ _SAME_NAMES = (
     *("embedding_multiplier", "residual_multiplier", "logits_divisor", "window_rotary_base"),
     *("attention_cap", "is_scored", "attention_dropout", "hidden_dropout"),
     *("q_lora_rank", "kv_lora_rank", "value_channels", "rotated_channels"),
+    *("num_moe_experts", "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_gate"),
 )
 
 
@@ -140,14 +141,10 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
 def _experts(architecture: GPTArchitecture, fp8: str | None) -> dict[str, Any]:
     is_moe = architecture.num_moe_experts is not None
     dense = architecture.layers_without_experts
-    return {
+    experts = {
         "moe_layer_freq": layer_flags(dense, architecture, invert=True) or 1,
-        "num_moe_experts": architecture.num_moe_experts,
-        "moe_router_topk": architecture.moe_router_topk,
         "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size if is_moe else None,
-        "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
         "moe_shared_expert_intermediate_size": architecture.moe_shared_expert_size,
-        "moe_shared_expert_gate": architecture.moe_shared_expert_gate,
         "moe_router_dtype": "fp32",
         # No token is dropped, and ranks may dispatch different numbers of tokens.
         "moe_token_dispatcher_type": "alltoall",
@@ -155,13 +152,10 @@ def _experts(architecture: GPTArchitecture, fp8: str | None) -> dict[str, Any]:
         # a pretrained router is balanced already.
         "moe_router_load_balancing_type": "none",
         "moe_router_padding_for_quantization": is_moe and fp8 is not None,
-    } | _sigmoid_router(architecture)
-
-
-def _sigmoid_router(architecture: GPTArchitecture) -> dict[str, Any]:
+    }
     if not architecture.moe_router_sigmoid:
-        return {}
-    return {
+        return experts
+    return experts | {
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": architecture.moe_router_groups,
         "moe_router_group_topk": architecture.moe_router_group_topk,
@@ -252,25 +246,19 @@ def build_gpt(
             # Otherwise the addition would record gradients where the pass records none.
             layer.bias_dropout_add_exec_handler = contextlib.nullcontext
     if pre_process and architecture.embedding_multiplier != 1.0:
-        scale = functools.partial(_scale_output, config.embedding_factor)
-        model.embedding.word_embeddings.register_forward_hook(scale)
+        factor = config.embedding_factor
+        model.embedding.word_embeddings.register_forward_hook(
+            lambda module, args, output: output * factor
+        )
     if post_process and architecture.logits_cap is not None:
         # Only passes that return logits call the output layer. See `SamplingPolicy.logits_form`.
-        cap = functools.partial(_cap_logits, architecture.logits_cap)
-        model.output_layer.register_forward_hook(cap)
+        cap = architecture.logits_cap
+        model.output_layer.register_forward_hook(
+            lambda module, args, output: (cap * torch.tanh(output[0] / cap), output[1])
+        )
     if not initialize:
         _mark_tensor_parallel(model)
     return model.to(accelerator.device())
-
-
-def _scale_output(factor: float, module: Any, args: Any, output: Tensor) -> Tensor:
-    del module, args
-    return output * factor
-
-
-def _cap_logits(cap: float, module: Any, args: Any, output: tuple[Tensor, None]) -> Any:
-    del module, args
-    return cap * torch.tanh(output[0] / cap), output[1]
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:

@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor, nn
 
+from aligner.checkpoint.run_state.tree import storage_id
 from aligner.device import accelerator
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.gpt.role.training_state import (
@@ -151,10 +152,10 @@ class RoleOptimizer(StepOptimizer):
 
     def park_gradients(self) -> None:
         """Free the gradient buffers and move float32 copies of bfloat16 weights to the host."""
-        weights = {_storage_of(parameter) for parameter in self.model.parameters()}
+        weights = {storage_id(parameter) for parameter in self.model.parameters()}
         mains = [piece.main for piece in self.owned_slices()]
         self._parked.to_host(params=False, grads=True)
-        self._parked.park(copied=[m for m in mains if _storage_of(m) not in weights], freed=[])
+        self._parked.park(copied=[m for m in mains if storage_id(m) not in weights], freed=[])
 
     def restore_gradients(self) -> None:
         """Undo `park_gradients`. All gradients are then 0."""
@@ -210,7 +211,3 @@ class RoleOptimizer(StepOptimizer):
             for part in self.inner.chained_optimizers:
                 part._copy_main_params_to_model_params()
             self.model.start_param_sync(force_sync=True)
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -320,9 +320,7 @@ class RoleModel(ABC):
         files = self.tokenizer.files() if self.tokenizer is not None else {}
         keys, artifacts = self.nemo_keys(), self.nemo_artifacts()
         on_rank_zero(
-            lambda: save_nemo(
-                save_path, weights, self.architecture, files, extra_config=keys, artifacts=artifacts
-            )
+            lambda: save_nemo(save_path, weights, self.architecture, files, keys, artifacts)
         )
 
     def nemo_keys(self) -> dict[str, Any]:

@@ -164,23 +164,20 @@ class RewardRole(ValueModel):
 
     def nemo_keys(self) -> dict[str, Any]:
         """Return NeMo-Aligner's keys of a reward model, with the attributes' names added."""
-        standardization = self.standardization
+        standardization = self.standardization or Standardization(mean=0.0, std=1.0)
         kind = RewardModelType.REGRESSION if self.attributes else RewardModelType.BINARY_RANKING
         keys: dict[str, Any] = {
             "reward_model_type": kind.value,
             _STANDARDIZATION: {
-                "enable": standardization is not None,
-                "mean": 0.0 if standardization is None else standardization.mean,
-                "std": 1.0 if standardization is None else standardization.std,
+                "enable": self.standardization is not None,
+                **dataclasses.asdict(standardization),
             },
         }
         if self.sequence_form is not None:
             keys[_SEQUENCES] = dataclasses.asdict(self.sequence_form)
         if self.attributes:
-            keys["regression"] = {
-                "num_attributes": len(self.attributes),
-                "attributes": list(self.attributes),
-            }
+            names = list(self.attributes)
+            keys["regression"] = {"num_attributes": len(names), "attributes": names}
         return keys
 
 
