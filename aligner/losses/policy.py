@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -161,8 +162,7 @@ class PPOPolicyLoss:
             level_log_ratio = row_means(log_ratio, mask).unsqueeze(1).expand_as(log_ratio)
         ratio = level_log_ratio.exp()  # 1 at masked positions
         advantages = torch.where(mask, advantages, 0)
-        surrogate_function: SurrogateFunction = imported(SURROGATES[self.surrogate].function)
-        surrogate, metrics = surrogate_function(self, ratio, advantages, logprobs, token_mean)
+        surrogate, metrics = self._surrogate_function(self, ratio, advantages, logprobs, token_mean)
 
         # Correct for the difference between trainer and sampler.
         correction = self._correction
@@ -199,6 +199,10 @@ class PPOPolicyLoss:
         metrics["ppo_ratio_max"] = largest
         metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+    @cached_property  # imported once, not for each micro-batch
+    def _surrogate_function(self) -> "SurrogateFunction":
+        return imported(SURROGATES[self.surrogate].function)
 
     @property
     def _correction(self) -> CorrectionConfig:

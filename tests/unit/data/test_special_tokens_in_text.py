@@ -260,7 +260,11 @@ def test_requests():
 def test_the_message_of_a_terminal():
     written = []
     tokenizer = byte_level_tokenizer()
-    for policy, shown in (("refuse", "spells"), ("escape", "do not fit"), ("keep", "do not fit")):
+    for policy, shown in (
+        ("refuse", "spells"),
+        ("escape", "exceed the limit"),
+        ("keep", "exceed the limit"),
+    ):
         data = AskedDataConfig(special_tokens_in_text=policy)
         asked = SimpleNamespace(tokenizer=tokenizer)
         Chat(SimpleNamespace(data=data), asked, write=written.append)._answer(None, HOSTILE, 0)
