@@ -67,7 +67,7 @@ def test_the_policy_generates_scores_and_is_saved(result, tmp_path):
     logprobs = result.policy.logprobs(["1 + 1 = "] * 2, ["23", "4"])
     assert [len(row) for row in logprobs] == [2, 1]
     assert result.policy.logprobs([], []) == []
-    with pytest.raises(DataError, match="2 prompts.* 1 responses"):
+    with pytest.raises(DataError, match=r"2 prompts.* 1 responses"):
         result.policy.logprobs(["1 + 1 = "] * 2, ["23"])
     assert torch.equal(torch.get_rng_state(), state)
     assert sys.excepthook is hook

@@ -375,7 +375,7 @@ def test_workers_take_published_arguments(tiny_nemo, tokenizer, tmp_path):
         critic.save_checkpoint(str(tmp_path / "value.nemo"), checkpointing_cfg={})
     assert (tmp_path / "value.nemo").exists()
     pair = NamedSharding(np.arange(2).reshape(1, 1, 1, 2), AXES)
-    with pytest.raises(LayoutError, match="tensor_parallel=2.* has 1"):
+    with pytest.raises(LayoutError, match=r"tensor_parallel=2.* has 1"):
         MegatronValueWorker(value_config(), tokenizer, worker_sharding_annotations=pair)
 
 
