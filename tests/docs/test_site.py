@@ -80,7 +80,7 @@ def test_docstrings_of_a_terminal_are_shown_as_tables_and_drawings(site):
 def test_what_a_handle_declares_is_shown_as_the_workers_method(site):
     words = text_of(site / "reference/aligner/models/policy/lm_policy/index.html")
     assert "get_logprobs" in words
-    assert "position t is the log-prob of token t" in words
+    assert "Column t is the log-prob of token t" in words
     phases = text_of(site / "reference/aligner/models/handle/index.html")
     assert "prepare_for_training" in phases
-    assert "Weights and optimizer state to the device, training mode." in phases
+    assert "Move weights and optimizer state to the device, and enter training mode." in phases
