@@ -161,8 +161,9 @@ def other_defaults(name: str) -> str:
             default = shown_default(option, composed(name))
             if default != shown_default(reference[option.key], composed("gpt_ppo")):
                 changed.append(f"`{option.key}={default.strip('`')}`")
-    listed = ", ".join(changed)
-    return f"[Shared options](options.md) with other defaults: {listed}." if changed else ""
+    if not changed:
+        return ""
+    return f"This command changes defaults of [shared options](options.md): {', '.join(changed)}."
 
 
 def is_in_null(key: str, tree: Any) -> bool:
