@@ -112,7 +112,7 @@ class ChildProcess:
             self._pipe.send(first, time.monotonic() + _START_LIMIT_S)
 
     def wait_until_ready(self) -> Any:
-        """Return the payload of the answer "ready". Raises the error of ``load``."""
+        """Wait for the message "ready", and return its payload. Raises the error of the start."""
         try:
             return self.receive(time.monotonic() + _START_LIMIT_S, _START_LIMIT_S)[1]
         except AlignerError:

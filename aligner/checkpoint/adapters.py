@@ -75,8 +75,8 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
         if lora.adapter_dim > max(outputs, inputs):
             raise ConfigError(
                 f"model.peft.lora_tuning.adapter_dim={lora.adapter_dim} exceeds both dimensions of "
-                f"{adapter.removesuffix(LORA)} ({outputs} x {inputs}). Set adapter_dim below "
-                f"{min(outputs, inputs)}, or the adapter is not smaller than the weight"
+                f"{adapter.removesuffix(LORA)} ({outputs} x {inputs}). Set adapter_dim to less "
+                f"than {min(outputs, inputs)}. A larger adapter has no higher rank"
             )
         shapes[f"{adapter}.a"] = (*experts, lora.adapter_dim, inputs)
         shapes[f"{adapter}.b"] = (*experts, outputs, lora.adapter_dim)

@@ -26,7 +26,7 @@ class EngineResources(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Number of processes of all engines."""
+        """Total number of processes: engines times devices of each."""
         return self.engines * self.devices_of_each
 
     @property
@@ -36,7 +36,7 @@ class EngineResources(NamedTuple):
 
 
 class EngineStart(NamedTuple):
-    """Arguments of `EngineConfig.start`. Comments name types from packages that import this."""
+    """Arguments of `EngineConfig.start`. Comments name types whose import would be circular."""
 
     cluster: Any  # aligner.distributed.interfaces.Cluster, for the engine's workers
     config: Any  # aligner.config.SamplingRunConfig

@@ -53,7 +53,7 @@ def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
 
 
 def not_empty(expected: str) -> AfterValidator:
-    """Return a validator that refuses blank text. ``expected``: what the message asks for."""
+    """Return a validator that refuses blank text. ``expected``: valid text, for the error."""
 
     def check(text: str) -> str:
         if not text.strip():

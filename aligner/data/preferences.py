@@ -71,8 +71,8 @@ class PairDataset(Dataset[Pair]):
             raise DataError(
                 f"{row.location}: the chosen response has a lower reward, {chosen_reward:g} "
                 f"({data.chosen_reward_column!r}), than the rejected one, {rejected_reward:g} "
-                f"({data.rejected_reward_column!r}). Swap the columns or remove the row, or the "
-                "opposite preference would be learned"
+                f"({data.rejected_reward_column!r}). Swap the columns or remove the row. "
+                "Otherwise the policy learns the opposite preference"
             )
         return Pair(chosen, rejected, (chosen_reward, rejected_reward))
 

@@ -337,7 +337,7 @@ def gpu_profiler(action: str) -> None:
 
 
 class _CudaLiterals(TorchFunctionMode):
-    """Replace ``device="cuda"`` by the CPU. ``tensor.type()`` returns names of CUDA types."""
+    """Replace ``device="cuda"`` by the CPU, and let ``tensor.type()`` return CUDA type names."""
 
     def __torch_function__(
         self,

@@ -292,7 +292,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return shards
 
     def _only_global_batch(self) -> tuple[list[list[int]], list[int]]:
-        """Return ``micro_batch_indices`` and ``micro_batch_lengths`` of the only global batch."""
+        """Return indices and lengths of micro-batches. Raises with several global batches."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             raise DataError(
                 "this batch has no micro-batches. Call shard_by_batch_size with "

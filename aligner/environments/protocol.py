@@ -121,7 +121,7 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
     items = value.reward if isinstance(value.reward, Mapping) else {"reward": value.reward}
     if "reward" not in items:
         raise ConfigError(
-            f"the reward {dict(items)} has no key 'reward'. Add it (None: not scored)"
+            f"the reward {dict(items)} has no key 'reward'. Add a number, or None for no score"
         )
     numbers = {
         str(name): _number(number, str(name), is_metric=name != "reward")

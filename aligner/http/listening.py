@@ -109,7 +109,7 @@ class _Connection(H11Protocol):
 def listening(
     app: FastAPI, address: tuple[str, int], refusal: Refusal, setting: str, connections: int | None
 ) -> Iterator[tuple[str, int]]:
-    """Answer requests with ``app``. See `aligner.http.application.http_server`."""
+    """Serve ``app`` inside the block. See `aligner.http.application.http_server`."""
     max_connections = _within_open_files(connections or MAX_CONNECTIONS)
     attributes = {"refusal": staticmethod(refusal), "max_connections": max_connections}
     config = uvicorn.Config(

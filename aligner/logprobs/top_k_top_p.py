@@ -64,11 +64,11 @@ class TrainingSamplingParams:
 
 @dataclass(frozen=True)
 class Restriction:
-    """Tokens in the softmax at N positions, in addition to the targets.
+    """Tokens in the softmax at N positions. The target of a position is always included.
 
     ``thresholds``: float [N], tokens with smaller logits are excluded. ``kept_columns``: int64
-    [N, K], columns of the local shard that sampling kept, padded with values outside the shard.
-    ``is_recorded``: bool [N], rows with kept columns. Only their kept columns are in the softmax.
+    [N, K], columns of the local shard that sampling kept. Columns outside the shard are padding.
+    ``is_recorded``: bool [N], True for rows in which ``kept_columns`` replaces the threshold.
     """
 
     thresholds: Tensor

@@ -42,8 +42,8 @@ def pairs_of(batch: Mapping[str, Tensor], denominators: Denominators) -> Pairs:
     rows = batch["sample_mask"].shape[0]
     if rows % 2:
         raise DataError(
-            f"a micro-batch of {rows} rows separates the chosen from the rejected response of a "
-            "pair, which are adjacent rows. Set micro_batch_size to an even number"
+            f"a micro-batch of {rows} rows splits a pair. The chosen and the rejected response are "
+            "adjacent rows. Set micro_batch_size to an even number"
         )
     chosen, rejected = split_pairs(batch["sample_mask"].bool())
     return Pairs(chosen & rejected, denominators.valid_seqs / 2)

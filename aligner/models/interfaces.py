@@ -38,7 +38,7 @@ class SupervisedInterface(ABC):
         """See `RoleModel.get_loss_and_metrics`."""
 
     def prepare_for_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Run before each training batch of a caller's training loop."""
+        """Hook that a training loop calls before each training batch. Does nothing by default."""
 
     def finish_training_step(self) -> None:  # noqa: B027 - optional for a role
         """Run after each training batch of a caller's training loop."""
@@ -67,7 +67,7 @@ class Inferrable(ABC):
 
 
 class AlignableGenerativeInterface(SupervisedInterface, TrainingPhases, Inferrable):
-    """A policy that samples responses, scores tokens, and trains."""
+    """A policy that samples responses, computes log-probs of tokens, and trains."""
 
     @abstractmethod
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:

@@ -63,9 +63,10 @@ def place_of(
     parallel: ParallelState | None,
     seed: int,
 ) -> ParallelState:
-    """Return ``parallel`` if its layout is ``layout``, or else initialise process groups for it.
+    """Return ``parallel`` if it has ``layout``. Otherwise create process groups for ``layout``.
 
-    ``annotations``: layout of the workers. Raises `LayoutError` if it differs from ``layout``.
+    ``annotations``: sharding for which the caller started the workers, or None. Raises
+    `LayoutError` if the annotations differ from ``layout``.
     """
     if annotations is not None:
         for axis in ("tensor", "pipeline", "context"):

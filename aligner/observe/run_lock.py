@@ -31,7 +31,7 @@ class RunLock:
                 self.release()
                 raise StorageError(
                     f"{folder} is being written by another process (pid {owner or 'unknown'}). "
-                    "Wait until this process ends, or set exp_manager.explicit_log_dir to another "
+                    "Wait until that process ends, or set exp_manager.explicit_log_dir to another "
                     "folder"
                 )
             time.sleep(0.05)

@@ -241,7 +241,7 @@ def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
-    """Return messages as chat templates read them: contents as text, without empty keys.
+    """Convert messages for chat templates: contents become text, keys without a value go.
 
     Raises `DataError` for a part that is not text.
     """

@@ -110,7 +110,7 @@ class Rollouts:
         self._finish()
 
     def close(self) -> None:
-        """Abandon conversations that have begun, before the sampling workers are shut down."""
+        """Abandon unfinished conversations. Call this before the sampling workers are shut down."""
         if isinstance(self._pending, ConversationsAhead):
             self._pending.abandon()
             self._pending = None

@@ -227,7 +227,7 @@ def _code_content(key: str, value: Any) -> str | None:
 
 
 def module_file(module: str) -> Path:
-    """Return the file of a module without importing it, or a path that does not exist."""
+    """Find the file of a module without importing it. Return ``Path("")`` if there is none."""
     folders: Sequence[str] | None = ["", *sys.path]
     spec = None
     for name in module.split("."):

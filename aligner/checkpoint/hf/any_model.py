@@ -327,8 +327,8 @@ def body_path(model: "PreTrainedModel") -> str:
         if body is not None and body is not model and not isinstance(body, nn.Linear):
             return path_of(model, body)
     raise CheckpointError(
-        f"{type(model).__name__} of transformers has no separate module below its output layer, "
-        "so that it cannot be trained. Choose another model"
+        f"transformers' {type(model).__name__} cannot be trained, because it has no submodule "
+        "that contains all layers but the output layer. Choose another model"
     )
 
 

@@ -83,10 +83,10 @@ class StoredTensor:
 
 
 def load_tensors(content: memoryview, name: str) -> Any:
-    """Open a file of `torch.save`, whose bytes are ``content`` in writable memory. No code runs.
+    """Load ``content``, the bytes of a file that `torch.save` wrote, without running its code.
 
-    Returns the saved value on the CPU, in which a tensor, or each tensor of a mapping, is a
-    `StoredTensor`. ``name``: name of the file, for errors. Raises `CheckpointError` if the file is
+    ``content``: writable memory. ``name``: name of the file, for errors. Returns the saved tensor
+    or mapping. Each tensor is a `StoredTensor` on the CPU. Raises `CheckpointError` if the file is
     damaged, or contains more than tensors.
     """
     # A damaged file can raise almost any class of error.

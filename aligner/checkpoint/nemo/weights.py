@@ -270,7 +270,7 @@ def _rank_parts(stages: list[list[RankState]]) -> dict[str, Sequence[Part]]:
         for name in ranks[0]:
             if any(name not in rank for rank in ranks):
                 raise CheckpointError(
-                    f"the file of a tensor-parallel rank of pipeline {stage=} lacks {name}. Copy "
+                    f"pipeline stage {stage}: the file of a tensor-parallel rank lacks {name}. Copy "
                     "the checkpoint again"
                 )
             match = LAYER.match(name)

@@ -337,7 +337,7 @@ def _entries(state: Mapping[str, Any], copies: bool) -> dict[str, Any]:
         if not _ENTRY_NAME.fullmatch(name) or name in _RESERVED:
             raise CheckpointError(
                 f"{name!r} cannot be the name of an entry in a run state. Use lower-case letters, "
-                f"digits and underscores, but not {' or '.join(_RESERVED)}"
+                f"digits and underscores. The names {', '.join(_RESERVED)} are reserved"
             )
     trees = {name: normalise(tree, name) for name, tree in state.items()}
     return map_tensors(trees, Tensor.clone) if copies else trees

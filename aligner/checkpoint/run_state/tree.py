@@ -169,7 +169,7 @@ def _covering(tree: Any) -> Callable[[Tensor], bool]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return a number that is equal for tensors with the same storage."""
+    """Return a number that is equal for tensors [...] with the same storage."""
     return tensor.untyped_storage()._cdata
 
 

@@ -219,7 +219,7 @@ def check_worker_states(parallel: ParallelState, folder: Path) -> None:
 
 
 def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
-    """Write the training state of all workers to ``folder``. An error leaves no partial folder.
+    """Write this worker's training state to ``folder``. An error leaves no partial folder.
 
     All workers of the role must call this function with the same ``folder``, on a shared disk.
     """

@@ -180,7 +180,7 @@ class TrainedModelConfig(ModelSourceConfig):
 
     @property
     def reference_mode(self) -> Literal["keep", "swap"]:
-        """How a frozen copy of the initial weights is stored, if a loss needs the copy."""
+        """How initial weights are kept if a loss needs a reference. See `ReferenceConfig`."""
         return "keep"
 
     @property

@@ -164,8 +164,8 @@ class HuggingFaceTokenizer:
         reserved = ((reserved - {"documents"}) | {"messages", "conversations"}) & values.keys()
         if reserved:
             raise DataError(
-                f"chat_template_kwargs: {', '.join(reserved)}: reserved for arguments of "
-                "transformers. Remove it"
+                f"chat_template_kwargs: {', '.join(reserved)} is an argument of transformers' "
+                "apply_chat_template. Remove this key"
             )
         # Refuse a variable without effect.
         text = str(self._config.get("chat_template"))

@@ -105,8 +105,8 @@ def tokenizer_from_files(
 ) -> Tokenizer:
     """Build a tokenizer from the contents of its files.
 
-    ``files``: name → content of ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``, or one
-    SentencePiece ``*.model``, and of optional files. With a ``tokenizer_config.json``, transformers
+    ``files``: contents by file name. Required are a ``tokenizer.json``, a ``vocab.json`` with
+    ``merges.txt``, or one SentencePiece ``*.model``. With a ``tokenizer_config.json``, transformers
     converts a ``*.model`` to a Hugging Face tokenizer. ``origin``: name of the source, for errors.
     Raises `TokenizerError` if the files contain no tokenizer, or a damaged one.
     """

@@ -23,9 +23,10 @@ def distributed_vocab_topk(
     vocab_end_index: int,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` largest logits of each position in the whole vocabulary, without gradient.
+    """Return each position's ``k`` largest logits over the whole vocabulary, without gradient.
 
-    ``vocab_parallel_logits``: as in `DistributedLogprob.forward`. Padding is selected last.
+    ``vocab_parallel_logits``: as in `DistributedLogprob.forward`. Padding is never selected: if
+    ranks have fewer than ``k`` tokens, the rest is -inf with id 0.
     ``chunk_size``: positions converted to float32 at a time. Returns logits, float32 [B, S, k] in
     descending order, and their token ids, int64 [B, S, k], on every rank.
     """

@@ -114,7 +114,7 @@ class WorkerProcess:
         rank_variables: Mapping[str, str],
         world: TorchWorld | None,
     ) -> None:
-        """Join ``world``, if given, and construct the worker. Raises `WorkerFailure`.
+        """Join ``world``, if given, and construct the worker. Raises `WorkerFailure` if this fails.
 
         ``arguments``: positional and keyword arguments of the worker. ``rank_variables``:
         environment variables such as RANK.

@@ -159,7 +159,7 @@ class VllmWorker(RefitReceiver):
         self._synchronized(self._engine.finish_refit)
 
     def _synchronized(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Run a refit step in the engine's thread, which has a separate stream on a GPU."""
+        """Run ``step`` in the engine's thread, and synchronise the GPU before and after."""
         # The step sees what other streams wrote, and the policy may free the memory afterwards.
         accelerator.synchronize()
         self._thread.submit(step, *arguments).result()

@@ -29,7 +29,7 @@ class Series:
 
     @property
     def constant(self) -> float | None:
-        """The only finite value, or None if there are several or none."""
+        """The value of all finite points if they are equal, else None."""
         values = {value for _, value in self.finite_points}
         return values.pop() if len(values) == 1 else None
 
@@ -86,7 +86,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """Text of a difference, and whether it is an improvement."""
+    """Difference of two values of a metric as text, and whether it is an improvement."""
 
     text: str
     mood: str  # "up": improvement, "down": deterioration, "": neither

@@ -117,7 +117,7 @@ class IncrementalLayer:
     ) -> Tensor:
         """Compute the layer for ``hidden`` [n, H], and store keys and values in ``cache``.
 
-        ``selected``: int64 [m], indices of the rows to return, [m, H]. Default: all rows.
+        ``selected``: int64 [m], indices of rows. The result is [m, H]. Default: all rows.
         """
         mixed = self._qkv(self._input_norm(hidden), self._qkv_bias)
         heads = mixed.view(hidden.shape[0], self._groups, -1, self._head_dim)

@@ -269,7 +269,7 @@ class IncrementalModel:
         return hidden if selected is None else hidden[selected]
 
     def _forward(self, tokens: Tensor, positions: Tensor, rope: Tensor | None) -> Tensor:
-        """Compute hidden states [s, n, H] of ``tokens``, int64 [n, s], by the model's modules."""
+        """Compute hidden states [s, n, H] of ``tokens``, int64 [n, s], with training modules."""
         decoder = self._gpt.decoder
         stage_input = self._stage_input(tokens, positions)
         decoder.set_input_tensor(stage_input)  # read by stages after the first
@@ -316,7 +316,7 @@ def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any
 
 @contextlib.contextmanager
 def _decoding_settings(model: nn.Module) -> Iterator[None]:
-    """Turn off sequence parallelism and 8-bit products of ``model`` inside the block."""
+    """Run ``model`` without sequence parallelism and FP8 matrix products inside the block."""
     modules: list[Any] = list(model.modules())
     configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}.values()
     # Modules copy some settings of their config. Only enabled settings are changed.

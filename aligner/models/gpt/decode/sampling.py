@@ -46,7 +46,8 @@ class SampledTokens(NamedTuple):
 def counter_uniforms(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
     """Return uniform numbers in [0, 1), float64 [b], the same on all devices.
 
-    ``sample_ids``: int64 [b]. ``positions``: int64 [b], index of each token in its sequence.
+    Equal seed, sample id and position give an equal number. ``sample_ids``: int64 [b].
+    ``positions``: int64 [b], index of each token in its sequence.
     """
     state = counter_hash(seed, sample_ids, positions)
     return uniform_bits(state).double() * 2.0**-UNIFORM_BITS

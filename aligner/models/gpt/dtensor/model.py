@@ -41,7 +41,7 @@ _HEAD_NAMES = dict(zip(("score.weight", "score.bias"), REWARD_HEAD, strict=True)
 
 
 class DTensorModel(RoleModel, LightningModule):
-    """One process's shards of a role's transformers model, as FSDP2 and tensor-parallel shards."""
+    """Part of a transformers model in one process, split by FSDP2 and tensor parallelism."""
 
     backend = BACKEND
     samples: ClassVar[bool] = False

@@ -192,9 +192,10 @@ def run_microbatches(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Run forward and backward passes. Gradients, summed over ranks, are added to the buffers.
+    """Run forward passes, and unless ``forward_only`` backward passes.
 
-    Returns the head's result, without the loss, for each micro-batch, on the last pipeline stage.
+    Gradients are summed over data-parallel ranks in the gradient buffers. On the last pipeline
+    stage, returns for each micro-batch the second value that the function from ``step`` returned.
     """
     rows, length = microbatches[0].layout.input_ids.shape
     with accelerator.cuda_literals():

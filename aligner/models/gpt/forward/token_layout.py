@@ -140,7 +140,7 @@ def build_layout(
     """Arrange a micro-batch's tokens as input of the model.
 
     ``input_ids``: int64 ``[b, S]``, right-padded. ``lengths``: int64 ``[b]``, at most ``S``.
-    ``tree``: shared prefixes of the sequences, computed once. Default: no shared prefixes.
+    ``tree``: prefixes whose tokens are computed once for several sequences. Default: none.
     ``sequences``: offset and length of each sequence. Default: every row is one sequence.
     """
     rows, width = input_ids.shape

@@ -143,10 +143,10 @@ BucketAttention = Callable[[Bucket, Tensor, Tensor, Tensor, Tensor | None], Tens
 def attend_buckets(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, attend_bucket: BucketAttention
 ) -> Tensor:
-    """Compute attention within each packed sequence, float ``[R, heads, D]``, bucket by bucket.
+    """Compute attention within each packed sequence. Returns float ``[R, heads, D]`` for R tokens.
 
-    ``attend_bucket``: function of a bucket, its queries [n, heads, S, D], keys, values and
-    ``key_rows``, which returns the bucket's attention. For the shapes see `attend`.
+    Sequences of similar lengths are a bucket. ``attend_bucket(bucket, queries, keys, values,
+    key_rows)`` computes a bucket's attention. For shapes and ``key_rows`` see `attend`.
     """
     slots = [bucket.sequences * bucket.queries for bucket in segments.buckets]
     parts = []

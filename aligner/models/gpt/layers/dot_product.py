@@ -41,10 +41,11 @@ def attend(
     dropout: float = 0.0,
     key_rows: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention, float ``[B, heads, S, D]``, the shape of ``query``.
+    """Compute attention. ``query`` and the result: float ``[B, heads, S, D]``.
 
-    ``key``, ``value``: float ``[B, kv_heads, S, D]``. With ``key_rows``, they contain each distinct
-    token once, ``[R, kv_heads, D]``, and ``key_rows``, int64 ``[B * S]``, is the row of each key.
+    ``key``, ``value``: float ``[B, kv_heads, S, D]``, or with ``key_rows`` one row for each token
+    that several sequences share, ``[R, kv_heads, D]``. ``key_rows``: int64 ``[B * S]``, row index
+    for each position of each sequence.
     ``mask``: bool, true if the query attends to the key. None means causal attention. ``scale``:
     factor of the scores.
     """

@@ -135,9 +135,10 @@ class RewardRole(ValueModel):
         self.standardization = Standardization(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Set `sequence_form`, which is saved with the model.
+        """Record in `sequence_form` how training sequences begin and end, for later scoring.
 
-        The head's bias is set to 0 after training on comparisons, which do not depend on it.
+        Sets the head's bias to 0 if the model was trained on comparisons, because these do not
+        depend on the bias.
         """
         self.sequence_form = SequenceForm(add_bos, end_id)
         for name, parameter in () if self.attributes else self.model.named_parameters():
