@@ -71,7 +71,7 @@ class SequenceEncoder:
         if len(ids) > self.max_length:
             raise RewardError(
                 f"a prompt with its response has {len(ids)} tokens of the reward model, which "
-                f"accepts at most {self.max_length}. Lower length_params.max_length or "
+                f"accepts at most {self.max_length} positions. Lower length_params.max_length or "
                 f"data.max_prompt_length (the prompt begins {prompt[:60]!r})"
             )
         return ids

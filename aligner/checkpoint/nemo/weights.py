@@ -270,8 +270,8 @@ def _rank_parts(stages: list[list[RankState]]) -> dict[str, Sequence[Part]]:
         for name in ranks[0]:
             if any(name not in rank for rank in ranks):
                 raise CheckpointError(
-                    f"pipeline stage {stage}: the file of a tensor-parallel rank lacks {name}. Copy "
-                    "the checkpoint again"
+                    f"pipeline stage {stage}: the file of a tensor-parallel rank lacks {name}. "
+                    "Copy the checkpoint again"
                 )
             match = LAYER.match(name)
             layers = max(layers, int(match[1]) + 1 if match else 0)
