@@ -68,9 +68,8 @@ class RunDirectory:
                 steps += [line["step"] for line in read_lines(path)]
         last = max(steps, default=None)
         if not exp.resume_if_exists and (states or damaged or last is not None):
-            newest = f"metrics up to step {last}"
-            if states or last is None:
-                newest = states[-1].path.name if states else damaged[0]
+            newest = damaged[-1] if last is None and damaged else f"metrics up to step {last}"
+            newest = states[-1].path.name if states else newest
             raise ConfigError(
                 f"exp_manager.resume_if_exists=false, but {self.folder} contains a run (newest: "
                 f"{newest}). Set it to true to continue this run, or {self._remedy()}"

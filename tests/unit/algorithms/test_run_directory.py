@@ -245,6 +245,17 @@ def test_without_resume_a_run_is_left_alone(configured, saved):
     assert snapshot(folder) == before
 
 
+def test_without_resume_the_newest_damaged_state_is_named_where_metrics_are_missing(configured):
+    folder = begun(configured("ppo"))
+    damage_manifests(folder)
+    with pytest.raises(ConfigError, match=r"newest: metrics up to step 5\)"):
+        prepared(configured("ppo", exp_manager__resume_if_exists=False))
+    for path in folder.glob("*.jsonl"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"newest: .*step_000004 is damaged"):
+        prepared(configured("ppo", exp_manager__resume_if_exists=False))
+
+
 def test_a_damaged_state_leaves_the_question_to_the_one_before(configured):
     folder = begun(configured("ppo"))
     path = folder / "run_state" / "step_000004" / "state.json"
