@@ -113,7 +113,9 @@ class GatheredTensors(LazyTensors):
             of any dtype.
         names: canonical names of the global tensors, in order. Names that no rank has are skipped.
         architecture: architecture of the model.
-        tp_group, pp_group, ep_group: groups of tensor, pipeline and expert parallelism, or None.
+        tp_group: group of tensor parallelism, or None.
+        pp_group: group of pipeline parallelism, or None.
+        ep_group: group of expert parallelism, or None.
         transform: function that is applied to each part before the parts are joined.
     """
 
