@@ -117,7 +117,7 @@ def test_a_sequence_ends_in_one_eos_whatever_the_policy_drew():
     ids = encoder.ids("1+1=", "2")
     assert ids == [*tokenizer.encode("1+1=2"), tokenizer.eos_id]
     assert ids.count(tokenizer.eos_id) == 1
-    with pytest.raises(RewardError, match="has 13 tokens for the reward model, which has 12"):
+    with pytest.raises(RewardError, match=r"has 13 tokens .* at most 12"):
         encoder.ids("1+1=", "2" * 8)
     with_bos = SequenceEncoder(tokenizer, 12, add_bos=True)
     assert with_bos.ids("1+1=", "2") == [tokenizer.bos_id, *ids]
