@@ -85,6 +85,11 @@ class RewardFunction(ProcessPool):
         self._time_limit_s, self._max_concurrency = time_limit_s, max_concurrency
         self._timeout_reward = timeout_reward
 
+    @classmethod
+    def load(cls, name: str, **options: Any) -> "RewardFunction":
+        """Construct the function. This was the constructor's name in version 0.2.0."""
+        return cls(name, **options)
+
     def __call__(
         self,
         prompts: Sequence[str],
