@@ -77,7 +77,7 @@ class SavedRole(Protocol):
         """Let each worker write its share, or copy it and write the copy in the background."""
 
     def check_saving(self, wait: bool) -> None:
-        """Raise the error of a worker that could not write. ``wait``: first wait for the workers."""
+        """Raise the error of a worker that could not write. ``wait``: wait for all first."""
 
 
 @dataclass(frozen=True)
