@@ -207,9 +207,9 @@ def _check_text(row: DataRow) -> DataRow:
                     part.encode()
                 except UnicodeEncodeError as error:
                     raise DataError(
-                        f"{row.location}: column {name!r} contains one half of a surrogate pair "
-                        f"(\\u{ord(part[error.start]):x}), which is no character. Write the "
-                        "complete pair, or remove the half"
+                        f"{row.location}: column {name!r} contains half a character, the single "
+                        f"surrogate \\u{ord(part[error.start]):x}. Write the complete character, "
+                        "or remove it"
                     ) from error
     return row
 
