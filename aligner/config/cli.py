@@ -43,12 +43,17 @@ def launch(
     config_name: str,
     root: type[Root] = RunConfig,  # type: ignore[assignment]
 ) -> None:
-    """Compose ``conf_dir/config_name`` with the command line, validate it and call ``command``.
+    """Load a configuration file and the command-line arguments, and call ``command`` with the
+    result.
 
-    ``command``: a function of the configuration, or its path ``package.module:function``, which is
-    imported after the composition (``--help`` does not import torch).
+    Args:
+        command: a function of the configuration, or its path ``package.module:function``. A path is
+            imported only after the arguments are checked, so that ``--help`` does not import torch.
+        conf_dir: folder of the configuration files.
+        config_name: name of the file without ``.yaml``. ``--config-name`` selects another file.
+        root: dataclass to which the configuration is converted.
 
-    An ``AlignerError`` ends the process with its message and status 2. After Ctrl-C, a training run
+    An `AlignerError` is printed and ends the process with status 2. After Ctrl-C, a training run
     saves its state and ends with status 0. A second Ctrl-C, or Ctrl-C in another command, ends the
     process with status 130. With ``HYDRA_FULL_ERROR=1`` the traceback is shown.
     """
@@ -84,10 +89,10 @@ def launch(
 
 
 def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], list[str]]:
-    """Separate ``SECTION=null`` and ``~SECTION`` from the arguments, for sections that may be null.
+    """Separate arguments that remove an optional section, ``SECTION=null`` or ``~SECTION``.
 
-    Returns the other arguments, and the names of the sections to remove after the composition.
-    Raises `ConfigError` if another argument sets a key of such a section.
+    Returns (remaining arguments, names of the removed sections). Raises `ConfigError` if a
+    remaining argument sets a key of a removed section.
     """
     # hydra would read both as options of a config group.
     present, absent = list[str](), list[str]()
@@ -105,17 +110,18 @@ def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], l
 def check_overrides(
     arguments: Sequence[str], root: type = RunConfig, conf_dir: Path | None = None
 ) -> list[str]:
-    """Convert the command line to overrides that hydra accepts.
+    """Check command-line arguments and convert them to the syntax of hydra.
 
-    Any key of the dataclasses below ``root`` can be set, also if the composed YAML lacks the key:
-    ``key=value`` and ``+key=value`` become ``++key=value``. Options of config groups, ``~key``,
-    ``hydra.*`` and hydra's options are returned unchanged. ``conf_dir``: folder of the config
-    groups. If None, options of groups are not checked.
+    A key of the dataclasses below ``root`` may be absent from the YAML file: ``key=value`` becomes
+    hydra's ``++key=value`` (set or add). Options of config groups, ``~key``, ``hydra.*`` and
+    hydra's flags are returned unchanged. ``conf_dir``: folder with a subfolder for each config
+    group. If None, options of groups are not checked.
 
     Raises:
-        ConfigError: an argument is not an override, sets an unknown key, or selects an option that
-            its config group or this script lacks. A recipe (``--config-name``) is checked for such
-            options, too. Several errors are shown as one table.
+        ConfigError: an argument is not ``key=value``, sets an unknown key, or selects an option
+            that its config group does not contain or that this script does not support. The
+            defaults of the file in ``--config-name`` are checked, too. The error lists all invalid
+            arguments.
     """
     # The folders that hydra searches, ``conf_dir`` first. None if some are unknown.
     folders: list[Path] = []
@@ -158,7 +164,7 @@ def check_overrides(
 
 
 def option_value(arguments: Sequence[str], *names: str) -> str | None:
-    """Return the value of one of hydra's options, or None if the option is absent."""
+    """Return the value after one of hydra's flags, such as ``--config-name``, or None if absent."""
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in names:
@@ -167,7 +173,10 @@ def option_value(arguments: Sequence[str], *names: str) -> str | None:
 
 
 def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
-    """Yield (file, group, option) for each option that a recipe or an extended recipe selects."""
+    """Yield (file, group, option) for each group option in the defaults list of ``recipe``.
+
+    Files that the recipe extends are included.
+    """
     names, visited = [recipe], set[Path]()
     while names:
         name = names.pop(0).removesuffix(".yaml")
@@ -195,12 +204,12 @@ def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Pa
 
 
 def _absolute(name: str, parent: str) -> str:
-    """Return the path of a config or a group that a file in the folder ``parent`` names."""
+    """Return the path of ``name``, relative to ``parent`` unless it begins with a slash."""
     return name.lstrip("/") if name.startswith("/") or not parent else f"{parent}/{name}"
 
 
 def _unescaped(argument: str) -> str:
-    """Replace ``\\n``, ``\\r`` and ``\\t`` in double quotes: YAML does, hydra does not."""
+    """Replace ``\n``, ``\r`` and ``\t`` in double quotes by the character, as YAML does."""
     key, equals, value = argument.partition("=")
     characters = {"n": "\n", "r": "\r", "t": "\t"}
 
@@ -213,7 +222,7 @@ def _unescaped(argument: str) -> str:
 def _accepted(
     argument: str, root: type, conf_dir: Path | None, folders: Sequence[Path], sweeps: bool
 ) -> list[str]:
-    """Return the override for hydra in a list, which is empty if ``argument`` has no effect."""
+    """Check an argument and return it for hydra, in a list. Return [] for a key without effect."""
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
@@ -251,7 +260,7 @@ def _accepted(
 
 
 def _check_option(label: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
-    """Raise `ConfigError` if the config group, or the script of ``root``, lacks the option."""
+    """Raise `ConfigError` if a config group lacks the option, or this script does not accept it."""
     if not folders:
         return
 
@@ -288,8 +297,8 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
 def _options_of(root: type, group: str, files: Mapping[str, Path], conf_dir: Path) -> list[str]:
     """Return the options in a config group that the script with configuration ``root`` accepts.
 
-    If scripts have an option as a default, or as the base of an option, only these scripts accept
-    the option. All scripts accept all other options.
+    An option that other scripts have in their defaults, and options that extend such an option, are
+    accepted by those scripts only.
     """
     name = f"{root.__module__}:{root.__qualname__}"
     scripts = {base.replace("base", "gpt") for base, path in BASES.items() if path == name}
@@ -315,7 +324,7 @@ def _short(text: str) -> str:
 
 
 def check_key(key: str, root: type = RunConfig) -> None:
-    """Raise `ConfigError` if a dotted key is not in the tree of dataclasses below ``root``."""
+    """Raise `ConfigError` if ``key``, such as ``model.optim.lr``, is not a key below ``root``."""
     hint: Any = root
     prefix = ""
     for name in key.split("."):
@@ -333,7 +342,7 @@ def check_key(key: str, root: type = RunConfig) -> None:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """End the process at an `AlignerError` or Ctrl-C in the block, as `launch` describes."""
+    """Context manager that prints an `AlignerError` or Ctrl-C of the block and ends the process."""
     try:
         yield
     except (AlignerError, KeyboardInterrupt) as error:

@@ -15,7 +15,7 @@ from aligner.foreign_keys import shown
 class ClusterConfig:
     """Engine that starts the workers, and options of Ray.
 
-    The policy has ``trainer.devices`` x ``trainer.num_nodes`` workers with both engines.
+    With both engines the policy has ``trainer.devices`` x ``trainer.num_nodes`` workers.
     """
 
     engine: Literal["local", "ray"] = "local"
@@ -51,7 +51,9 @@ class ClusterConfig:
     """`ray`: maximum number of restarts after the death of a worker."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for keys of the other engine, and workers that no critic layout fits."""
+        """Yield an error message for options of the other engine, and for invalid numbers of
+        workers.
+        """
         # Workers in the processes of the run.
         layouts_differ = run.value_parallel != run.model.parallel
         if self.engine == "local":

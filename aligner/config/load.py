@@ -36,7 +36,7 @@ _TASK = {
 
 
 def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
-    """Resolve interpolations, and convert hydra's configuration to the class ``root``."""
+    """Resolve the interpolations in hydra's configuration and convert it to the class ``root``."""
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -46,10 +46,11 @@ def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # ty
 
 
 def with_built_in_task(config: DictConfig) -> str:
-    """Set missing data and reward in place. Return a note for the console, empty if nothing is set.
+    """Fill in missing data and a missing reward in place. Return a note for the user, or "".
 
-    If the reward is missing, and the data are missing or those of the arithmetic task, this task is
-    set. If a run with an environment has no data, rows without columns are set.
+    Without a reward, the data and reward of the built-in arithmetic task are set, unless the data
+    are other data. Without data, a run with an environment gets 1024 empty rows, because the
+    environment provides the tasks.
     """
     plain = OmegaConf.to_container(config)  # interpolations are not resolved yet
 
@@ -81,7 +82,7 @@ def with_built_in_task(config: DictConfig) -> str:
 
 
 def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
-    """Convert a nested mapping to the class ``root``. Raises `ConfigError` if it is invalid."""
+    """Convert nested values to the class ``root``. Raises `ConfigError` if values are invalid."""
     config = build(root, values)
     if isinstance(config, BaseRunConfig):
         config = derive_batches(config, values)
@@ -94,11 +95,11 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
 
 
 def derive_batches(config: Run, values: Mapping[str, Any]) -> Run:
-    """Return ``config`` with computed batch sizes where they are null in ``values``.
+    """Return ``config`` with computed batch sizes where ``values`` contains null or no size.
 
-    A step's samples are divided into the fewest equal global batches of at most 64 samples. A
-    micro-batch is the largest divisor up to 8 of a data-parallel rank's share. If no size fits, the
-    default is kept and `check_config` raises an error.
+    The samples of a step are divided into the smallest number of equal global batches of at most 64
+    samples. The micro-batch size is the largest divisor of a data-parallel rank's share, at most 8.
+    If no size divides evenly, the default is kept and `check_config` raises an error.
     """
     model = _with_batches(config, "model", values, config.trainer.world_size)
     config = replace(config, model=model)
@@ -127,7 +128,7 @@ def _with_batches(
 
 
 def _global_batch(config: BaseRunConfig) -> int | None:
-    """Divide a step's samples into the fewest equal batches. Return their size, None if none."""
+    """Return the size of the largest equal batches into which a step's samples divide, or None."""
     if isinstance(config, RSRunConfig):
         rs = config.model.rs
         learned = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
@@ -145,7 +146,7 @@ def _global_batch(config: BaseRunConfig) -> int | None:
 
 
 def check_config(config: BaseRunConfig | AskConfig) -> None:
-    """Raise one `ConfigError` that names all invalid combinations of values."""
+    """Raise a `ConfigError` that lists all invalid combinations of values."""
     if isinstance(config, BaseRunConfig):
         refuse([*broken_rules(config, "", config), *unread_options(config)])
     else:
@@ -153,14 +154,14 @@ def check_config(config: BaseRunConfig | AskConfig) -> None:
 
 
 def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:
-    """Convert a mapping to the ``DictConfig`` that NeMo's base class requires."""
+    """Convert a mapping to ``DictConfig``, as NeMo's base class requires."""
     return values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
 
 
 def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) -> dict[str, Any]:
-    """Convert a mapping, possibly hydra's, to a dict without interpolations and missing values.
+    """Convert a mapping or ``DictConfig`` to a dict. Resolves interpolations, omits missing values.
 
-    ``keys``: the keys to convert. Other keys are left out, and their interpolations may be invalid.
+    ``keys``: top-level keys to convert. None means all. Other keys may have invalid interpolations.
     """
     selected = [key for key in values if keys is None or key in keys]
     if not isinstance(values, DictConfig):
@@ -183,6 +184,10 @@ def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) 
 def section_of(
     kinds: Sequence[type[Section]], values: Mapping[str, Any], prefix: str = "model"
 ) -> Section:
-    """Convert ``values`` to the first class in ``kinds`` with all keys, or else to ``kinds[0]``."""
+    """Convert ``values`` to the first class in ``kinds`` that has all of their keys.
+
+    If no class has all keys, ``kinds[0]`` is used, which raises `ConfigError`. ``prefix``: dotted
+    key of ``values``.
+    """
     kind = next((kind for kind in kinds if set(values) <= set(field_types(kind))), kinds[0])
     return build(kind, values, prefix)

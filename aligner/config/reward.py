@@ -43,7 +43,9 @@ class RewardModelConfig:
     docs/reward.md#one-backbone-with-the-critic."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for workers that no layout fits, and for a critic that cannot share."""
+        """Yield an error message for invalid numbers of workers, and if the critic cannot be
+        shared.
+        """
         # Separate workers.
         size = run.model.parallel.model_parallel_size
         if self.workers is not None and run.cluster.engine != "ray":
@@ -86,7 +88,7 @@ class RewardModelConfig:
 
 @dataclass(frozen=True)
 class RewardServerConfig:
-    """A server of `examples/serve_reward_model.py`, or of another program with its protocol."""
+    """A server with the HTTP protocol of `examples/serve_reward_model.py`."""
 
     url: Annotated[StrictStr, not_empty("one such as http://host:5555")]
     """Address of the server, such as `http://host:5555`."""
@@ -110,7 +112,7 @@ class RewardServerConfig:
     """Number of requests at the same time."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for two tokens, and for waits beyond the other processes' time limit."""
+        """Yield an error message for two tokens, and for waits above ``cluster.timeout_s``."""
         if self.token_env is not None and self.token_file is not None:
             yield f"{key}.token_env and {key}.token_file are both set. Set one of them to null"
         longest, limit = self.retry_for_s + self.timeout_s, run.cluster.timeout_s
@@ -124,7 +126,7 @@ class RewardServerConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Source of rewards: a Python function, a reward model, a server, or an environment."""
+    """Source of rewards: a Python function, a reward model, a server or an environment."""
 
     kind: Literal["function", "model", "server", "environment"] = "function"
     """Source of rewards: `function`, `model`, `server` (docs/reward.md) or `environment`."""
@@ -157,7 +159,7 @@ class RewardConfig:
     reward is the weighted sum of the attributes."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if the source's section is missing, or another section is set."""
+        """Yield an error message if the section of ``kind`` is missing, or another one is set."""
         # Function, reward model and server.
         examples = {
             "function": "reward.function=my_rewards.py:reward",

@@ -45,7 +45,7 @@ class PairDataConfig(PromptColumns, TrainingSets):
     sequence is dropped, never truncated."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if only one of the two reward columns is set."""
+        """Yield an error message if only one of the two reward columns is set."""
         yield from super().problems(key, run)
         chosen, rejected = self.chosen_reward_column, self.rejected_reward_column
         if (chosen is None) != (rejected is None):
@@ -57,7 +57,7 @@ class PairDataConfig(PromptColumns, TrainingSets):
 
 @dataclass(frozen=True)
 class PreferenceDataConfig(PairDataConfig):
-    """Columns of pairs, or for KTO of single responses that are labelled good or bad."""
+    """Columns of pairs. For KTO: columns of single responses with the label good or bad."""
 
     response_column: StrictStr = "response"
     """KTO: column of the response."""
@@ -106,16 +106,18 @@ class TrainerDPOConfig(SupervisedLoopConfig):
 
     @property
     def is_paired(self) -> bool:
-        """True if an example consists of two responses, in adjacent rows."""
+        """True if an example has two rows: a chosen and a rejected response."""
         return self.loss != "kto"
 
     @property
     def has_reference(self) -> bool:
-        """True if the loss uses the log-probs of the initial weights."""
+        """True if the loss uses the log-probs of the initial policy."""
         return self.loss != "simpo"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for each changed option that belongs to another loss."""
+        """Yield an error message for each option that is set but does not apply to the selected
+        loss.
+        """
         options = sorted({name for names in LOSS_OPTIONS.values() for name in names})
         for name in options:
             value, default = getattr(self, name), getattr(TrainerDPOConfig, name)
@@ -136,7 +138,7 @@ class DPOTrainerConfig(TrainingConfig):
 
 @dataclass(frozen=True)
 class RewardDataConfig(PairDataConfig):
-    """Columns of pairs, or for regression of single responses with ratings."""
+    """Columns of pairs. For regression: columns of single responses with ratings."""
 
     response_column: StrictStr = "response"
     """`regression`: column of the rated response."""
@@ -166,7 +168,9 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
     """Number of pairs to measure, from the beginning of the data."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if data of the loss are missing, or options of the other loss are set."""
+        """Yield an error message if the loss lacks its columns, or an option of another loss is
+        set.
+        """
         data, is_regression = run.data, self.loss == "regression"
         # Regression of ratings.
         if is_regression and not data.attribute_columns:

@@ -16,7 +16,7 @@ from aligner.config.roles.sampling import KLEstimator
 
 @dataclass(frozen=True)
 class KLControllerConfig:
-    """Options of the controller that adapts the weight β of the KL penalty."""
+    """Controller that adapts the weight β of the KL penalty during training."""
 
     mode: Literal["fixed", "adaptive"] = "fixed"
     """`fixed`, or `adaptive`: β changes so that the KL reaches the target (Ziegler et al. 2019)."""
@@ -29,7 +29,7 @@ class KLControllerConfig:
     docs/ppo.md#the-mathematics."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if the controller would multiply a weight of 0."""
+        """Yield an error message if β is adapted but starts at 0, since β would stay 0."""
         if self.mode == "adaptive" and run.trainer.ppo.initial_policy_kl_penalty == 0:
             yield (
                 f"{key}.mode=adaptive multiplies trainer.ppo.initial_policy_kl_penalty=0, which "
@@ -42,7 +42,7 @@ Estimator = Annotated[StrictStr, one_of(ESTIMATORS, or_path="package.module:func
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """Computation of token advantages from rewards."""
+    """Estimator of token advantages, and its options."""
 
     estimator: Estimator = "gae"
     """Estimator of advantages, with a critic (`gae`) or without. Without a critic: `reinforce`,
@@ -62,17 +62,19 @@ class AdvantageConfig:
 
     @property
     def function(self) -> str | None:
-        """Path of the function that computes the advantages. None for a built-in formula."""
+        """Import path of the function that computes advantages, or None for a built-in formula."""
         entry = ESTIMATORS.get(self.estimator)
         return self.estimator if entry is None else entry.function
 
     @property
     def reads_gae_lambda(self) -> bool:
-        """True if the estimator may use γ and λ."""
+        """True for the estimator `gae` and for user-defined estimators, to which γ and λ are
+        passed.
+        """
         return self.estimator == "gae" or self.function is not None
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if the estimator lacks what it needs, or options of others are set."""
+        """Yield an error message for each option that the estimator needs or does not support."""
         # Critic.
         estimator = f"{key}.estimator={self.estimator}"
         if self.estimator == "gae" and run.critic is None:
@@ -132,7 +134,9 @@ class DynamicSamplingConfig:
     on. At the limit, prompts with equal rewards fill the step."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for groups of one response, and for schedules of unknown length."""
+        """Yield an error message for groups of one response, and if the end of a schedule is
+        unknown.
+        """
         if not self.enabled:
             return
         key, per_prompt = f"{key}.enabled=true", run.model.ppo.num_rollouts_per_prompt
@@ -155,7 +159,7 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True)
 class RewardShapingConfig:
-    """Shaping of a reward before training: first scale and shift, then clip."""
+    """Changes of a reward before training: scale and shift, clip, and a penalty on length."""
 
     scale: StrictFloat = 1.0
     """Factor of the reward."""
@@ -172,7 +176,9 @@ class RewardShapingConfig:
     The penalty of a truncated response is 1. `null` turns it off."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for a penalty on all lengths, and for shaping without single responses."""
+        """Yield an error message if the length penalty exceeds the limit, or an environment is
+        used.
+        """
         cache, lengths = self.overlong_cache, "model.ppo.length_params"
         longest = run.model.ppo.length_params.max_length
         if cache is not None and cache > longest:
@@ -189,7 +195,7 @@ class RewardShapingConfig:
 
 @dataclass(frozen=True)
 class ImproperEndConfig:
-    """Treatment of responses that the length limit truncated."""
+    """Treatment of responses that reached the length limit."""
 
     mode: Literal["keep", "mask", "penalize"] = "keep"
     """Truncated responses: `keep`, `mask` (exclude from training) or `penalize`."""
@@ -286,7 +292,7 @@ class TrainerPPOConfig(SamplingLoopConfig):
     improper_end: ImproperEndConfig = field(default_factory=ImproperEndConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for each option that the estimator of advantages does not use."""
+        """Yield an error message for each option that the advantage estimator does not support."""
         # Options that need a critic or an estimator.
         advantage = self.advantage
         estimator = f"{key}.advantage.estimator={advantage.estimator}"

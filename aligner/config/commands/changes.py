@@ -12,14 +12,15 @@ _GRANULARITIES = (None, "selective", "full")  # in order of decreasing memory
 
 
 def overrides_of(changes: Mapping[str, Any]) -> list[str]:
-    """Return changes as arguments of the command line, ``key=value``."""
+    """Return changed keys as command-line arguments ``key=value``."""
     return [f"{key}={shown(value)}" for key, value in changes.items()]
 
 
 def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield changes of the configuration, as dicts of keys and new values, each to be tried alone.
+    """Yield alternatives to ``config`` that may be faster or use less memory.
 
-    ``saving``: only changes that save memory on a device.
+    Each alternative is a dict of dotted keys and new values. ``saving``: yield only alternatives
+    that use less device memory.
     """
     # Recomputation.
     model = config.model

@@ -21,19 +21,19 @@ def longest_lengths(
     length: int | None = None,
     read: int | None = None,
 ) -> tuple[int, int]:
-    """Return the maximum numbers of tokens in a prompt and in a response of a run.
+    """Return the maximum numbers of tokens (in a prompt, in a response) of a run.
 
     For a run on given examples, return 0 and the maximum number of tokens in an example.
 
     Args:
         config: configuration of a training run.
-        positions: number of positions of the model. None: no limit.
-        prompt: length of prompts. None: the configured limit, else ``read``, else 512.
-        length: length of responses or examples. None: the configured limit (examples: as prompts,
-            with a default of 2048).
-        read: length of the longest prompt or example, if the data were read.
+        positions: maximum sequence length of the model. None means no limit.
+        prompt: maximum prompt length, in place of the configured limit, ``read`` or 512.
+        length: maximum length of a response or an example, in place of the configured limit.
+            Without a limit, an example has at most ``read`` or 2048 tokens.
+        read: length of the longest prompt or example in the data, or None if it is unknown.
 
-    Raises `ConfigError` if prompt and response together exceed the positions of the model.
+    Raises `ConfigError` if prompt and response together are longer than ``positions``.
     """
     # Limit of a prompt, or of an example, by the configuration.
     positions, limit = positions or _NO_LIMIT, None

@@ -27,14 +27,14 @@ _MEGATRON_ONLY = {
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """Implementation of policy and critic."""
+    """Implementation of the policy and the critic."""
 
     backend: Literal["megatron", "dtensor"] = "megatron"
     """Implementation of policy and critic. `megatron`: megatron-core, in all layouts. `dtensor`:
     models of transformers, sharded by FSDP2 and tensor-parallel DTensors (docs/value_parity.md)."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for each setting of the model that the backend does not support."""
+        """Yield an error message for each option of policy or critic that the backend lacks."""
         yield from model_problems(self.backend, run.model)
         if run.critic is not None and run.critic.layout_overrides:
             critic_model = run.critic.with_layout(run.model)
@@ -44,12 +44,12 @@ class BackendConfig:
 
 
 def check_policy_backend(backend: str, model: TrainedModelConfig) -> None:
-    """Raise `ConfigError` for settings of ``model`` that the backend does not support."""
+    """Raise `ConfigError` if the backend does not support the options of ``model``."""
     refuse(model_problems(backend, model))
 
 
 def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
-    """Yield a message for each setting of ``model`` that the backend does not support."""
+    """Yield an error message for each option of ``model`` that the backend does not support."""
     # Micro-batches and communication.
     if model.sequence_packing.enabled is True and model.dynamic_batching.enabled:
         yield (
@@ -76,7 +76,7 @@ def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
 
 
 def _budget_problems(model: TrainedModelConfig, key: str) -> Iterator[str]:
-    """Yield a message for each token budget that is not a multiple of the padded length."""
+    """Yield an error message for each token limit that is not a multiple of the padding."""
     parallel, length_round = model.parallel, model.sequence_length_round
     multiple = math.lcm(
         parallel.sequence_multiple, parallel.context * parallel.row_multiple(length_round)

@@ -28,7 +28,7 @@ Surrogate = Annotated[StrictStr, one_of(SURROGATES)]
 
 @dataclass(frozen=True)
 class LengthParams:
-    """Limits of a response's length in tokens, the end-of-sequence token included."""
+    """Limits of a response's length, in tokens with the end-of-sequence token."""
 
     max_length: Count = 64
     """Maximum number of new tokens, the end-of-sequence token included."""
@@ -37,7 +37,7 @@ class LengthParams:
     """Minimum number of new tokens."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if the lower limit exceeds the upper limit."""
+        """Yield an error message if ``min_length`` exceeds ``max_length``."""
         if self.min_length > self.max_length:
             yield (
                 f"{key}.min_length={self.min_length} exceeds {key}.max_length="
@@ -97,7 +97,7 @@ class KLLossConfig:
     docs/ppo.md#the-mathematics."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for a KL estimator whose mean gradient is 0."""
+        """Yield an error message for the estimator ``k1``, whose mean gradient is 0."""
         if self.coef > 0 and self.estimator == "k1":
             yield (
                 f"{key}.estimator=k1 has a mean gradient of 0 and does not change the policy. Use "
@@ -137,7 +137,9 @@ class CorrectionConfig:
         return self != CorrectionConfig()
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for bounds that exclude a ratio of 1, and for options without effect."""
+        """Yield an error message for bounds that exclude a ratio of 1, and for options without
+        effect.
+        """
         # Bounds.
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
@@ -185,7 +187,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Options of a policy's rollouts, for every algorithm that learns from samples."""
+    """Options of rollouts, for all algorithms that learn from the policy's own samples."""
 
     num_rollout_samples: BatchSize = 64
     """Responses per step, over all ranks."""
@@ -216,7 +218,9 @@ class RolloutConfig:
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if ``num_rollouts_per_prompt`` does not divide the number of samples."""
+        """Yield an error message if ``num_rollouts_per_prompt`` does not divide the number of
+        samples.
+        """
         samples, per_prompt = self.num_rollout_samples, self.num_rollouts_per_prompt
         if samples % per_prompt:
             yield (
@@ -236,7 +240,9 @@ class PolicyRSConfig(RolloutConfig):
     rewards, the earlier response is selected."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield also an error if more responses are selected than sampled."""
+        """Yield an error message if more responses are selected than sampled, or as in the base
+        class.
+        """
         yield from super().problems(key, run)
         if self.top_n_rollouts > self.num_rollouts_per_prompt:
             yield (
@@ -247,7 +253,7 @@ class PolicyRSConfig(RolloutConfig):
 
 @dataclass(frozen=True)
 class PolicyPPOConfig(RolloutConfig):
-    """The policy's options in PPO."""
+    """Options of the policy in PPO: its rollouts, loss and importance-sampling correction."""
 
     ppo_epochs: Count = 1
     """Number of passes over the same rollout."""
@@ -293,13 +299,15 @@ class PolicyPPOConfig(RolloutConfig):
 
     @property
     def ratio_eps_range(self) -> tuple[float, float]:
-        """Clip range as (low, high). The ratio is clipped to [1 - low, 1 + high]."""
+        """The clip range as (low, high): the ratio is clipped to [1 - low, 1 + high]."""
         if isinstance(self.ratio_eps, tuple):
             return self.ratio_eps
         return self.ratio_eps, self.ratio_eps
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield also an error for arguments without a loss, and for recording without effect."""
+        """Yield an error message for arguments without a loss, and if recorded tokens have no
+        effect.
+        """
         yield from super().problems(key, run)
         if self.loss_kwargs and self.loss is None:
             yield (
