@@ -80,9 +80,7 @@ class ModelSource(ConfigSource):
         return config_path.removesuffix(".yaml") in BASES
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return an empty list, so that the configurations cannot be selected as options of a
-        group.
-        """
+        """Return an empty list, because hydra must not offer these files as options."""
         return []
 
 

@@ -43,8 +43,7 @@ def launch(
     config_name: str,
     root: type[Root] = RunConfig,  # type: ignore[assignment]
 ) -> None:
-    """Load a configuration file and the command-line arguments, and call ``command`` with the
-    result.
+    """Load the configuration from file and command line, and call ``command`` with it.
 
     Args:
         command: a function of the configuration, or its path ``package.module:function``. A path is
@@ -209,7 +208,7 @@ def _absolute(name: str, parent: str) -> str:
 
 
 def _unescaped(argument: str) -> str:
-    """Replace ``\n``, ``\r`` and ``\t`` in double quotes by the character, as YAML does."""
+    """Replace ``\\n``, ``\\r`` and ``\\t`` in double quotes by the character, as YAML does."""
     key, equals, value = argument.partition("=")
     characters = {"n": "\n", "r": "\r", "t": "\t"}
 

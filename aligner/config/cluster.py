@@ -51,9 +51,7 @@ class ClusterConfig:
     """`ray`: maximum number of restarts after the death of a worker."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message for options of the other engine, and for invalid numbers of
-        workers.
-        """
+        """Yield an error message for options of the other engine, and for numbers of workers."""
         # Workers in the processes of the run.
         layouts_differ = run.value_parallel != run.model.parallel
         if self.engine == "local":

@@ -70,8 +70,7 @@ _TEXTS = {
 
 
 def build(cls: type[T], values: Any, prefix: str = "") -> T:
-    """Validate ``values`` and convert them to ``cls``: a dataclass, a ``TypedDict`` or another
-    type.
+    """Validate ``values`` and convert them to ``cls``, a dataclass, ``TypedDict`` or other type.
 
     ``prefix``: dotted key of ``values``, for messages. Raises a `ConfigError` that lists all
     invalid values, unknown keys and missing required keys. The value ``???`` counts as missing.

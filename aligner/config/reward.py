@@ -43,9 +43,7 @@ class RewardModelConfig:
     docs/reward.md#one-backbone-with-the-critic."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message for invalid numbers of workers, and if the critic cannot be
-        shared.
-        """
+        """Yield an error message for invalid numbers of workers, or an unsuitable critic."""
         # Separate workers.
         size = run.model.parallel.model_parallel_size
         if self.workers is not None and run.cluster.engine != "ray":

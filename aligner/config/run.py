@@ -221,9 +221,7 @@ class RunConfig(SamplingRunConfig):
     """The critic. `null` means no critic."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message if a rollout is not a multiple of a global batch, or as the base
-        class.
-        """
+        """Yield the base class's messages, and one if global batches do not divide rollouts."""
         yield from super().problems(key, run)
         samples = self.model.ppo.num_rollout_samples
         for role, section in self.trained_roles.items():

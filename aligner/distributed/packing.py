@@ -23,15 +23,15 @@ def bin_count(count: int, minimum: int, multiple: int) -> int:
 
 
 def decreasing(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Sort ``indices`` by decreasing length. Equal lengths keep their order."""
+    """Sort ``indices`` by decreasing ``lengths[index]``. Equal lengths keep their order."""
     return sorted(indices, key=lambda index: -lengths[index])
 
 
 def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
-    """Repeatedly split the bin with the most tokens, until there are ``count`` bins.
+    """Split the bin with the most tokens, repeatedly, until there are ``count`` bins.
 
-    A bin is split into halves of similar tokens. Raises `DataError` if there are fewer sequences
-    than ``count``.
+    A bin is split into halves with similar numbers of tokens. Raises `DataError` if ``count``
+    exceeds the number of sequences.
     """
     sequences = sum(len(items) for items in bins)
     if count > sequences:
@@ -59,7 +59,7 @@ def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
 
 
 def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Assign each item, longest first, to the half with fewer tokens. Keeps the items' order."""
+    """Split items into two lists: each item, longest first, goes to the list with fewer tokens."""
     halves: tuple[set[int], set[int]] = (set(), set())
     tokens = [0, 0]
     for index in decreasing(items, lengths):
@@ -70,10 +70,10 @@ def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], li
 
 
 class SequencePacker(ABC):
-    """Base class of packers, which assign sequences to bins of at most ``bin_capacity`` tokens.
+    """Base class of algorithms that assign sequences to bins of at most ``bin_capacity`` tokens.
 
-    The number of bins is at least ``min_bin_count`` and a multiple of ``bin_count_multiple``. If
-    the algorithm needs fewer bins, the fullest bins are split.
+    The number of bins is at least ``min_bin_count`` and a multiple of ``bin_count_multiple``. To
+    reach it, the fullest bins are split.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> Bins:
-        """Assign every index of ``lengths`` to one bin, within the capacity. Return the bins."""
+        """Assign every index of ``lengths`` to one bin within the capacity, and return the bins."""
 
     def pack(self, sequence_lengths: Sequence[int]) -> Bins:
-        """Assign every index of ``sequence_lengths`` to one bin. Return the bins.
+        """Assign the sequences to bins. Return the indices of the sequences in each bin.
 
-        Raises `DataError` if a sequence exceeds the capacity, or if there are fewer sequences than
+        Raises `DataError` if a sequence exceeds the capacity, or there are fewer sequences than
         required bins.
         """
         lengths = [int(length) for length in sequence_lengths]
@@ -126,21 +126,21 @@ class ConcatenativePacker(SequencePacker):
 
 
 def at_least(key: str, value: int, least: int) -> int:
-    """Return ``value``. Raises `ConfigError`, which names ``key``, if it is below ``least``."""
+    """Return ``value``, or raise `ConfigError` naming ``key`` if it is below ``least``."""
     if value < least:
         raise ConfigError(f"{key}={value} must be at least {least}")
     return value
 
 
 class FirstFitDecreasingPacker(SequencePacker):
-    """Packer that puts each sequence, longest first, into the first bin with room."""
+    """Packer that adds each sequence, longest first, to the first bin with enough space."""
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
         return first_fit(decreasing(range(len(lengths)), lengths), lengths, self.bin_capacity)
 
 
 class FirstFitShufflePacker(SequencePacker):
-    """Packer that puts each sequence, in a random order given by ``seed``, into the first bin."""
+    """Packer that adds each sequence, in random order, to the first bin with enough space."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class FirstFitShufflePacker(SequencePacker):
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bins:
-    """Put each sequence, in the given order, into the first bin with room. Return the bins."""
+    """Add each sequence of ``order`` to the first bin with enough space. Return the bins."""
     room = np.full(len(order), capacity)  # of every possible bin
     bins: Bins = []
     for index in order:
@@ -175,9 +175,9 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bi
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """Packer of Johnson and Garey, "A 71/60 theorem for bin packing", 1985.
 
-    Every sequence over half the capacity opens a bin. The bin gets one medium sequence (over a
-    third of the capacity) or two small ones (over a sixth). `first_fit` packs the rest, longest
-    first.
+    Each sequence longer than half the capacity gets its own bin. To each bin one medium sequence
+    (more than a third of the capacity) or two small ones (more than a sixth) are added. `first_fit`
+    packs the rest, longest first.
     """
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
@@ -242,7 +242,10 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """Return the `SequencePacker` named ``algorithm``, in any case. Raises `ConfigError`."""
+    """Return the packer of ``algorithm``, whose name may have upper-case letters.
+
+    Raises `ConfigError` for an unknown name.
+    """
     if isinstance(algorithm, str):
         names = {name.value: name for name in PackingAlgorithm}
         if algorithm.lower() not in names:

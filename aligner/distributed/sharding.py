@@ -20,7 +20,7 @@ from aligner.errors import DataError
 
 
 class MicrobatchPlan(NamedTuple):
-    """Row indices of one micro-batch, and its length."""
+    """Row indices of one micro-batch, and its padded length."""
 
     rows: list[int]
     length: int  # padded width of a micro-batch, or padded tokens of a packed row. 0 without rows
@@ -31,10 +31,10 @@ ShardPlan = list[list[MicrobatchPlan]]
 
 
 def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> list[list[int]]:
-    """Assign ``rows`` to shards with about equal sums of ``weights[row]``.
+    """Assign ``rows`` to shards so that the sums of ``weights[row]`` are about equal.
 
-    Longest processing time first (Graham 1969): each row, heaviest first, is assigned to the
-    lightest shard. Returns the sorted rows of each shard.
+    Longest processing time first (Graham 1969): rows in order of decreasing weight go to the shard
+    with the smallest sum. Returns the sorted rows of each shard.
     """
     parts: list[list[int]] = [[] for _ in range(shards)]
     # Weight, number of rows, shard. The number of rows breaks ties, so that empty rows spread too.
@@ -84,9 +84,9 @@ def _padded(lengths: Sequence[int], multiple: int, max_tokens: int) -> list[int]
 class LengthGroups:
     """Partitions rows into groups of at most ``max_tokens`` tokens with the least padding.
 
-    ``padded``: padded length of every row. The tokens of a group are its number of rows times its
-    largest padded length. In an optimal partition the rows of a group are neighbours in the order
-    of lengths. Dynamic programming over the suffixes of this order finds the optimum.
+    ``padded``: padded length of every row. A group has (number of rows) x (largest padded length)
+    tokens. With rows sorted by length, the groups of an optimal partition are contiguous. Dynamic
+    programming finds the optimum.
     """
 
     def __init__(self, rows: Sequence[int], padded: Sequence[int], max_tokens: int) -> None:
@@ -103,11 +103,11 @@ class LengthGroups:
 
     @property
     def fewest(self) -> int:
-        """Minimum number of groups within the token budget."""
+        """Minimum number of groups that the token limit allows."""
         return int(self._min_groups[0])
 
     def cut(self, count: int) -> list[list[int]]:
-        """Return ``count`` groups (at most one per row) with minimum tokens, longest rows first."""
+        """Return ``count`` groups, at most one per row, with fewest tokens. Longest rows first."""
         count = min(count, len(self._rows))
         best_end = self._solve(count - self.fewest)
         groups = []
@@ -148,13 +148,13 @@ class _TokenBudget(TypedDict):
 
 
 class DynamicBatchingArgs(_TokenBudget):
-    """Arguments of ``shard_by_batch_size`` for padded micro-batches under a token budget."""
+    """Arguments of ``shard_by_batch_size`` for padded micro-batches with a limit of tokens."""
 
     sequence_length_round: int  # padded lengths are rounded up to a multiple of this value
 
 
 class SequencePackingArgs(_TokenBudget):
-    """Arguments of ``shard_by_batch_size`` for packed rows of several sequences."""
+    """Arguments of ``shard_by_batch_size`` for micro-batches of one packed row."""
 
     algorithm: str  # name of a packing algorithm
     sequence_length_pad_multiple: int  # each sequence is padded to a multiple of this value
@@ -165,7 +165,7 @@ class SequencePackingArgs(_TokenBudget):
 
 
 class MicroBatching(TypedDict, total=False):
-    """Arguments of `shard_by_batch_size` with a token budget. At most one key is set."""
+    """Keyword arguments for `shard_by_batch_size`: one of the two keys, or none."""
 
     dynamic_batching_args: DynamicBatchingArgs
     sequence_packing_args: SequencePackingArgs
@@ -174,11 +174,11 @@ class MicroBatching(TypedDict, total=False):
 def dynamic_plan(
     columns: Mapping[str, Any], args: DynamicBatchingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Plan padded micro-batches within the token budget, for each shard.
+    """Plan padded micro-batches for each shard.
 
-    Items with shared prefixes get separate micro-batches, in which they are packed. ``columns``:
-    columns of the batch. ``batches``: row indices of each global batch. Raises `DataError` if an
-    item exceeds the token budget.
+    Row groups with a shared prefix are packed, in micro-batches of their own. ``columns``: columns
+    of the batch. ``batches``: row indices of each global batch. Raises `DataError` if a group of
+    rows exceeds the maximum number of tokens.
     """
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
     tokens = args["max_tokens_per_microbatch"]
@@ -219,7 +219,7 @@ def dynamic_plan(
 def packed_plan(
     columns: Mapping[str, Any], args: SequencePackingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Plan micro-batches of one packed row each, for each shard. Arguments: see `dynamic_plan`."""
+    """Plan micro-batches of one packed row each, for each shard. Arguments: as `dynamic_plan`."""
     capacity = at_least("max_tokens_per_microbatch", args["max_tokens_per_microbatch"], 1)
     multiple = at_least("sequence_length_pad_multiple", args["sequence_length_pad_multiple"], 1)
     # Items, packer, and padded lengths.
@@ -255,7 +255,7 @@ def _items(
     multiple: int,
     shards: int,
 ) -> tuple[list[RowGroup], list[range], list[int]]:
-    """Form the items. Return them, their indices per global batch, and the length of each row."""
+    """Return the row groups, their indices in each global batch, and the length of each row."""
     lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
     size, rows = at_least("rows_per_group", args.get("rows_per_group", 1), 1), len(lengths)
     if rows % size:

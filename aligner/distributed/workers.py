@@ -36,7 +36,10 @@ R = TypeVar("R")
 
 
 def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return a handle method that calls ``method`` on all workers. It returns the first result."""
+    """Return a method of a role handle that calls ``method`` on all workers.
+
+    It returns the first worker's result.
+    """
 
     @functools.wraps(method)
     def call(handle: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,7 +49,7 @@ def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 
 def phase(method: Callable[[Any], R]) -> Callable[..., R]:
-    """Return a handle method as `on_all_workers` does. It ignores arguments, as in NeMo-RL."""
+    """Like `on_all_workers`, for methods without arguments. Arguments are ignored (NeMo-RL)."""
     call = on_all_workers(method)
     return functools.wraps(method)(lambda handle, *args, **kwargs: call(handle))
 
@@ -56,11 +59,11 @@ def scored_rows(
     columns: Sequence[str],
     optional: Sequence[str] = (),
 ) -> Callable[Concatenate[Any, P], BatchedDataDict]:
-    """Return a handle method that scores the rows of a batch with all workers, in row order.
+    """Return a method of a role handle that computes scores for a batch, split over all workers.
 
-    ``method``: worker method with the parameters ``data`` (a shard) and ``micro_batch_size``.
-    ``columns``: columns that the workers get (`columns_of`). ``optional``: columns that they get if
-    the batch contains them.
+    The scores have the row order of the batch. ``method``: worker method with the parameters
+    ``data`` (a shard) and ``micro_batch_size``. ``columns``: columns that the workers get
+    (`columns_of`). ``optional``: columns that they get if the batch contains them.
     """
 
     @functools.wraps(method)
@@ -83,7 +86,7 @@ def scored_rows(
 
 
 def named_arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of ``method`` by parameter name, without the first parameter (self)."""
+    """Return the arguments of a call by parameter name, without self."""
     signature = inspect.signature(method)
     signature.bind(None, *args, **kwargs)  # raises TypeError in this process, not in a worker
     return dict(zip(list(signature.parameters)[1:], args, strict=False)) | kwargs
@@ -92,7 +95,7 @@ def named_arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> di
 def start_on_all(
     group: WorkerGroup, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
 ) -> WorkerFuture:
-    """Start ``method`` with the same arguments on all workers, without waiting."""
+    """Start ``method`` with the same arguments on all workers. Return a future."""
     arguments = named_arguments(method, *args, **kwargs)
     return group.run_all_workers_single_data(method.__name__, **arguments)
 
@@ -114,12 +117,12 @@ def run_sharded(
 ) -> tuple[list[R], list[int]]:
     """Call a worker method with one shard of ``data`` per data-parallel rank.
 
-    Returns one result per rank, in order, and for each row of the joined results its index in
-    ``data``.
+    Returns (results, order): one result per rank, and for each row of the concatenated results its
+    index in ``data``.
 
-    ``batch_size``: number of rows in a global batch, which is split evenly over the ranks. None:
-    rows are independent, and shards may be uneven or empty. ``batching``: arguments for
-    micro-batches (`micro_batching`). ``kwargs``: other arguments of the method.
+    ``batch_size``: number of rows in a global batch, which is split evenly over the ranks. None
+    means that rows are independent, so shards may be uneven or empty. ``batching``: result of
+    `micro_batching`. ``kwargs``: other arguments of the method.
     """
     shards: Any = data.shard_by_batch_size(
         group.sharding_annotations.shape["data_parallel"],
@@ -149,11 +152,11 @@ def micro_batching(
     micro_batch_size: int | None = None,
     rows_per_group: int = 1,
 ) -> MicroBatching:
-    """Return the arguments of `shard_by_batch_size` for micro-batches with a token budget.
+    """Return the arguments of `shard_by_batch_size` for micro-batches with a limit of tokens.
 
-    The result is empty if there is no budget, if ``micro_batch_size`` is given, or if ``model`` is
-    None (the workers form micro-batches themselves). ``training``: use the budget of training, not
-    of scoring. ``rows_per_group``: number of adjacent rows that stay in one micro-batch.
+    Returns {} if there is no such limit, ``micro_batch_size`` is given, or ``model`` is None (the
+    workers form micro-batches). ``training``: use the limit for training, otherwise the limit for
+    log-probs and values. ``rows_per_group``: number of adjacent rows in the same micro-batch.
     """
     if model is None or model.token_budgets is None or micro_batch_size is not None:
         return {}
@@ -180,7 +183,7 @@ def micro_batching(
 
 @dataclass(frozen=True)
 class LocalFuture:
-    """Results of a completed call."""
+    """Results of a call that has ended."""
 
     results: list[Any]
 
@@ -190,7 +193,7 @@ class LocalFuture:
 
 
 class LocalWorkerGroup:
-    """Worker group of all processes of a torch.distributed world. Each calls its own worker."""
+    """Worker group without Ray: each process of a torch.distributed world calls its own worker."""
 
     is_healthy = True  # calls run in this process, so no worker can be left waiting
 
@@ -201,7 +204,7 @@ class LocalWorkerGroup:
         )
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> LocalFuture:
-        """Call ``method_name(**kwargs)`` on this process's worker. All processes must call this."""
+        """Call a method of this process's worker. All processes must call this together."""
         return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
 
     def run_all_workers_sharded_data(
@@ -250,14 +253,14 @@ class LocalWorkerGroup:
         return True
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on this process's worker. The process keeps running."""
+        """Call ``cleanup_method`` on this process's worker. Return True. The process continues."""
         if cleanup_method is not None:
             getattr(self.worker, cleanup_method)()
         return True
 
 
 class LocalCluster:
-    """Cluster of the processes that torchrun or the script started, or of this process alone."""
+    """Cluster without Ray: the processes that torchrun or the script started, or this one alone."""
 
     engine = "local"
 
@@ -281,9 +284,9 @@ class LocalCluster:
     ) -> LocalWorkerGroup:
         """Construct ``worker_class(parallel=..., **kwargs)`` in this process.
 
-        ``env_vars`` stay set after the call. Raises `LayoutError` if ``parallel`` is not the layout
-        of the processes, and `ConfigError` if ``workers_per_node`` is not their number on this
-        machine.
+        ``env_vars`` remain set after the call. Raises `LayoutError` if ``parallel`` differs from
+        the layout of the processes, and `ConfigError` if ``workers_per_node`` differs from the
+        number of processes on this machine.
         """
         # The launcher decided the layout, so the arguments must agree with it.
         if parallel is not None and parallel != self.parallel.config:
@@ -314,7 +317,7 @@ class LocalCluster:
 
 
 def to_host(value: Any) -> Any:
-    """Copy every tensor in ``value`` to host memory, so that the value can be pickled."""
+    """Return ``value`` with every tensor copied to host memory, so that it can be pickled."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):

@@ -8,9 +8,7 @@ from aligner.catalog import ESTIMATORS, SURROGATES
 
 
 class Algorithm(NamedTuple):
-    """An algorithm: its title, the key of its section in ``trainer``, and whether it trains a
-    critic.
-    """
+    """An algorithm's title, the key of its section in ``trainer``, and whether it has a critic."""
 
     name: str
     section: str  # of ``trainer``

@@ -115,9 +115,7 @@ class TrainerDPOConfig(SupervisedLoopConfig):
         return self.loss != "simpo"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message for each option that is set but does not apply to the selected
-        loss.
-        """
+        """Yield an error message for each option that is set but belongs to another loss."""
         options = sorted({name for names in LOSS_OPTIONS.values() for name in names})
         for name in options:
             value, default = getattr(self, name), getattr(TrainerDPOConfig, name)
@@ -168,9 +166,7 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
     """Number of pairs to measure, from the beginning of the data."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message if the loss lacks its columns, or an option of another loss is
-        set.
-        """
+        """Yield an error message if the loss lacks columns, or an option of the other is set."""
         data, is_regression = run.data, self.loss == "regression"
         # Regression of ratings.
         if is_regression and not data.attribute_columns:

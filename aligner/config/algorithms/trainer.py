@@ -68,9 +68,7 @@ class AdvantageConfig:
 
     @property
     def reads_gae_lambda(self) -> bool:
-        """True for the estimator `gae` and for user-defined estimators, to which γ and λ are
-        passed.
-        """
+        """True if the estimator gets γ and λ: `gae` and user-defined estimators."""
         return self.estimator == "gae" or self.function is not None
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
@@ -134,9 +132,7 @@ class DynamicSamplingConfig:
     on. At the limit, prompts with equal rewards fill the step."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message for groups of one response, and if the end of a schedule is
-        unknown.
-        """
+        """Yield an error message for groups of one response, and schedules of unknown length."""
         if not self.enabled:
             return
         key, per_prompt = f"{key}.enabled=true", run.model.ppo.num_rollouts_per_prompt
@@ -176,9 +172,7 @@ class RewardShapingConfig:
     The penalty of a truncated response is 1. `null` turns it off."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message if the length penalty exceeds the limit, or an environment is
-        used.
-        """
+        """Yield an error message for too long penalties, and if an environment is used."""
         cache, lengths = self.overlong_cache, "model.ppo.length_params"
         longest = run.model.ppo.length_params.max_length
         if cache is not None and cache > longest:

@@ -230,9 +230,7 @@ class EvaluateConfig(PromptedConfig):
     """Answers of each set in the HTML report."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message if there are no prompts, or ``max_tokens`` leaves no tokens for
-        one.
-        """
+        """Yield an error message if there are no prompts, or ``max_tokens`` is too low."""
         yield from super().problems(key, run)
         environment, response = self.environment, self.sampling.max_length
         if environment.is_set and environment.max_tokens <= response:

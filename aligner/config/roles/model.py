@@ -223,9 +223,7 @@ class TrainedModelConfig(ModelSourceConfig):
 
     @property
     def length_multiple(self) -> int:
-        """With token limits: the number of which padded sequence lengths are multiples. Otherwise
-        1.
-        """
+        """Number of which padded sequence lengths are multiples. 1 without token limits."""
         if self.sequence_packing.enabled is True:
             return self.parallel.sequence_multiple
         if self.dynamic_batching.enabled:

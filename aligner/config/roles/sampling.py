@@ -137,9 +137,7 @@ class CorrectionConfig:
         return self != CorrectionConfig()
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message for bounds that exclude a ratio of 1, and for options without
-        effect.
-        """
+        """Yield an error message for bounds without the ratio 1, and options without effect."""
         # Bounds.
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
@@ -218,9 +216,7 @@ class RolloutConfig:
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message if ``num_rollouts_per_prompt`` does not divide the number of
-        samples.
-        """
+        """Yield an error message if samples do not divide into groups of equal size."""
         samples, per_prompt = self.num_rollout_samples, self.num_rollouts_per_prompt
         if samples % per_prompt:
             yield (
@@ -240,9 +236,7 @@ class PolicyRSConfig(RolloutConfig):
     rewards, the earlier response is selected."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message if more responses are selected than sampled, or as in the base
-        class.
-        """
+        """Yield the base class's messages, and one if more responses are selected than sampled."""
         yield from super().problems(key, run)
         if self.top_n_rollouts > self.num_rollouts_per_prompt:
             yield (
@@ -305,9 +299,7 @@ class PolicyPPOConfig(RolloutConfig):
         return self.ratio_eps, self.ratio_eps
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message for arguments without a loss, and if recorded tokens have no
-        effect.
-        """
+        """Yield error messages for ``loss_kwargs`` without a loss, and ineffective recording."""
         yield from super().problems(key, run)
         if self.loss_kwargs and self.loss is None:
             yield (

@@ -25,9 +25,9 @@ def get_logprobs_from_vocab_parallel_logits(
 ) -> Tensor:
     """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: float [B, S, V], whose last dimension is sharded over ``tp``. V need
-    not be a multiple of the ranks. `dtensor_from_parallel_logits_to_logprobs` describes the other
-    arguments.
+    ``vocab_parallel_logits``: float [B, S, V], whose last dimension is sharded over the mesh
+    dimension ``tp``. V may be any number. For the other arguments see
+    `dtensor_from_parallel_logits_to_logprobs`.
     """
     mesh = vocab_parallel_logits.device_mesh
     names = mesh.mesh_dim_names or ()
@@ -58,10 +58,11 @@ def get_logprobs_from_vocab_parallel_logits(
 def local_shard(
     logits: Tensor, rank: int | None = None, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, VocabShard]:
-    """Return this rank's logits [B, S / CP, V_local], and their columns in the vocabulary.
+    """Return this rank's logits [B, S / CP, V_local], and the range of their token ids.
 
-    ``logits``: a DTensor, or already this rank's logits. ``rank`` is then the rank in ``group``,
-    over which the padded vocabulary is split evenly. Raises `LayoutError` if ``rank`` is missing.
+    ``logits``: a DTensor, or this rank's part of the logits. ``rank`` is needed for the latter: it
+    is the rank in ``group``, over which the padded vocabulary is split evenly. Raises `LayoutError`
+    if ``group`` is given without ``rank``.
     """
     width = logits.shape[-1]
     if isinstance(logits, DTensor) and group is None:
@@ -92,9 +93,10 @@ def dtensor_from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """Compute log-probs of all tokens after the first, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: this rank's float [B, S / CP, V_local]. ``target``: int64 [B, S],
-    the tokens in the order ``seq_index`` (int64 [S]), not shifted, sharded over ``cp`` like the
-    logits. `from_parallel_logits_to_logprobs` describes the other arguments.
+    ``vocab_parallel_logits``: this rank's float [B, S / CP, V_local]. ``target``: int64 [B, S], the
+    input tokens, not shifted. If it is a DTensor sharded over ``cp`` like the logits, column i is
+    the token at position ``seq_index[i]`` (int64 [S]). For the other arguments see
+    `from_parallel_logits_to_logprobs`.
 
     Backward does not sum gradients over ``cp``. They are exact if all ranks compute the same loss.
     """

@@ -15,10 +15,10 @@ if TYPE_CHECKING:  # log-probs of plain tensors need no megatron-core
 
 
 def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
-    """Add the argument ``return_logprobs_for_linear_ce_fusion`` to ``GPTModel.forward``.
+    """Add the argument ``return_logprobs_for_linear_ce_fusion`` to `GPTModel.forward`.
 
-    ``chunk_size``: maximum number of tokens with logits in memory. A second call changes only this
-    number.
+    ``chunk_size``: maximum number of tokens whose logits are in memory. A second call only changes
+    ``chunk_size``.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -48,7 +48,7 @@ def _gpt_forward_with_linear_ce_fusion(
     """Call the original ``forward``, or compute log-probs of ``labels``, float32 [B, S-1].
 
     With ``return_logprobs_for_linear_ce_fusion``, ``labels`` are the tokens, int64 [B, S], not
-    shifted. For packed sequences (labels [1, T]) the log-probs are [n, max_seqlen_q - 1].
+    shifted. For n packed sequences (labels [1, T]) the result is [n, max_seqlen_q - 1].
     """
     original = partial(
         self._original_forward_for_linear_ce_fusion,

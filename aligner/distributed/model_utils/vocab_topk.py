@@ -23,12 +23,12 @@ def distributed_vocab_topk(
     vocab_end_index: int,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each position's ``k`` largest logits over the whole vocabulary, without gradient.
+    """Return the ``k`` largest logits of each position over the whole vocabulary. No gradient.
 
-    ``vocab_parallel_logits``: as in `DistributedLogprob.forward`. Padding is never selected: if
-    ranks have fewer than ``k`` tokens, the rest is -inf with id 0.
-    ``chunk_size``: positions converted to float32 at a time. Returns logits, float32 [B, S, k] in
-    descending order, and their token ids, int64 [B, S, k], on every rank.
+    ``vocab_parallel_logits``: as in `DistributedLogprob.forward`. ``chunk_size``: number of
+    positions converted to float32 at a time. Every rank returns the logits, float32 [B, S, k] in
+    descending order, and their token ids, int64 [B, S, k]. If there are fewer than ``k`` tokens,
+    the remaining logits are -inf with token id 0.
     """
     logits = vocab_parallel_logits
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
@@ -65,8 +65,8 @@ def gather_logits_at_global_indices(
     """Return the logits of token ids ``global_indices`` [B, S, k], float32 [B, S, k].
 
     ``vocab_parallel_logits``: float [B, S_cp, V_local], as in `DistributedLogprob.forward`.
-    ``cp_group``: ranks that share the sequence (`context_shard`). ``chunk_size``: positions per
-    step. Every rank returns all logits.
+    ``cp_group``: ranks that share the sequence (`context_shard`). ``chunk_size``: number of
+    positions per chunk in backward. Every rank returns all logits.
     """
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     local = scatter_context(global_indices, vocab_parallel_logits.shape[1], cp_group)
@@ -75,7 +75,7 @@ def gather_logits_at_global_indices(
 
 
 class _SelectedLogits(torch.autograd.Function):
-    """Selects the logits of token ids [B, S, K] from [B, S, V_local], on every rank."""
+    """Selects the logits of token ids [B, S, K] from logits [B, S, V_local], on all ranks."""
 
     @staticmethod
     def forward(

@@ -17,7 +17,7 @@ _LOG_LINES = 20
 
 
 class WorkerHandle:
-    """Handle of one worker, for calls as ``ray.get(handle.method.remote(...))``."""
+    """Handle of one worker. Its methods are called like those of a Ray actor (``.remote``)."""
 
     def __init__(self, actor: Any, identity: WorkerIdentity) -> None:
         self._actor, self._identity = actor, identity
@@ -38,7 +38,11 @@ class WorkerHandle:
 def wait_for(
     calls: "Sequence[tuple[ObjectRef, WorkerIdentity]]", call_name: str, timeout_s: float
 ) -> list[Any]:
-    """Wait for all calls and return their results. Raises as `MultiWorkerFuture.get_results`."""
+    """Wait for all calls and return their results in order.
+
+    Raises the errors of `MultiWorkerFuture.get_results`. ``call_name``: name of the call in
+    messages.
+    """
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -93,7 +97,7 @@ def wait_for(
 
 
 def last_lines(log: str) -> str:
-    """Return the end of a worker's log as text for a message. Names the path if reading fails."""
+    """Return a worker's last log lines for an error message, or the path if unreadable."""
     try:
         lines = Path(log).read_text(errors="replace").splitlines()[-_LOG_LINES:]
     except OSError:
