@@ -104,6 +104,6 @@ class NamedSharding:
 
 
 def layout_of(pipeline: int, data: int, context: int, tensor: int) -> NamedSharding:
-    """Return the ranks in megatron-core's order: tensor ranks are adjacent, pipeline is outermost."""
+    """Return ranks in megatron-core's order: tensor ranks are adjacent, pipeline is outermost."""
     ranks = np.arange(pipeline * data * context * tensor)
     return NamedSharding(ranks.reshape(pipeline, data, context, tensor), AXES)
