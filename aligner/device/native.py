@@ -24,7 +24,7 @@ def torch_home() -> Path:
 
 
 def compiled(source: Path) -> Path:
-    """Return the path of the shared library for a C++ file. Compiles it if it is not in the cache.
+    """Return the path of the shared library for a C++ file, which is compiled unless cached.
 
     The cache is ``$XDG_CACHE_HOME/aligner``, by default ``~/.cache/aligner``. Raises
     `NativeCodeError` if there is no compiler, or compiling fails.

@@ -180,7 +180,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return batch
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> "BatchedDataDict[ColumnsT]":
-        """Return the rows at ``indices``, n integers, in this order. An index may occur twice."""
+        """Return the rows at ``indices``, integers [n], in this order. An index may occur twice."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         return BatchedDataDict({key: _take(column, index) for key, column in self.data.items()})
 

@@ -45,7 +45,7 @@ class LogprobPlan:
         return cls(shard, chunk_size, sampling or TrainingSamplingParams())
 
     def chunk(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return ``logits[..., rows, :]`` over the temperature, without columns of padding."""
+        """Return logits [..., rows, :] over the temperature, without columns of padding."""
         chunk = logits[..., rows, : self.shard.columns].to(arithmetic_dtype(logits))
         return chunk if self.sampling.temperature == 1.0 else chunk / self.sampling.temperature
 
@@ -111,7 +111,7 @@ def logprob_forward(
 
 
 def select_owned(chunk: Tensor, local: Tensor, owned: Tensor) -> Tensor:
-    """Gather columns ``local`` [..., K] of ``chunk`` [..., columns]. Return 0 if not ``owned``."""
+    """Gather columns ``local`` [..., K] of ``chunk`` [..., columns], or 0 if not ``owned``."""
     if chunk.shape[-1] == 0:  # this rank stores only padding
         return chunk.new_zeros(local.shape)
     return torch.where(owned, chunk.gather(-1, local), 0)
@@ -269,7 +269,7 @@ class ChunkedDistributedLogprobWithSampling(_Logprobs):
         chunk_size: int,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute as the class without chunks, ``chunk_size`` positions at a time."""
+        """Compute in chunks. See `DistributedLogprobWithSampling.forward`."""
         plan = _sampling_plan(vocab_parallel_logits, tp_group, top_k, top_p, chunk_size)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
