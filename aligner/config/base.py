@@ -30,10 +30,7 @@ BASES = {
 
 
 def default_tree(section: Any) -> dict[str, Any]:
-    """Return a section as a nested dict: the defaults of a dataclass, or the values of an instance.
-
-    Required keys have the value ``???``, omegaconf's mark for a missing value.
-    """
+    """Return a section's defaults, or an instance's values, as a nested dict. Required: ``???``."""
     cls = section if isinstance(section, type) else type(section)
     tree: dict[str, Any] = {}
     value: Any

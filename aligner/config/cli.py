@@ -172,10 +172,7 @@ def option_value(arguments: Sequence[str], *names: str) -> str | None:
 
 
 def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
-    """Yield (file, group, option) for each group option in the defaults list of ``recipe``.
-
-    Files that the recipe extends are included.
-    """
+    """Yield (file, group, option) for the group options of a recipe and files it extends."""
     names, visited = [recipe], set[Path]()
     while names:
         name = names.pop(0).removesuffix(".yaml")
@@ -294,11 +291,7 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
 
 
 def _options_of(root: type, group: str, files: Mapping[str, Path], conf_dir: Path) -> list[str]:
-    """Return the options in a config group that the script with configuration ``root`` accepts.
-
-    An option that other scripts have in their defaults, and options that extend such an option, are
-    accepted by those scripts only.
-    """
+    """Return the options in a config group, without those that only other scripts accept."""
     name = f"{root.__module__}:{root.__qualname__}"
     scripts = {base.replace("base", "gpt") for base, path in BASES.items() if path == name}
     # Options in the defaults of this script, and of the other scripts.

@@ -13,10 +13,7 @@ from aligner.foreign_keys import shown
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Engine that starts the workers, and options of Ray.
-
-    With both engines the policy has ``trainer.devices`` x ``trainer.num_nodes`` workers.
-    """
+    """Engine that starts the policy's devices x num_nodes workers, and options of Ray."""
 
     engine: Literal["local", "ray"] = "local"
     """Processes of the workers. `local`: the processes that torchrun or the script starts. `ray`:

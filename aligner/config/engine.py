@@ -54,10 +54,7 @@ class EngineConfig:
     draws_ahead: ClassVar[bool] = False  # whether its handle is a `BackgroundGeneration`
 
     def start(self, arguments: EngineStart) -> Any:
-        """Start the engine and return its `aligner.models.interfaces.GenerationInterface`.
-
-        The method `prepare_for_generation` of the returned object copies the policy's weights.
-        """
+        """Start the engine and return its `aligner.models.interfaces.GenerationInterface`."""
         raise NotImplementedError
 
     def resources(self, *, has_gpu: bool, ahead: bool) -> EngineResources | None:

@@ -43,10 +43,7 @@ class ParallelConfig:
         return 2 * self.context if self.context > 1 else 1
 
     def row_multiple(self, sequence_length_round: int = 1) -> int:
-        """Return the number of which row lengths are multiples on each context-parallel rank.
-
-        ``sequence_length_round``: multiple that dynamic batching requires.
-        """
+        """Return the number of which row lengths are multiples on each context-parallel rank."""
         # Sequence parallelism splits a row over the tensor-parallel ranks.
         shares = self.tensor if self.sequence_parallel else 1
         return math.lcm(shares, sequence_length_round)
@@ -59,10 +56,7 @@ class ParallelConfig:
 def check_layout(
     architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str = "model"
 ) -> None:
-    """Raise `LayoutError`, which suggests valid sizes, if the model cannot have this layout.
-
-    ``section``: key of the model's section in the message.
-    """
+    """Raise `LayoutError`, with valid sizes, if a layout does not fit. ``section``: its key."""
     if problems := [*_layout_problems(architecture, parallel, world_size, section)]:
         raise LayoutError("\n".join(problems))
 

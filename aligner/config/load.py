@@ -184,10 +184,6 @@ def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) 
 def section_of(
     kinds: Sequence[type[Section]], values: Mapping[str, Any], prefix: str = "model"
 ) -> Section:
-    """Convert ``values`` to the first class in ``kinds`` that has all of their keys.
-
-    If no class has all keys, ``kinds[0]`` is used, which raises `ConfigError`. ``prefix``: dotted
-    key of ``values``.
-    """
+    """Convert ``values`` to the first class in ``kinds`` with all their keys, or ``kinds[0]``."""
     kind = next((kind for kind in kinds if set(values) <= set(field_types(kind))), kinds[0])
     return build(kind, values, prefix)

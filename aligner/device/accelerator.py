@@ -304,10 +304,7 @@ def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
 
 
 def sharing_key() -> str:
-    """Return an id of the GPU, or of the machine without a GPU.
-
-    Processes with equal ids can share memory.
-    """
+    """Return an id of the GPU, or without one of the machine. Equal ids: memory can be shared."""
     if has_gpu():
         return f"GPU {torch.cuda.get_device_properties(device()).uuid}"
     with open("/proc/sys/kernel/random/boot_id") as file:

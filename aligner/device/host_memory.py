@@ -101,10 +101,7 @@ def total_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the bytes of host memory that this process can still allocate.
-
-    Limits of control groups apply. File pages that the system can drop count as available.
-    """
+    """Return the bytes of host memory that this process can still allocate, within its cgroups."""
     available = [psutil.virtual_memory().available]
     for group in _groups():
         with contextlib.suppress(OSError, ValueError, KeyError):

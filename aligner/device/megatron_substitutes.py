@@ -33,11 +33,7 @@ def fuse_gradient_norm() -> None:
 
 
 def free_dispatcher_of_stream() -> None:
-    """Make megatron-core's all-to-all dispatcher of tokens to experts work without a CUDA stream.
-
-    With a GPU, the dispatcher copies token counts to the host on a stream. Here they are converted
-    to lists.
-    """
+    """Make megatron-core's dispatcher of tokens to experts work without a CUDA stream."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def list_counts(

@@ -133,10 +133,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return self._shards([[part[shard] for part in parts] for shard in range(shards)])
 
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
-        """Split the rows into ``chunks`` equal contiguous parts and return part ``rank``.
-
-        Raises `DataError` if the number of rows is not a multiple of ``chunks``.
-        """
+        """Return part ``rank`` of ``chunks`` equal parts. Raises `DataError` for unequal parts."""
         _check_even(self.size, chunks)
         if not 0 <= rank < chunks:
             raise DataError(f"rank={rank} is outside 0..{chunks - 1}, the range of {chunks} chunks")
@@ -228,10 +225,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict]":
-        """Yield the planned micro-batches of one global batch, truncated to their planned widths.
-
-        ``sequence_dim``: the dimension of the tensors that is truncated.
-        """
+        """Yield a global batch's planned micro-batches, cut to their widths in ``sequence_dim``."""
         bounds, lengths = self._only_global_batch()
         for (start, end), length in zip(bounds, lengths, strict=True):
             microbatch = self.slice(start, end)

@@ -242,10 +242,7 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """Return the packer of ``algorithm``, whose name may have upper-case letters.
-
-    Raises `ConfigError` for an unknown name.
-    """
+    """Return the packer of ``algorithm``, in upper or lower case. Raises `ConfigError`."""
     if isinstance(algorithm, str):
         names = {name.value: name for name in PackingAlgorithm}
         if algorithm.lower() not in names:

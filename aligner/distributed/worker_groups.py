@@ -277,10 +277,7 @@ class RayWorkerGroup:
         return self.is_healthy
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """End the worker processes. Return False if the cleanup failed.
-
-        First calls ``cleanup_method`` on each worker, unless an earlier call failed.
-        """
+        """Call ``cleanup_method``, if no call failed. End the workers. False: cleanup failed."""
         if sys.is_finalizing():  # imports are impossible now. Ray ends the workers itself
             return False
         import ray

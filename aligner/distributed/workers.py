@@ -36,10 +36,7 @@ R = TypeVar("R")
 
 
 def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return a method of a role handle that calls ``method`` on all workers.
-
-    It returns the first worker's result.
-    """
+    """Return a handle method that calls ``method`` on all workers, and returns the first result."""
 
     @functools.wraps(method)
     def call(handle: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -34,10 +34,7 @@ def read_token(variable: str | None, file: str | None, owner: str) -> str | None
 
 
 def new_token(file: str | None) -> str:
-    """Return a random access token. Write it to ``file``, if given, readable by the owner only.
-
-    Raises `ConfigError` if the file exists or cannot be written.
-    """
+    """Return a random access token and write it to ``file``, if given, for the owner only."""
     token = secrets.token_urlsafe(24)
     if file is not None:
         path = Path(file).expanduser()

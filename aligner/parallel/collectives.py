@@ -66,10 +66,7 @@ def count_denominators(
 def reduce_result(
     parts: Iterable[Mapping[str, Tensor]], own_tokens: Tensor, dp_group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Combine metrics of micro-batches over all ranks, and add the total ``valid_tokens``.
-
-    ``own_tokens``: number of this rank's valid tokens, a scalar.
-    """
+    """Combine metrics of all ranks. ``own_tokens`` (a scalar) is added as ``valid_tokens``."""
     return reduce_metrics({**combine_metrics(parts), "valid_tokens": own_tokens}, dp_group)
 
 

@@ -38,10 +38,7 @@ _BROKEN_LINK = ("gloo", "nccl", "connection", "socket", "timed out")
 
 
 def silence_limit(timeout_s: float) -> float:
-    """Return the seconds without a heartbeat after which a rank counts as dead, at most.
-
-    This is a thirtieth of ``timeout_s``, the time limit of collectives, but at least 10 s.
-    """
+    """Return the seconds without a heartbeat after which a rank counts as dead: 10 s or longer."""
     return max(_LEAST_SILENCE_S, timeout_s / 30)
 
 

@@ -219,10 +219,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
-    """Parse the JSON body of a request as ``kind``. A key with value null counts as absent.
-
-    Raises `DataError` for an invalid body. The message begins with the invalid key.
-    """
+    """Parse a JSON body as ``kind``. Null keys count as absent. Raises `DataError` naming a key."""
     value = parse_json(body)
     if not isinstance(value, dict):
         raise DataError("the body: must be a JSON object")
@@ -241,11 +238,7 @@ def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
-    """Convert messages to the form that chat templates expect.
-
-    ``content`` becomes a string, and keys with value null are removed. Raises `DataError` if a part
-    of ``content`` is not text.
-    """
+    """Convert messages for chat templates: text as content, no null keys. Raises `DataError`."""
     return [_plain(message, f"messages.{index}") for index, message in enumerate(messages)]
 
 

@@ -74,10 +74,7 @@ class RecordedAnswer(NamedTuple):
 
 
 class Session:
-    """Answers and rewards recorded for one API key. Methods may be called from any thread.
-
-    A request that exceeds ``limits`` ends the session.
-    """
+    """Answers and rewards of one API key. Thread-safe. Exceeding ``limits`` ends the session."""
 
     def __init__(self, seed: int | None = None, limits: Limits | None = None) -> None:
         # The id is public. Only the key authorises requests.
@@ -191,10 +188,7 @@ class Session:
         raise DataError(text)
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
-        """Cancel the reserved answers of a failed request. They still count for the limit.
-
-        ``requests``: indices that `admit` returned.
-        """
+        """Cancel reserved answers, given by indices from `admit`. They count for the limit."""
         with self._lock:
             self._expected = {n: key for n, key in self._expected.items() if n not in requests}
             self._drop_texts(prompts)
@@ -236,10 +230,7 @@ class Session:
             self.answers.append(RecordedAnswer(request, index, start, len(prompt), end_index))
 
     def set_reward(self, reward: Any) -> None:
-        """Set the reward of the last answer: a number, None, or a dict with the key ``reward``.
-
-        Raises `AlignerError` if the reward is not valid.
-        """
+        """Set the reward of the last answer: a number, None, or a dict with the key ``reward``."""
         turn = check_turn(Turn(reward=reward, done=True))
         with self._lock:
             self._last_reward = self.rewards[len(self.answers)] = turn

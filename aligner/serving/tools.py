@@ -11,10 +11,7 @@ from aligner.environments.tools import tools_in_text
 
 
 def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Convert messages with tool calls for a chat template that supports none.
-
-    Calls become lines of assistant messages, and results become user messages (format ``plain``).
-    """
+    """Write tool calls and results as plain text, for a chat template that supports neither."""
     names: dict[str, str] = {}
     plain: list[Message] = []
     for message in messages:

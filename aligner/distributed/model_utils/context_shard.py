@@ -21,10 +21,7 @@ from aligner.parallel.context import holder, local_position
 def _get_tokens_on_this_cp_rank(
     input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1
 ) -> Tensor:
-    """Select rank r's part of a sequence: chunks r and 2 CP - 1 - r of 2 CP equal chunks.
-
-    ``input_ids`` may have any dtype, with the sequence in dimension ``seq_dim``.
-    """
+    """Select rank r's part of a sequence: chunks r and 2 CP - 1 - r of 2 CP equal chunks."""
     if cp_size == 1:
         return input_ids
     length = input_ids.shape[seq_dim]

@@ -105,10 +105,7 @@ def from_parallel_hidden_states_to_logprobs(
 
 
 class ChunkedDistributedHiddenStatesToLogprobs:
-    """Computes log-probs of targets from hidden states, without storing logits [B, S, V].
-
-    Call ``apply`` with the arguments of `forward` except ``ctx``.
-    """
+    """Computes log-probs of targets from hidden states, without storing logits [B, S, V]."""
 
     @staticmethod
     def forward(

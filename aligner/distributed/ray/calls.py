@@ -38,11 +38,7 @@ class WorkerHandle:
 def wait_for(
     calls: "Sequence[tuple[ObjectRef, WorkerIdentity]]", call_name: str, timeout_s: float
 ) -> list[Any]:
-    """Wait for all calls and return their results in order.
-
-    Raises the errors of `MultiWorkerFuture.get_results`. ``call_name``: name of the call in
-    messages.
-    """
+    """Wait for all calls and return their results. Raises as `MultiWorkerFuture.get_results`."""
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
 
