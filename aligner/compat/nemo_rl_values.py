@@ -90,10 +90,10 @@ _REMEDIES = {
 
 @dataclass
 class Notes:
-    """Keys in NeMo-RL's section ``name`` that this library lacks.
+    """Keys that this library lacks in the section ``name`` of NeMo-RL.
 
-    ``ignored`` lists keys. ``experts`` (refused for mixtures of experts) and ``refused`` list key,
-    value and what to use.
+    ``ignored``: keys without effect. ``refused``: (key, value, remedy) of unsupported keys.
+    ``experts``: the same for keys that only mixtures of experts do not support.
     """
 
     name: str
@@ -102,14 +102,15 @@ class Notes:
     refused: list[tuple[str, Any, str]] = field(default_factory=list)
 
     def refuse(self, path: str, value: Any, remedy: str) -> None:
-        """Add the key ``path`` of the section to the refused keys."""
+        """Add a key to the refused keys. ``path``: dotted key within the section."""
         self.refused.append((f"{self.name}.{path}", value, remedy))
 
 
 def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
-    """Add a key that this library lacks to the ignored or refused keys, unless it is switched off.
+    """Add a key to the ignored or refused keys, unless its value switches it off.
 
-    ``known``: keys of this library in the same section, for hints about misspelt keys.
+    ``path``: dotted key within the section. ``known``: keys of this library in the same section,
+    which are suggested for misspelt keys.
     """
     full, is_neutral = f"{notes.name}.{path}", is_off(value)
     # The first table that contains the key decides. Misspelt keys are refused at any value.
@@ -129,11 +130,11 @@ def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
 
 
 def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
-    """Convert a learning-rate schedule of NeMo-RL's dtensor backend, with the maximum rate ``lr``.
+    """Convert the learning-rate schedule of NeMo-RL's dtensor backend. ``lr``: maximum rate.
 
     ``entries``: one of torch's schedules, or several that follow each other at ``milestones``:
-    ``LinearLR`` up to factor 1 (the warm-up, which starts from 0 here), then a ``LinearLR`` from 1,
-    a ``CosineAnnealingLR`` or a ``ConstantLR`` of 1. Others are refused.
+    first ``LinearLR`` up to factor 1 (warm-up, which starts from 0 in this library), then
+    ``LinearLR`` from 1, ``CosineAnnealingLR`` or ``ConstantLR`` of 1. Others are refused.
     """
     parts = [entries] if isinstance(entries, Mapping) else list(entries)
     schedule, begin = SchedConfig(), 0
@@ -165,7 +166,7 @@ def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value switches its key off: null, 0, false, empty, or not enabled."""
+    """Return whether a value switches a key off: null, 0, false, empty, or ``enabled: false``."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or all(map(is_off, value.values()))
     if isinstance(value, str):

@@ -43,12 +43,10 @@ _NO_COUNTERPART = "a key of this library (docs/published.md), or leave it out"
 
 
 def translate(path: str | Path) -> str:
-    """Return the command for the training run that a YAML file of NeMo describes.
+    """Return a command for the training run that a YAML file of NeMo-Aligner or NeMo-RL describes.
 
-    Comment lines before the command list keys that cannot be translated.
-
-    Raises:
-        ConfigError: the file cannot be read, or does not describe an algorithm of this library.
+    Comment lines before the command list keys that cannot be translated. Raises `ConfigError` if
+    the file cannot be read or has none of this library's algorithms.
     """
     # Find the algorithm.
     values, notes = _read(Path(path)), Notes("")
@@ -110,9 +108,9 @@ def _merged(path: Path) -> DictConfig | ListConfig:
 def _from_nemo_rl(
     values: Mapping[str, Any], section: str, loop: str, notes: Notes
 ) -> Iterator[tuple[str, Any]]:
-    """Yield key (of this library) and value. Refused and ignored keys are added to ``notes``.
+    """Yield (key of this library, value). Add refused and ignored keys to ``notes``.
 
-    ``section``: algorithm in NeMo-RL. ``loop``: key of the algorithm below ``trainer`` here.
+    ``section``: section of the algorithm in NeMo-RL. ``loop``: its section below ``trainer`` here.
     """
     # Convert the models' sections.
     roles: tuple[Literal["policy"], Literal["value"]] = ("policy", "value")

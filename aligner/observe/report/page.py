@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def templates(folder: Path | None = None) -> "Environment":
     """Return a Jinja2 environment with the library's templates and those in ``folder``.
 
-    It escapes all values for HTML and raises an error if a template uses an undefined value.
+    Values are escaped for HTML. A template with an undefined value raises an error.
     """
     import jinja2  # only needed by runs that end with a page
 
@@ -34,9 +34,9 @@ def templates(folder: Path | None = None) -> "Environment":
 
 
 def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
-    """Return an HTML page. ``values`` of all pages: ``title``, ``lead`` and ``environment``.
+    """Return an HTML page. Every page has the ``values`` title, lead and environment.
 
-    ``folder``: folder of ``template``, unless the template is part of the library.
+    ``folder``: folder of the file ``template``, unless it belongs to the library.
     """
     return templates(folder).get_template(template).render(**values)
 
@@ -55,7 +55,7 @@ class Message(NamedTuple):
 
 
 def messages_of(sample: Sample) -> list[Message]:
-    """Return the messages after the prompt. The list is empty if the sample is one response."""
+    """Return the messages after the prompt. Empty if the sample is a single response."""
     turns = sample.turns or []
     return [
         message
