@@ -68,7 +68,7 @@ class Program:
     """Code that child processes run, and the errors for its failures."""
 
     module: str  # module with the function ``load``, see `serve`
-    first: tuple[Any, ...]  # arguments of ``load``, which are pickled
+    load_arguments: tuple[Any, ...]  # are pickled
     name: str  # for error messages, such as ``reward function 'f'``
     remedy: str  # end of the error after the time limit
     error: type[AlignerError]  # raised if the child fails
@@ -107,7 +107,7 @@ class ChildProcess:
         self._stop = weakref.finalize(
             self, _kill, self._child, parent_end, folder, os.getpid(), mark
         )
-        first = self._pickled((program.memory_mb, *program.first))
+        first = self._pickled((program.memory_mb, *program.load_arguments))
         with suppress(OSError):  # if the child is dead or hangs, `wait_until_ready` raises an error
             self._pipe.send(first, time.monotonic() + _START_LIMIT_S)
 
@@ -318,17 +318,20 @@ def serve(descriptor: int, load: Callable[..., tuple[Any, Callable[..., Answers]
     for each answer to a message. If either function raises an `AlignerError`, the error is sent to
     the parent, which raises it.
     """
-    # Load the user's code.
+    # Let no descendant outlive the parent. If memory is exhausted, the kernel kills this process
+    # before others.
     adopt_orphans()
     die_with_parent()
-    with suppress(OSError):  # if memory is exhausted, the kernel kills this process first
+    with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+    # Load the user's code. RLIMIT_DATA does not count shared memory and mapped files.
     channel = Channel(descriptor)
     try:
-        memory_mb, *first = channel.receive()
-        if memory_mb is not None:  # shared memory and mapped files do not count
-            resource.setrlimit(resource.RLIMIT_DATA, (memory_mb * 2**20,) * 2)
-        loaded, answers = load(*first)
+        memory_mb, *load_arguments = channel.receive()
+        if memory_mb is not None:
+            limit = memory_mb * 2**20
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        loaded, answers = load(*load_arguments)
     except AlignerError as error:
         channel.refuse(0, error)
         return

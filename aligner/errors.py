@@ -146,10 +146,7 @@ def json_object(
 
 @contextlib.contextmanager
 def training_step(step: int) -> Iterator[ContextVar[int]]:
-    """Context manager: set `current_step`, so that errors of models can name the run's step.
-
-    Yields the variable of the step, which a loop over steps can set.
-    """
+    """Context manager: set `current_step`, and yield its variable for a loop over steps."""
     token = _step.set(step)
     try:
         yield _step

@@ -35,8 +35,11 @@ def plain(value: Any, depth: int = 0) -> Any:
         return integer if integer.bit_length() <= _LONGEST_INTEGER else shown(integer)
     if isinstance(value, float):
         number = float.__float__(value)
-        special = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-        return number if math.isfinite(number) else special
+        if math.isfinite(number):
+            return number
+        if math.isnan(number):
+            return "NaN"
+        return "Infinity" if number > 0 else "-Infinity"
 
     # Convert containers.
     if depth < _DEEPEST:

@@ -137,28 +137,34 @@ def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
     ``LinearLR`` from 1, ``CosineAnnealingLR`` or ``ConstantLR`` of 1. Others are refused.
     """
     parts = [entries] if isinstance(entries, Mapping) else list(entries)
-    schedule, begin = SchedConfig(), 0
+    schedule = SchedConfig()
+    warmup_steps = 0
     for part in (part for part in parts if "name" in part):
         # Missing arguments have torch's defaults.
-        kind, kwargs = part["name"].rsplit(".", 1)[-1], part.get("kwargs") or {}
-        first, last = kwargs.get("start_factor", 1 / 3), kwargs.get("end_factor", 1.0)
+        kind = part["name"].rsplit(".", 1)[-1]
+        kwargs = part.get("kwargs") or {}
+        start, end = kwargs.get("start_factor", 1 / 3), kwargs.get("end_factor", 1.0)
         steps = kwargs.get("total_iters", 5)
+        is_first_decay = schedule.name == "constant"
+        # A factor of 1 changes nothing.
         if kind == "ConstantLR" and kwargs.get("factor", 1 / 3) == 1:
             continue
-        if kind == "LinearLR" and first == last == 1:
+        if kind == "LinearLR" and start == end == 1:
             continue
         # Accept a warm-up, then one decay.
-        if kind == "LinearLR" and first < last == 1 and part is parts[0]:
+        if kind == "LinearLR" and start < end == 1 and part is parts[0]:
+            warmup_steps = steps
             schedule = replace(schedule, warmup_steps=steps)
-            notes.ignored.append(f"{notes.name}.scheduler start_factor={first}")
-            begin = steps
-        elif kind == "LinearLR" and last < first == 1 and schedule.name == "constant":
-            schedule = replace(schedule, name="linear", max_steps=begin + steps, min_lr=lr * last)
-        elif kind == "CosineAnnealingLR" and schedule.name == "constant":
-            end, low = begin + kwargs["T_max"], kwargs.get("eta_min", 0.0)
-            schedule = replace(schedule, name="cosine", max_steps=end, min_lr=low)
+            notes.ignored.append(f"{notes.name}.scheduler start_factor={start}")
+        elif kind == "LinearLR" and end < start == 1 and is_first_decay:
+            max_steps = warmup_steps + steps
+            schedule = replace(schedule, name="linear", max_steps=max_steps, min_lr=lr * end)
+        elif kind == "CosineAnnealingLR" and is_first_decay:
+            max_steps, min_lr = warmup_steps + kwargs["T_max"], kwargs.get("eta_min", 0.0)
+            schedule = replace(schedule, name="cosine", max_steps=max_steps, min_lr=min_lr)
         else:
             notes.refuse("scheduler", part, "LinearLR to or from 1, ConstantLR of 1, or a cosine")
+    # The decay must begin when the warm-up ends.
     milestones = [step for part in parts for step in part.get("milestones") or ()]
     if milestones[:1] not in ([], [schedule.warmup_steps]):
         notes.refuse("scheduler", {"milestones": milestones}, "milestones at total_iters")

@@ -64,9 +64,9 @@ def launch(
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir.resolve()), config_name=config_name)
     def main(composed: DictConfig) -> None:
-        sys.argv[:] = command_line  # for reports and for the start of other processes
+        sys.argv[:] = command_line  # reports and other processes need the user's arguments
         with reported_errors():
-            for section in absent:
+            for section in removed_sections:
                 OmegaConf.update(composed, section, None)
             if note := with_built_in_task(composed):
                 print(note, flush=True)
@@ -74,16 +74,17 @@ def launch(
             if not isinstance(command, str):
                 command(config)
                 return
-            # Errors of paths and signatures come before the import of torch, which takes seconds.
+            # Check import paths and signatures before torch is imported, which takes seconds.
             imported("aligner.algorithms.run.inputs:check_inputs")(config)
             if isinstance(config, BaseRunConfig) and os.environ.get("RANK", "0") == "0":
                 print("starting: importing PyTorch and megatron-core", flush=True)
             imported(command)(config)
 
+    # hydra reads sys.argv, so replace the user's arguments by arguments that hydra accepts.
     command_line = list(sys.argv)
     with reported_errors():
-        present, absent = without_sections(command_line[1:], root)
-        sys.argv[1:] = check_overrides(present, root, conf_dir)
+        arguments, removed_sections = without_sections(command_line[1:], root)
+        sys.argv[1:] = check_overrides(arguments, root, conf_dir)
     main()
 
 
@@ -94,16 +95,16 @@ def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], l
     remaining argument sets a key of a removed section.
     """
     # hydra would read both as options of a config group.
-    present, absent = list[str](), list[str]()
+    remaining, removed = list[str](), list[str]()
     for argument in arguments:
         spelled = re.fullmatch(r"\+{0,2}(\w+)=null|~(\w+)(=\w*)?", argument)
         name = (spelled[1] or spelled[2]) if spelled else ""
         may_be_null = type(None) in get_args(field_types(root).get(name))
-        (absent if may_be_null else present).append(name if may_be_null else argument)
-    for argument in present:
-        if argument.lstrip("+~").partition(".")[0] in absent:
+        (removed if may_be_null else remaining).append(name if may_be_null else argument)
+    for argument in remaining:
+        if argument.lstrip("+~").partition(".")[0] in removed:
             raise ConfigError(f"{argument}: its section is set to null. Remove one of the two")
-    return present, absent
+    return remaining, removed
 
 
 def check_overrides(
@@ -216,35 +217,38 @@ def _unescaped(argument: str) -> str:
 
 
 def _accepted(
-    argument: str, root: type, conf_dir: Path | None, folders: Sequence[Path], sweeps: bool
+    argument: str, root: type, conf_dir: Path | None, folders: Sequence[Path], allows_sweep: bool
 ) -> list[str]:
     """Check an argument and return it for hydra, in a list. Return [] for a key without effect."""
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
         key, equals, setting = argument.partition("=")
-        text = "not key=value. A recipe is selected with --config-name recipes/NAME"
+        problem = "not key=value. A recipe is selected with --config-name recipes/NAME"
         if equals:
-            text = f"hydra cannot read it ({_short(str(error).splitlines()[0])}). Put a value with "
-            text += "spaces or any of ,:{}[]()= into inner quotes: "
-            text += f"'{key}=\"{_short(setting)}\"'"
-        raise ConfigError(f"{_short(argument)}: {text}") from error
+            problem = (
+                f"hydra cannot read it ({_short(str(error).splitlines()[0])}). Put a value with "
+                f"spaces or any of ,:{{}}[]()= into inner quotes: '{key}=\"{_short(setting)}\"'"
+            )
+        raise ConfigError(f"{_short(argument)}: {problem}") from error
     key = override.key_or_group
-    if override.is_sweep_override() and not sweeps:
+    is_sweep = override.is_sweep_override()
+    if is_sweep and not allows_sweep:
         raise ConfigError(
-            f"{argument}: several values. Write a list as '{key}=[...]', or add --multirun for a "
-            "run of each"
+            f"{argument}: several values are given. Write a list as '{key}=[...]', or add "
+            "--multirun for a run with each value"
         )
 
-    # Overrides of hydra itself, and options of config groups.
+    # hydra's own options, and options of config groups.
     if re.match(r"hydra\b", key):
         return [argument]
-    value = None if override.is_sweep_override() else override.value()
+    value = None if is_sweep else override.value()
     if not key:
         raise ConfigError(f"{_short(argument)}: the key is missing. Write key=value")
-    is_group = any((folder / key).is_dir() for folder in folders or filter(None, [conf_dir]))
-    if (is_group or override.package is not None or "/" in key) and not isinstance(value, dict):
-        if not (override.is_delete() or override.is_sweep_override()):
+    is_folder = any((folder / key).is_dir() for folder in folders or filter(None, [conf_dir]))
+    is_group = is_folder or override.package is not None or "/" in key
+    if is_group and not isinstance(value, dict):
+        if not (override.is_delete() or is_sweep):
             _check_option(argument, key, value, root, folders)
         return [argument]
 
@@ -268,8 +272,10 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
     }
     if not files:
         groups = [path.name for folder in folders for path in folder.iterdir() if path.is_dir()]
-        near = difflib.get_close_matches(group, groups, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"The groups are the folders of {folders[0]}"
+        similar = difflib.get_close_matches(group, groups, n=1)
+        hint = f"The groups are the folders of {folders[0]}"
+        if similar:
+            hint = f"Did you mean {similar[0]}?"
         raise ConfigError(f"{_short(label)}: no config group {group}. {hint}")
     options = _options_of(root, group, files, folders[0])
 
@@ -278,15 +284,13 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
         name = str(choice).removesuffix(".yaml")
         if name in options:
             continue
-        near = difflib.get_close_matches(name[:64], options, n=1)
+        similar = difflib.get_close_matches(name[:64], options, n=1)
         reason = f"{group} is a group of settings, and this is not one of its options. "
-        if near:
-            reason += f"Did you mean {near[0]}? "
+        if similar:
+            reason += f"Did you mean {similar[0]}? "
         if name in files:
             reason = "this is an option of other scripts, and this script does not read it. "
-        remedy = (
-            f"Options: {', '.join(options)}. Single settings are keys below it, {group}.KEY=VALUE"
-        )
+        remedy = f"Options: {', '.join(options)}. Single settings are written {group}.KEY=VALUE"
         raise ConfigError(f"{_short(label)}: {reason}{remedy if options else 'Remove it'}")
 
 

@@ -29,11 +29,6 @@ class EngineResources(NamedTuple):
         """Total number of processes: engines x devices per engine."""
         return self.engines * self.devices_of_each
 
-    @property
-    def own_workers(self) -> int:
-        """Number of engine processes on devices that the policy does not use."""
-        return 0 if self.shares_devices else self.workers
-
 
 class EngineStart(NamedTuple):
     """Arguments of `EngineConfig.start`. Some types are comments, to avoid circular imports."""
@@ -75,9 +70,5 @@ class EngineConfig:
         yield from ()
 
     def recording_problems(self, record: str, key: str, run: Any) -> Iterator[str]:
-        """Yield error messages if the engine cannot record the tokens that top-k and top-p keep.
-
-        ``record``: key and value at the start of a message. ``key``: dotted key of the algorithm's
-        section, such as ``model.ppo``.
-        """
+        """Yield error messages if the engine cannot record the tokens that top-k and top-p keep."""
         yield f"{record}: {self.title} does not record filtered tokens. Set it to 0"

@@ -41,11 +41,7 @@ def aliases(spellings: Mapping[str, Any]) -> BeforeValidator:
 
 
 def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
-    """Return a validator that accepts the strings in ``names``.
-
-    ``or_path``: description of an import path. If given, strings with a colon or dot are accepted,
-    too.
-    """
+    """Return a validator for strings in ``names``, or import paths, as ``or_path`` describes."""
 
     def check(text: str) -> str:
         if text in names or (or_path and re.search("[:.]", text)):

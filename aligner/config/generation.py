@@ -72,11 +72,7 @@ class GenerationConfig:
 
     @property
     def engine(self) -> EngineConfig | None:
-        """Settings of the selected engine, or None if the policy's workers generate.
-
-        Raises `ConfigError` if ``backend`` is not the path of an engine's class, or ``kwargs`` does
-        not match the fields of the class.
-        """
+        """Settings of the selected engine, None for the policy's workers. Raises `ConfigError`."""
         if self.backend == "megatron":
             return None
         if not self.is_user_defined:

@@ -26,8 +26,8 @@ Section = TypeVar("Section")
 # Largest derived batches: global batches of all responses, of kept responses, and micro-batches.
 LARGEST_BATCH, LARGEST_KEPT_BATCH, LARGEST_MICRO_BATCH = 64, 16, 8
 DATA, REWARD = "data.train.source", "reward.function"
-_OWN_TASKS = "aligner.data.readers:own_tasks"
-_TASK = {
+_ENVIRONMENT_TASKS = "aligner.data.readers:own_tasks"
+_ARITHMETIC = {
     DATA: "aligner.examples.tasks.arithmetic:arithmetic_prompts",
     "data.validation.arguments": {"split": "validation", "size": 128},
     "data.validation.source": "aligner.examples.tasks.arithmetic:arithmetic_prompts",
@@ -52,32 +52,34 @@ def with_built_in_task(config: DictConfig) -> str:
     are other data. Without data, a run with an environment gets 1024 empty rows, because the
     environment provides the tasks.
     """
-    plain = OmegaConf.to_container(config)  # interpolations are not resolved yet
+    values = OmegaConf.to_container(config)  # interpolations are not resolved yet
 
-    def below(node: Any, name: str) -> Any:
-        return node.get(name) if isinstance(node, dict) else None
+    def get(section: Any, name: str) -> Any:
+        return section.get(name) if isinstance(section, dict) else None
 
-    settings = {key: reduce(below, key.split("."), plain) for key in _TASK}
-    environment = below(plain, "environment") or {}
+    # Values at the dotted keys of the task, None for absent keys.
+    settings = {key: reduce(get, key.split("."), values) for key in _ARITHMETIC}
+    environment = get(values, "environment") or {}
     provides_prompts = environment.get("factory") or environment.get("command")
     if provides_prompts and settings[DATA] == "???":
-        OmegaConf.update(config, DATA, _OWN_TASKS)
+        OmegaConf.update(config, DATA, _ENVIRONMENT_TASKS)
         return (
             f"{DATA} is not set: the environment provides tasks, and an epoch has 1024 of them "
             "(data.train.arguments.count)"
         )
-    if settings[REWARD] != "???" or current_path(str(settings[DATA])) not in ("???", _TASK[DATA]):
+    data = current_path(str(settings[DATA]))
+    if settings[REWARD] != "???" or data not in ("???", _ARITHMETIC[DATA]):
         return ""
 
-    # The task has validation data, unless the run names other data.
+    # Set the task's keys. Validation data of the user are kept.
     has_validation = settings["data.validation.source"] not in (None, "???")
-    for key, value in _TASK.items():
+    for key, value in _ARITHMETIC.items():
         is_set = settings[key] not in (None, "???")
         if not is_set and not (has_validation and key.startswith("data.validation.")):
             OmegaConf.update(config, key, value, force_add=True)
     return (
-        f"built-in task: arithmetic, scored by {_TASK[REWARD]}, because {REWARD} is not set. To "
-        f"train on your data: {DATA}=FILE.jsonl {REWARD}=FILE.py:FUNCTION"
+        f"built-in task: arithmetic, scored by {_ARITHMETIC[REWARD]}, because {REWARD} is not set. "
+        f"To train on your data: {DATA}=FILE.jsonl {REWARD}=FILE.py:FUNCTION"
     )
 
 

@@ -125,11 +125,7 @@ class BaseRunConfig:
         return self.share_problems(self.trainer.world_size, self.value_world_size)
 
     def share_problems(self, world_size: int, value_world_size: int = 0) -> Iterator[str]:
-        """Yield an error message for each global batch that cannot be split over the ranks.
-
-        ``world_size`` and ``value_world_size`` are the numbers of policy and critic processes. With
-        token limits for micro-batches all sizes are valid.
-        """
+        """Yield an error message for each global batch that these processes cannot split evenly."""
         for role, section in self.trained_roles.items() if not self.model.token_budgets else ():
             # The critic may have another layout and other workers.
             is_critic = role == "critic"
@@ -173,7 +169,7 @@ class SamplingRunConfig(BaseRunConfig):
     def generation_world_size(self) -> int:
         """Number of engine processes on devices that the policy does not use."""
         resources = self.generation.resources(has_gpu=True)
-        return 0 if resources is None else resources.own_workers
+        return 0 if resources is None or resources.shares_devices else resources.workers
 
     @property
     def reward_world_size(self) -> int:
@@ -278,10 +274,7 @@ class SupervisedRunConfig(BaseRunConfig):
         yield from self.length_problems(self.data.max_length or 1)
 
     def length_problems(self, longest: int) -> Iterator[str]:
-        """Yield an error message for each token limit that is too small for an example.
-
-        ``longest``: number of tokens in the longest row.
-        """
+        """Yield an error message for each token limit that rows of ``longest`` tokens exceed."""
         multiple = self.model.length_multiple
         for name, tokens in self.model.token_limits.items():
             rows = self.rows_per_example if name.endswith("train_mb_tokens") else 1

@@ -230,11 +230,7 @@ def is_apart(tensor: Tensor) -> bool:
 
 
 def copy_memory(size: int) -> memoryview:
-    """Allocate ``size`` bytes of host memory for copies of tensors.
-
-    With a GPU, the memory is page-locked for fast copies, if the system permits. It is freed with
-    its last view.
-    """
+    """Allocate ``size`` bytes of host memory for copies, page-locked (faster) if there is a GPU."""
     memory = private_memory(size)
     if has_gpu():
         runtime = torch.cuda.cudart()

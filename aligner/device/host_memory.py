@@ -38,10 +38,7 @@ def keep_freed_memory() -> bool:
 
 @functools.cache
 def reuse_pages() -> str | None:
-    """Make torch reuse the memory of freed tensors of 1 MiB and more.
-
-    PyTorch must be imported. Later calls have no effect. Returns None, or why this is impossible.
-    """
+    """Make torch reuse freed memory of tensors of 1 MiB and more. Return why not, or None."""
     if platform.system() != "Linux":
         return f"not on {platform.system()}"
     try:

@@ -108,27 +108,30 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise ConfigError(
                 "dynamic_batching_args and sequence_packing_args are both given, but a micro-batch "
-                "is either padded or packed. Give one of the two"
+                "is either padded or packed. Give only one of them"
             )
         total = self.size
-        size = total if batch_size is None else batch_size
+        rows_per_batch = total if batch_size is None else batch_size
         if shards < 1:
             raise DataError(f"shards={shards} must be at least 1")
-        if total and (size < 1 or (total % size and not allow_uneven_shards)):
+        is_uneven = rows_per_batch < 1 or (total % rows_per_batch and not allow_uneven_shards)
+        if total and is_uneven:
             raise DataError(
-                f"{total} rows are not a multiple of the batch size {size}. Change the batch "
-                "size, or pass allow_uneven_shards=True for a shorter last batch"
+                f"{total} rows are not a multiple of the batch size {rows_per_batch}. Change the "
+                "batch size, or pass allow_uneven_shards=True for a shorter last batch"
             )
-        starts = range(0, total, max(1, size))
-        batches = [range(start, min(start + size, total)) for start in starts]
-        # With a token budget, rows are assigned to shards so that numbers of tokens are balanced.
+        starts = range(0, total, max(1, rows_per_batch))
+        batches = [range(start, min(start + rows_per_batch, total)) for start in starts]
+        # With a token limit, plan micro-batches and balance the shards' numbers of tokens.
         if dynamic_batching_args is not None:
-            return self._planned(dynamic_plan(self.data, dynamic_batching_args, batches, shards))
+            plans = dynamic_plan(self.data, dynamic_batching_args, batches, shards)
+            return self._shards_with_plans(plans)
         if sequence_packing_args is not None:
-            return self._planned(packed_plan(self.data, sequence_packing_args, batches, shards))
-        # Plain shards: contiguous runs of rows.
+            plans = packed_plan(self.data, sequence_packing_args, batches, shards)
+            return self._shards_with_plans(plans)
+        # Otherwise split each global batch into contiguous parts, one per shard.
         if not allow_uneven_shards:
-            _check_even(size, shards)
+            _check_even(rows_per_batch, shards)
         parts = [_split_evenly(batch, shards) for batch in batches]
         return self._shards([[part[shard] for part in parts] for shard in range(shards)])
 
@@ -136,7 +139,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """Return part ``rank`` of ``chunks`` equal parts. Raises `DataError` for unequal parts."""
         _check_even(self.size, chunks)
         if not 0 <= rank < chunks:
-            raise DataError(f"rank={rank} is outside 0..{chunks - 1}, the range of {chunks} chunks")
+            raise DataError(f"rank={rank} of {chunks} chunks must be from 0 to {chunks - 1}")
         step = self.size // chunks
         return self.slice(rank * step, (rank + 1) * step)
 
@@ -161,7 +164,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         start = batch_idx * batch_size
         if batch_size < 1 or not 0 <= start < max(1, self.size):
             raise DataError(
-                f"batch {batch_idx} of {batch_size} rows starts outside the {self.size} rows"
+                f"batch {batch_idx} of {batch_size} rows starts outside the {self.size} rows. Give "
+                "a smaller batch_idx"
             )
         return self.slice(start, min(start + batch_size, self.size))
 
@@ -185,7 +189,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """Move row ``i`` to position ``reordered_indices[i]`` (a permutation), in place."""
         if sorted(reordered_indices) != list(range(self.size)):
             raise DataError(
-                f"reorder_data needs every index 0..{self.size - 1} once, got {reordered_indices}"
+                f"reordered_indices={reordered_indices} must contain every index from 0 to "
+                f"{self.size - 1} once"
             )
         # Row i of the result is row inverse[i] of this batch.
         inverse = torch.empty(self.size, dtype=torch.int64)
@@ -269,7 +274,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """Return the columns as a plain dict."""
         return dict(self.data)
 
-    def _planned(self, plans: list[ShardPlan]) -> "tuple[list[SlicedDataDict], list[int]]":
+    def _shards_with_plans(
+        self, plans: list[ShardPlan]
+    ) -> "tuple[list[SlicedDataDict], list[int]]":
         rows = [[[row for part in batch for row in part.rows] for batch in plan] for plan in plans]
         shards = self._shards(rows)
         for shard, plan in zip(shards, plans, strict=True):
@@ -292,7 +299,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return shards
 
     def _only_global_batch(self) -> tuple[list[list[int]], list[int]]:
-        """Return (start, end) rows and lengths of micro-batches. Raises with several batches."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             raise DataError(
                 "this batch has no micro-batches. Call shard_by_batch_size with "

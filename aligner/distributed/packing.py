@@ -28,11 +28,7 @@ def decreasing(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
-    """Split the bin with the most tokens, repeatedly, until there are ``count`` bins.
-
-    A bin is split into halves with similar numbers of tokens. Raises `DataError` if ``count``
-    exceeds the number of sequences.
-    """
+    """Split the bin with the most tokens, repeatedly, until there are ``count`` bins."""
     sequences = sum(len(items) for items in bins)
     if count > sequences:
         raise DataError(
@@ -93,11 +89,7 @@ class SequencePacker(ABC):
         """Assign every index of ``lengths`` to one bin within the capacity, and return the bins."""
 
     def pack(self, sequence_lengths: Sequence[int]) -> Bins:
-        """Assign the sequences to bins. Return the indices of the sequences in each bin.
-
-        Raises `DataError` if a sequence exceeds the capacity, or there are fewer sequences than
-        required bins.
-        """
+        """Return the sequences' indices in each bin. Raises `DataError` for a too long sequence."""
         lengths = [int(length) for length in sequence_lengths]
         for index, length in enumerate(lengths):
             if not 0 <= length <= self.bin_capacity:
@@ -183,40 +175,42 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
     def _pack(self, lengths: Sequence[int]) -> Bins:
         order = decreasing(range(len(lengths)), lengths)
         third, sixth = self.bin_capacity // 3, self.bin_capacity // 6
-        # One bin per large sequence. The others wait, longest first.
+        # Open a bin for each large sequence. The others remain, longest first.
         large = [i for i in order if 2 * lengths[i] > self.bin_capacity]
-        waiting = order[len(large) :]
+        remaining = order[len(large) :]
         bins = [[index] for index in large]
-        room = [self.bin_capacity - lengths[index] for index in large]
+        free_tokens = [self.bin_capacity - lengths[index] for index in large]
 
         def longest(at_most: int, longer_than: int = -1) -> int | None:
-            position = bisect_left(waiting, -at_most, key=lambda item: -lengths[item])
-            found = waiting[position] if position < len(waiting) else None
-            return None if found is None or lengths[found] <= longer_than else found
+            position = bisect_left(remaining, -at_most, key=lambda item: -lengths[item])
+            if position == len(remaining) or lengths[remaining[position]] <= longer_than:
+                return None
+            return remaining[position]
 
         def add(bin_index: int, item: int) -> None:
-            waiting.remove(item)
+            remaining.remove(item)
             bins[bin_index].append(item)
-            room[bin_index] -= lengths[item]
+            free_tokens[bin_index] -= lengths[item]
 
-        # One medium sequence per bin.
+        # Add a medium sequence to each bin with space for one.
         for index in range(len(bins)):
-            if (item := longest(room[index], longer_than=third)) is not None:
+            if (item := longest(free_tokens[index], longer_than=third)) is not None:
                 add(index, item)
-        # Into other bins, last bin first, the smallest small sequence and the longest that fits.
+        # Add two small sequences to other bins, last bin first: the shortest and the longest that
+        # fits. If the two shortest fit together, there is a second one.
         for index in reversed(range(len(bins))):
-            small = [item for item in waiting if sixth < lengths[item] <= third][-2:]
-            fits = len(small) == 2 and sum(lengths[item] for item in small) <= room[index]
-            if len(bins[index]) == 1 and fits:
-                add(index, small[-1])
-                second = longest(min(room[index], third), longer_than=sixth)
+            shortest = [item for item in remaining if sixth < lengths[item] <= third][-2:]
+            tokens = sum(lengths[item] for item in shortest)
+            if len(bins[index]) == 1 and len(shortest) == 2 and tokens <= free_tokens[index]:
+                add(index, shortest[-1])
+                second = longest(min(free_tokens[index], third), longer_than=sixth)
                 assert second is not None
                 add(index, second)
-        # Any sequences that fit, and new bins for the rest.
+        # Fill the bins with any sequences, and open new bins for the rest.
         for index in range(len(bins)):
-            while (item := longest(room[index])) is not None:
+            while (item := longest(free_tokens[index])) is not None:
                 add(index, item)
-        return bins + first_fit(waiting, lengths, self.bin_capacity)
+        return bins + first_fit(remaining, lengths, self.bin_capacity)
 
 
 class PackingAlgorithm(Enum):

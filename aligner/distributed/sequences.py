@@ -95,40 +95,41 @@ def build_prefix_tree(
     # In lexicographic order, sequences with a common prefix are adjacent.
     order = _sorted_sequences(input_ids, lengths)
     common = _common_with_previous(input_ids[order], lengths[order])
-    runs: list[tuple[int, int, int]] = []  # start, length, parent
-    sequences: list[IntArray] = []  # sequences that contain the run, per run
+    runs: list[tuple[int, int, int]] = []  # (start, length, parent)
+    run_owners: list[IntArray] = []  # for each run, the sequences that contain the run
 
     def add(start: int, end: int, parent: int, owners: IntArray) -> int:
         if end > start:
             runs.append((start, end - start, parent))
-            sequences.append(owners)
-        return len(runs) - 1
+            run_owners.append(owners)
+        return len(runs) - 1  # index of the added run
 
-    # Depth-first over ranges [low, high) of sequences that agree in their first `depth` tokens.
+    # Visit ranges [low, high) of sequences that agree in their first `depth` tokens, depth first.
+    # `parent` is the run that ends at `depth`.
     stack = [(0, len(order), 0, -1)] if len(order) else []
     while stack:
         low, high, depth, parent = stack.pop()
-        if high - low == 1:
+        if high - low == 1:  # a single sequence: its remaining tokens are a leaf
             add(depth, int(lengths[order[low]]), parent, order[low:high])
             continue
-        # Add the common prefix as a run if sharing saves enough tokens.
-        end = int(common[low + 1 : high].min())  # length of the prefix that all of them share
+        # Add the range's common prefix, up to `end`, as a run if sharing saves enough tokens.
+        end = int(common[low + 1 : high].min())
         if (end - depth) * (high - low - 1) >= max(1, least_saved):
             parent = add(depth, end, parent, order[low:high])
             depth = end
-        # Split the range at the first token after the common prefix.
-        forks = low + 1 + np.flatnonzero(common[low + 1 : high] == end)
-        ranges = list(pairwise([low, *forks.tolist(), high]))
+        # Split the range before each sequence that differs from the previous one at `end`.
+        splits = low + 1 + np.flatnonzero(common[low + 1 : high] == end)
+        ranges = list(pairwise([low, *splits.tolist(), high]))
         stack += [(start, stop, depth, parent) for start, stop in reversed(ranges)]
     # Convert the lists to arrays.
-    counts = [len(owners) for owners in sequences]
+    counts = [len(owners) for owners in run_owners]
     starts, sizes, parents = np.array(runs, np.int64).reshape(-1, 3).T
     return PrefixTree(
         starts,
         sizes,
         parents,
-        examples=np.array([owners[0] for owners in sequences], np.int64),
-        owners=np.concatenate([np.empty(0, np.int64), *sequences]),
+        examples=np.array([owners[0] for owners in run_owners], np.int64),
+        owners=np.concatenate([np.empty(0, np.int64), *run_owners]),
         owned=np.arange(len(counts)).repeat(counts),
     )
 

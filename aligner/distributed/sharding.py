@@ -75,8 +75,8 @@ def _padded(lengths: Sequence[int], multiple: int, max_tokens: int) -> list[int]
         if length > max_tokens:
             raise DataError(
                 f"row {row} has {lengths[row]} tokens, {length} when padded to a multiple of "
-                f"{multiple}, more than max_tokens_per_microbatch={max_tokens}. Raise the token "
-                f"budget to at least {max(padded)} or drop the row"
+                f"{multiple}, more than max_tokens_per_microbatch={max_tokens}. Raise this limit "
+                f"to at least {max(padded)}, or drop the row"
             )
     return padded
 
@@ -181,34 +181,33 @@ def dynamic_plan(
     rows exceeds the maximum number of tokens.
     """
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
-    tokens = args["max_tokens_per_microbatch"]
-    size = args.get("rows_per_group", 1)
+    max_tokens = args["max_tokens_per_microbatch"]
     items, item_batches, row_lengths = _items(columns, args, batches, multiple, shards)
-    budget = at_least("max_tokens_per_microbatch", tokens // size, 1)
-    # Items and their weights, in tokens.
+    # An item of several rows is padded to its longest row, so count tokens of one row per item.
+    max_row_tokens = max_tokens // args.get("rows_per_group", 1)
+    max_row_tokens = at_least("max_tokens_per_microbatch", max_row_tokens, 1)
     lengths = [max(row_lengths[row] for row in item.rows) for item in items]
-    packer = get_packer("first_fit_decreasing", tokens)
-    padded = _padded(lengths, multiple, budget)
+    padded = _padded(lengths, multiple, max_row_tokens)
+    # The weight of an item is its number of tokens.
+    packer = get_packer("first_fit_decreasing", max_tokens)
     shared = {index: item.tokens for index, item in enumerate(items) if item.shares}
-    rows_per_item = packer.bin_capacity // budget
+    rows_per_item = packer.bin_capacity // max_row_tokens
     weights = [shared.get(item, rows_per_item * length) for item, length in enumerate(lengths)]
 
-    # Items with shared prefixes are packed. Others are cut into groups of similar length.
+    # Items with shared prefixes are packed. Others are grouped by length.
     def pack_shared(indices: list[int]) -> list[list[int]]:
         packable = [index for index in indices if index in shared]
         bins = packer.pack([shared[index] for index in packable])
         return [[packable[i] for i in positions] for positions in bins]
 
-    def form(parts: list[list[int]]) -> list[list[list[int]]]:
-        packed = [pack_shared(indices) for indices in parts]
-        unshared = [[index for index in indices if index not in shared] for indices in parts]
-        groups = [LengthGroups(indices, padded, budget) for indices in unshared]
-        # All shards get the number of micro-batches of the shard that needs the most.
-        shard_parts = list(zip(packed, groups, strict=True))
-        count = max(len(bins) + group.fewest for bins, group in shard_parts)
-        return [
-            bins + group.cut(max(group.fewest, count - len(bins))) for bins, group in shard_parts
-        ]
+    def form(shard_items: list[list[int]]) -> list[list[list[int]]]:
+        packed = [pack_shared(indices) for indices in shard_items]
+        unshared = [[index for index in indices if index not in shared] for indices in shard_items]
+        groups = [LengthGroups(indices, padded, max_row_tokens) for indices in unshared]
+        # All shards get as many micro-batches as the shard that needs the most.
+        pairs = list(zip(packed, groups, strict=True))
+        count = max(len(bins) + group.fewest for bins, group in pairs)
+        return [bins + group.cut(max(group.fewest, count - len(bins))) for bins, group in pairs]
 
     def length(indices: list[int]) -> int:
         return max((padded[index] for index in indices), default=0)
@@ -257,16 +256,16 @@ def _items(
 ) -> tuple[list[RowGroup], list[range], list[int]]:
     """Return the row groups, their indices in each global batch, and the length of each row."""
     lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
-    size, rows = at_least("rows_per_group", args.get("rows_per_group", 1), 1), len(lengths)
-    if rows % size:
-        raise DataError(f"{rows} rows are not a multiple of rows_per_group={size}")
+    size = at_least("rows_per_group", args.get("rows_per_group", 1), 1)
+    if len(lengths) % size:
+        raise DataError(f"{len(lengths)} rows are not a multiple of rows_per_group={size}")
     for batch in batches:
         if batch.start % size or batch.stop % size:
             raise DataError(
                 f"a global batch of rows {batch.start} to {batch.stop} splits a group of {size} "
                 f"adjacent rows. Make the batch size a multiple of {size}"
             )
-    # Group rows, then number the groups over all global batches.
+    # Group the rows of each global batch.
     ids = torch.as_tensor(columns[args["input_key"]])
     groups = prefix_groups(
         ids.cpu().numpy() if args.get("shared_prefixes") else None,
@@ -277,6 +276,7 @@ def _items(
         max_tokens=args["max_tokens_per_microbatch"],
         shards=shards,
     )
+    # Number the groups over all global batches.
     bounds = accumulate((len(batch) for batch in groups), initial=0)
     items = [item for batch in groups for item in batch]
     return items, [range(start, stop) for start, stop in pairwise(bounds)], lengths

@@ -60,7 +60,7 @@ class RayVirtualCluster:
         import ray
 
         self.name, self.timeout_s = name, timeout_s
-        # Resources of a bundle.
+        # Resources of a bundle: CPUs, and one GPU if the cluster has GPUs.
         if use_gpus is None:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             use_gpus = has_gpus and os.environ.get("ALIGNER_FORCE_CPU") != "1"
@@ -69,10 +69,11 @@ class RayVirtualCluster:
         self._counts = list(bundle_ct_per_node_list)
         self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if use_gpus else {})}
         self._env_vars = dict(env_vars or {})
-        # Workers of several groups may share a bundle and its GPU, in equal parts.
+        # A bundle has one worker of each group. Every worker gets an equal part, rounded down to
+        # Ray's smallest unit, 1e-4.
         self._max_groups = max_colocated_worker_groups
         self.shares_bundles = self._max_groups > 1
-        share = {  # Ray counts resources in units of 1e-4
+        share = {
             kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
         }
         self.worker_resources = {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)}
@@ -189,7 +190,6 @@ class RayVirtualCluster:
         return True
 
     def _reserve(self) -> list[Bundle]:
-        """Reserve the bundles. Retries for a minute, because other jobs may release resources."""
         deadline = time.monotonic() + min(_PLACING_S, self.timeout_s)
         while True:
             nodes = self._select_nodes()

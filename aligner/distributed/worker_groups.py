@@ -243,21 +243,22 @@ class RayWorkerGroup:
             if name not in sizes:
                 raise WorkerError(f"{method_name}: no axis {name!r}. The axes are {list(sizes)}")
         _check_shards(method_name, data, [sizes[name] for name in in_sharded_axes])
-        # Call every worker, except along unused axes only the worker at coordinate 0.
+        # Select the workers to call: along unused axes only those at coordinate 0.
         unused_axes = set(sizes) - set(in_sharded_axes) - set(replicate_on_axes)
-        stored: dict[tuple[int, ...], Any] = {}
-        shards: dict[int, tuple[Any, ...]] = {}
-        returned: list[int] = []
+        stored_shards: dict[tuple[int, ...], Any] = {}  # each shard is stored once
+        shards: dict[int, tuple[Any, ...]] = {}  # rank → (its shard,)
+        returned: list[int] = []  # positions of the results to return, in the order of calls
         for rank in np.ravel(self.sharding_annotations.layout).tolist():
             coordinates = self.sharding_annotations.get_worker_coords(rank)
             if any(coordinates[axis] for axis in unused_axes):
                 continue
             index = tuple(coordinates[axis] for axis in in_sharded_axes)
-            if index not in stored:
-                stored[index] = _put(functools.reduce(operator.getitem, index, data))
+            if index not in stored_shards:
+                shard = functools.reduce(operator.getitem, index, data)  # data[i][j]...
+                stored_shards[index] = _put(shard)
             if not any(coordinates[axis] for axis in output_is_replicated):
                 returned.append(len(shards))
-            shards[rank] = (stored[index],)
+            shards[rank] = (stored_shards[index],)
         return self._start_call(method_name, common_kwargs or {}, shards, returned)
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:

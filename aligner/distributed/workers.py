@@ -121,15 +121,14 @@ def run_sharded(
     means that rows are independent, so shards may be uneven or empty. ``batching``: result of
     `micro_batching`. ``kwargs``: other arguments of the method.
     """
-    shards: Any = data.shard_by_batch_size(
+    result: Any = data.shard_by_batch_size(
         group.sharding_annotations.shape["data_parallel"],
         batch_size=batch_size,
         allow_uneven_shards=batch_size is None,
         **(batching or {}),
     )
-    order = list(range(data.size))
-    if batching:
-        shards, order = shards
+    # With micro-batches, rows are moved between shards.
+    shards, order = result if batching else (result, list(range(data.size)))
     # Model-parallel ranks get the same shard and return the same result.
     future = group.run_all_workers_sharded_data(
         method.__name__,
@@ -157,17 +156,17 @@ def micro_batching(
     """
     if model is None or model.token_budgets is None or micro_batch_size is not None:
         return {}
-    # Token budget of the phase.
+    # Maximum number of tokens in a micro-batch.
     budgets = model.token_budgets
-    tokens = budgets.train_mb_tokens
+    max_tokens = budgets.train_mb_tokens
     if not training and budgets.logprob_mb_tokens is not None:
-        tokens = budgets.logprob_mb_tokens
+        max_tokens = budgets.logprob_mb_tokens
     arguments: Any = {
-        "max_tokens_per_microbatch": tokens,
+        "max_tokens_per_microbatch": max_tokens,
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
         "rows_per_group": rows_per_group,
-        "shared_prefixes": model.plans_shared_prefixes,
+        "shared_prefixes": model.shared_prefixes and model.dropout == 0.0,  # dropout differs
     }
     if model.sequence_packing.enabled is True:
         arguments["algorithm"] = model.sequence_packing.algorithm
@@ -219,21 +218,21 @@ class LocalWorkerGroup:
         is_data_parallel = list(in_sharded_axes) == ["data_parallel"] and len(data) == size
         if not is_data_parallel or set(other_axes) - set(MODEL_AXES):
             raise WorkerError(
-                f"{method_name}: got {list(in_sharded_axes)} and {other_axes} as sharded and "
-                f"replicated axes, and {len(data)} shards for {size} data-parallel ranks. Pass "
-                f"['data_parallel'], axes in {MODEL_AXES}, and a shard per rank"
+                f"{method_name}: in_sharded_axes={list(in_sharded_axes)} must be "
+                f"['data_parallel'], the other axes {other_axes} must be in {MODEL_AXES}, and one "
+                f"shard per rank is needed, got {len(data)} shards for {size} data-parallel ranks"
             )
-        # Call this process's worker, and exchange results or failures over data parallel.
+        # Call this process's worker, and exchange results or errors with data-parallel ranks.
         arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}
         if size == 1:
             return LocalFuture([getattr(self.worker, method_name)(**arguments)])
         try:
             result = to_host(getattr(self.worker, method_name)(**arguments))
         except Exception as error:
-            # Other exceptions may not be picklable, which would block the peers.
+            # The other ranks wait for this rank's result, so send the error. It must be picklable.
             text = f"{method_name} failed on rank {self.parallel.rank}: {type(error).__name__}"
-            sendable = error if isinstance(error, AlignerError) else WorkerError(f"{text}: {error}")
-            gather_objects(sendable, self.parallel.dp_group)
+            message = error if isinstance(error, AlignerError) else WorkerError(f"{text}: {error}")
+            gather_objects(message, self.parallel.dp_group)
             raise
         results = gather_objects(result, self.parallel.dp_group)
         for result in results:
@@ -285,7 +284,7 @@ class LocalCluster:
         the layout of the processes, and `ConfigError` if ``workers_per_node`` differs from the
         number of processes on this machine.
         """
-        # The launcher decided the layout, so the arguments must agree with it.
+        # The processes exist already, so the arguments must agree with them.
         if parallel is not None and parallel != self.parallel.config:
             raise LayoutError(
                 f"{name_prefix}: the layout {parallel} differs from the layout of the processes, "
@@ -299,7 +298,7 @@ class LocalCluster:
                 f"{local_count} processes of this machine. Leave it out, or use a RayVirtualCluster"
             )
         os.environ.update({key: str(value) for key, value in (env_vars or {}).items()})
-        # Construct the worker in this process.
+        # "package.module.Class" is resolved as "package.module:Class".
         constructor = pkgutil.resolve_name(":".join(worker_class.rsplit(".", 1)))
         try:
             worker = constructor(parallel=self.parallel, **kwargs)

@@ -110,7 +110,7 @@ def http_server(
         status, cause = 500, f"{type(error).__name__}: {error}"
         if isinstance(error, HTTPException):
             status, cause = error.status_code, error.detail
-        # List the endpoints after an unknown path or method.
+        # For an unknown path or method, list the endpoints.
         if cause in ("Not Found", "Method Not Allowed"):
             cause += f": {request.method} {request.url.path[:80]!r}. There are {endpoints}"
         return JSONResponse(refusal(status, cause), status)
@@ -122,7 +122,7 @@ def http_server(
     )
     for route, endpoint in routes.items():
         method, _, path = route.partition(" ")
-        # Without a response model, answers are not validated a second time.
+        # Without a response model, FastAPI does not validate the answers.
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     with listening(app, address, refusal, setting, connections) as actual_address:
         try:

@@ -57,7 +57,6 @@ class _Connection(H11Protocol):
 
     @property
     def is_arriving(self) -> bool:
-        """True until the whole request has been received."""
         return self.cycle is None or self.cycle.more_body
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,7 +81,6 @@ class _Connection(H11Protocol):
             self.handle_events()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that h11 cannot parse."""
         error = sys.exception()
         self._refuse(getattr(error, "error_status_hint", 400), f"{msg} {error}")
 
@@ -111,14 +109,15 @@ def listening(
 ) -> Iterator[tuple[str, int]]:
     """Context manager: serve ``app`` in a thread, and yield (host, port). See `http_server`."""
     max_connections = _within_open_files(connections or MAX_CONNECTIONS)
-    attributes = {"refusal": staticmethod(refusal), "max_connections": max_connections}
+    # uvicorn constructs the connections, so the settings are attributes of a subclass.
+    settings = {"refusal": staticmethod(refusal), "max_connections": max_connections}
     config = uvicorn.Config(
         app,
-        http=type("Connection", (_Connection,), attributes),
+        http=type("Connection", (_Connection,), settings),
         ws="none",
         loop="asyncio",
         lifespan="off",
-        # Requests are not logged, as headers contain the token and bodies are private.
+        # No logs of requests: headers contain the token, and bodies are private.
         log_config=None,
         log_level="critical",
         access_log=False,
@@ -130,7 +129,7 @@ def listening(
         listener = socket.create_server(address)
     with listener:
         server = uvicorn.Server(config)
-        # Daemon threads do not keep the process alive.
+        # A daemon thread does not keep the process alive.
         thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
         thread.start()
         try:

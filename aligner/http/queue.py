@@ -104,24 +104,26 @@ class JobQueue(Generic[Item]):
             self._is_woken = False
             if not self._jobs:
                 return []
-            # Wait a moment for more items of the batch.
+            # Wait `gather_s` for more items of the batch.
             self._changed.wait_for(lambda: is_complete(self._waiting()), self._gather_s)
-            # The jobs take turns until the batch is full.
+            # The jobs take turns until the batch is full. A job gives at most `turn` items.
             batch: list[Slot[Item]] = []
-            skipped: list[Job[Item]] = []
+            skipped: list[Job[Item]] = []  # jobs whose next item does not fit
             while self._jobs and len(batch) < max_items:
                 job = self._jobs.popleft()
                 if job.is_abandoned:
                     continue
-                if not fit_together([*(slot.item for slot in batch), job.items[job.started]]):
+                next_item = job.items[job.started]
+                if not fit_together([*(slot.item for slot in batch), next_item]):
                     skipped.append(job)
                     continue
-                start, room = job.started, max_items - len(batch)
-                job.started = min(start + self._turn, start + room, len(job.items))
-                batch += [Slot(job, index) for index in range(start, job.started)]
+                start = job.started
+                count = min(self._turn, max_items - len(batch), len(job.items) - start)
+                job.started += count
+                batch += [Slot(job, start + offset) for offset in range(count)]
                 if job.started < len(job.items):
                     self._jobs.append(job)
-            self._jobs.extendleft(reversed(skipped))
+            self._jobs.extendleft(reversed(skipped))  # back to the front, in their order
             return batch
 
     def _waiting(self) -> int:

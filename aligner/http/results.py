@@ -60,19 +60,20 @@ class Results(Generic[Result]):
         `HTTPException`: 499 if the client disconnected, 500 if the model failed, 503 after the
         deadline or when the server ends.
         """
-        missing = len(job.items)
+        open_items = len(job.items)
         try:
-            while missing:
+            while open_items:
                 async with asyncio.timeout_at(deadline):
                     event = await self._events.get()
-                # Errors: of the client, of a server that ends, or of the model.
+                if isinstance(event, HTTPException):  # the client has disconnected
+                    raise event
+                if isinstance(event, ConnectionAbortedError):  # the server ends
+                    raise HTTPException(503, str(event))
                 if isinstance(event, Exception):
-                    status, cause = 500, f"the model failed: {type(event).__name__}: {event}"
-                    if isinstance(event, ConnectionAbortedError):
-                        status, cause = 503, str(event)
-                    is_final = isinstance(event, HTTPException)
-                    raise event if is_final else HTTPException(status, cause)
-                missing -= is_last(event)
+                    cause = f"the model failed: {type(event).__name__}: {event}"
+                    raise HTTPException(500, cause)
+                if is_last(event):
+                    open_items -= 1
                 yield event
         except (TimeoutError, asyncio.CancelledError) as error:
             is_late = isinstance(error, TimeoutError)

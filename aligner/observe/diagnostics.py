@@ -107,20 +107,20 @@ def repeated_ngram_fraction(
     rows, length = input_ids.shape
     if length < n:
         return torch.tensor(math.nan)
-    # Number the distinct n-grams of the batch by growing them one token at a time. This is exact,
-    # and an index stays below B * S, so its product with the vocabulary fits int64.
+    # Give each distinct n-gram an id, by adding one token at a time. Ids stay below B * S, so the
+    # product with the vocabulary's size fits int64.
     vocabulary = int(input_ids.max()) + 1
     ngram_ids = input_ids.long()
     for offset in range(1, n):
-        grown_ids = ngram_ids[:, :-1] * vocabulary + input_ids[:, offset:]
-        _, ngram_ids = torch.unique(grown_ids, return_inverse=True)
+        longer = ngram_ids[:, :-1] * vocabulary + input_ids[:, offset:]  # (id, next token)
+        _, ngram_ids = torch.unique(longer, return_inverse=True)
     # Count the n-grams that lie inside a response.
     starts = torch.arange(ngram_ids.shape[1], device=ngram_ids.device)
     inside = (starts >= prompt_lengths[:, None]) & (starts + n <= input_lengths[:, None])
     if token_mask is not None:
         inside &= (token_mask.unfold(1, n, 1) > 0).all(-1)
     totals = inside.sum(1)
-    # One integer for (response, n-gram): sorting integers is much faster than sorting pairs.
+    # Count distinct pairs (response, n-gram id). As single integers, they are sorted much faster.
     id_count = int(ngram_ids.max()) + 1
     keys = torch.arange(rows, device=ngram_ids.device)[:, None] * id_count + ngram_ids
     distinct = torch.bincount(torch.unique(keys[inside]) // id_count, minlength=rows)
@@ -153,8 +153,9 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     ``token_mask`` [B, S] and ``sample_mask`` float32 [B].
     """
     rewards, prompt_lengths = batch["rewards"], batch["prompt_lengths"]
-    response_lengths, reward_mask, token_mask = batch["input_lengths"] - prompt_lengths, None, None
-    if "turn_ids" in batch:
+    response_lengths = batch["input_lengths"] - prompt_lengths
+    reward_mask = token_mask = None  # all samples and tokens count
+    if "turn_ids" in batch:  # in a conversation, only tokens of the policy count
         token_mask, reward_mask = batch["token_mask"], batch["sample_mask"]
         response_lengths = token_mask.sum(1).long()
     reward, length = statistics(rewards, reward_mask), statistics(response_lengths)
@@ -190,13 +191,14 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     empty_updates = 0.0
     for result in results:
         metrics = dict(result["all_mb_metrics"])
-        empty_flags = metrics.pop("empty", [])  # may be absent: no update was empty
+        empty_flags = metrics.pop("empty", [])  # absent if no update was empty
         empty_updates += sum(empty_flags)
         for name, values in metrics.items():
             nonempty = [x for x, is_empty in zip_longest(values, empty_flags) if not is_empty]
             values_by_name.setdefault(name, []).extend(values if name == "lr" else nonempty)
-    skipped = values_by_name.pop("skipped", [])
+    skipped_flags = values_by_name.pop("skipped", [])
     learning_rates = values_by_name.pop("lr", [])
+    # Means of weights w and of w² become the effective sample size.
     squares = values_by_name.pop("importance_weight_square", None)
     if squares is not None:
         weights = zip(values_by_name["importance_weight"], squares, strict=True)
@@ -205,7 +207,7 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {
         **{name: _combine(name, values) for name, values in values_by_name.items()},
         "lr": learning_rates[-1] if learning_rates else 0.0,
-        "skipped_updates": sum(skipped),
+        "skipped_updates": sum(skipped_flags),
         "empty_updates": empty_updates,
     }
 

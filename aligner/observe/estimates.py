@@ -21,10 +21,7 @@ class Estimate(NamedTuple):
 
 
 def mean_over_prompts(values: Sequence[float]) -> Estimate:
-    """Compute the mean of P values, one per prompt, and its standard error.
-
-    The standard error is ``sqrt(unbiased variance / P)``.
-    """
+    """Return the mean of P values and its standard error, ``sqrt(unbiased variance / P)``."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:

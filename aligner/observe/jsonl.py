@@ -74,7 +74,6 @@ class JsonLines:
         self.last_step = remaining[-1].step if remaining else None
 
     def _rewrite(self, remaining: Sequence["_Line"]) -> None:
-        """Copy the damaged file, then write a new file with the ``remaining`` lines."""
         copy = unused_path(self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}"))
         logger.warning(
             "%s contains lines that are unreadable or out of order. The other lines are kept. The "

@@ -231,25 +231,25 @@ def make_loggers(
         else:
             from lightning.fabric.loggers import TensorBoardLogger
 
-            purge = None if restored_step is None else restored_step + 1
-            loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=purge))
-    # W&B was requested, so a missing package is an error of the check before the run.
+            first_hidden = None if restored_step is None else restored_step + 1
+            loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=first_hidden))
+    # W&B is off by default. If it is on, the check before the run refuses a missing package.
     if exp.create_wandb_logger:
         from lightning.pytorch.loggers import WandbLogger
 
-        # A resumed run reads the id, so that W&B continues the same curves.
-        identifier = folder / "wandb_id"
-        if not identifier.exists():
-            identifier.write_text(secrets.token_hex(4))
+        # A resumed run reads the id from this file, so that W&B continues the same curves.
+        id_file = folder / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
         options = {
-            **{"save_dir": folder, "id": identifier.read_text().strip(), "resume": "allow"},
+            **{"save_dir": folder, "id": id_file.read_text().strip(), "resume": "allow"},
             **{"project": exp.wandb.project, "name": exp.wandb.name},
             **exp.wandb.kwargs,
         }
-        mirror = WandbLogger(**options)
+        wandb_logger = WandbLogger(**options)
         if config is not None:
-            mirror.log_hyperparams(dict(config))
-        loggers.append(mirror)
+            wandb_logger.log_hyperparams(dict(config))
+        loggers.append(wandb_logger)
     return loggers
 
 

@@ -114,8 +114,11 @@ def batch_arithmetic(
     number of steps in the run. ``train_prompts``: number of prompts in the training set, None if
     unknown.
     """
-    samples, per_prompt = rollout.num_rollout_samples, rollout.num_rollouts_per_prompt
-    prompts, per_rank = samples // per_prompt, samples // data_parallel_size
+    # Sampling.
+    samples = rollout.num_rollout_samples
+    per_prompt = rollout.num_rollouts_per_prompt
+    prompts = samples // per_prompt
+    per_rank = samples // data_parallel_size
     in_flight = min(per_rank, rollout.rollout_micro_batch_size)
     sentences = [
         f"A step draws {_count(prompts, 'prompt')} and samples {_count(per_prompt, 'response')} to "
@@ -123,14 +126,14 @@ def batch_arithmetic(
         f"{_count(data_parallel_size, 'data-parallel rank')}, at most {in_flight:,} of them in "
         "flight together."
     ]
-    # How each role learns from the samples.
+    # Training of each role.
     times = {1: "once", 2: "twice"}.get(passes, f"{passes} times")
     for role in roles:
         updates = passes * samples // role.global_batch_size
         ranks = role.data_parallel_size or data_parallel_size
         micro_batches = role.global_batch_size // (role.micro_batch_size * ranks)
         sentences.append(
-            f"The {role.name} goes over them {times} in batches of {role.global_batch_size:,}: "
+            f"The {role.name} trains on them {times} in batches of {role.global_batch_size:,}: "
             f"{_count(updates, 'update')} a step ({steps * updates:,} in the run), each the sum of "
             f"{_count(micro_batches, 'micro-batch', 'micro-batches')} of "
             f"{role.micro_batch_size:,} on every rank."
@@ -138,10 +141,11 @@ def batch_arithmetic(
     # The whole run.
     total = f"{_count(steps, 'step')}: {_count(steps * samples, 'sample')}"
     if train_prompts is not None:
-        epoch, remainder = divmod(train_prompts, prompts)
+        epoch_steps, remainder = divmod(train_prompts, prompts)
         total += f"; {_count(train_prompts, 'training prompt')} make an epoch of "
-        total += _count(epoch, "step")
-        total += f" and {_count(remainder, 'prompt')} left over" if remainder else ""
+        total += _count(epoch_steps, "step")
+        if remainder:
+            total += f" and {_count(remainder, 'prompt')} left over"
     return [*sentences, total + "."]
 
 

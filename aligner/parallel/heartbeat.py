@@ -148,7 +148,6 @@ class RankWatch:
         self._thread.join(self._silence_s)
 
     def _run(self) -> None:
-        """Send heartbeats and check for failures until `_over` is set."""
         while not self._over.wait(_INTERVAL_S):
             try:
                 self._store.add(f"beat/{self._process.rank}", 1)

@@ -167,18 +167,15 @@ class Service:
         # Read and encode the request.
         async with self._read(request, kind) as body:
             prompts = await run_in_threadpool(blame_sender, self._prompts, body, session)
-        # A row of the engine for each answer, and a choice that formats its tokens.
+        # Each answer has a row, from which the engine samples, and a choice, which formats it.
         has_tools = isinstance(body, ChatRequest) and body.offered_tools
         form = self.served.form if has_tools else None
         body = self.served.adapted(body)
         rows = blame_sender(self._rows, body, prompts, session)
-        is_buffered, skips_special = form is not None, body.skip_special_tokens
-        choices = [
-            Choice(self.served.tokenizer, row, is_buffered=is_buffered, skips_special=skips_special)
-            for row in rows
-        ]
+        options = {"is_buffered": form is not None, "skips_special": body.skip_special_tokens}
+        choices = [Choice(self.served.tokenizer, row, **options) for row in rows]
 
-        def end(is_complete: bool) -> None:
+        def update_session(is_complete: bool) -> None:
             if session is not None and not is_complete:
                 session.withdraw(prompts, [row.request for row in rows])
             elif session is not None:
@@ -188,13 +185,13 @@ class Service:
                     tokens = choice.prompt, choice.ids, choice.logprobs
                     session.record(*tokens, choice.finish, choice.full_text, row.request)
 
-        # Queue the rows, and wait for their progress.
+        # Add the rows to the queue, and send the answer.
         results = Results[Progress]()
         job = RowJob(rows, results.put)
         if session is not None:
             session.track(job)
         answer = writer(self.served.tokenizer, self.served.name, body, choices, form)
-        exchange = Exchange(job, results, answer, self.timeout_s, began, end)
+        exchange = Exchange(job, results, answer, self.timeout_s, began, update_session)
         return await exchange.response(self.queue, request, stream=body.stream)
 
     def _prompts(self, body: _Sampled, session: Session | None) -> list[list[int]]:

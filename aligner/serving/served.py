@@ -86,7 +86,7 @@ class Served:
         there is no template.
         """
         messages = parse_messages(chat_messages(chat))
-        # Treat special tokens, unless the chat is too long and therefore refused later.
+        # Refuse or escape special tokens, except in a chat that will be refused as too long.
         if self.special_tokens_in_text != "keep":
             text = replace(self, special_tokens_in_text="keep").chat(chat, tools, template_kwargs)
             if self._keeps(text):
@@ -96,8 +96,9 @@ class Served:
                     messages[index] = self._treated(message, f"messages.{index}")
             tools = self._treated(tools, "tools")
             template_kwargs = self._treated(template_kwargs, "chat_template_kwargs")
-        # Write tools and calls as text if the template shows neither.
-        messages, template_tools = with_system(messages, self.system_prompt), tools or None
+        # If the template does not support tools (form `plain`), write tools and calls as text.
+        messages = with_system(messages, self.system_prompt)
+        template_tools = tools or None
         has_calls = any(chat["role"] == "tool" or "tool_calls" in chat for chat in messages)
         try:
             if (tools or has_calls) and self.form == "plain":

@@ -162,14 +162,17 @@ class Session:
         """
         limits = self._limits or Limits(sys.maxsize, _MAX_TOKENS)
         with self._lock:
-            # Upper bound of the tokens after this request. If no answer is expected, the recorded
-            # tokens are exact, and the sequence that the first prompt extends counts only once.
-            recorded, bound, extended = sum(len(s.ids) for s in self.sequences), self._bound, 0
+            # Bound the number of tokens after this request. If no other answer is expected, the
+            # recorded tokens are known, and tokens that the first prompt repeats count once.
+            recorded = sum(len(sequence.ids) for sequence in self.sequences)
+            bound = self._bound
             if not self._expected:
                 lengths = (len(s.ids) for s in self.sequences if s.is_prefix_of(prompts[0]))
-                bound, extended = recorded, max(lengths, default=0)
-            bound += answers * sum(len(prompt) + longest for prompt in prompts) - extended
-            first, self._admitted = self._admitted, self._admitted + answers * len(prompts)
+                bound = recorded - max(lengths, default=0)
+            bound += answers * sum(len(prompt) + longest for prompt in prompts)
+            # Reserve the answers, unless a limit is exceeded. Refused answers count as well.
+            first = self._admitted
+            self._admitted += answers * len(prompts)
             limit = self.exceeded or limits.exceeded(self._admitted, bound)
             if limit is None:
                 self._bound = bound
@@ -179,6 +182,7 @@ class Session:
             self._drop_texts(prompts)
             if self._limits is not None:
                 self.exceeded = limit
+        # A session with limits has ended. Without, only this request is refused.
         reason = f"limited to {limits.max_turns} answers"
         if limit == "max_tokens":
             reason = f"limited to {limits.max_tokens} tokens, has {recorded}, and could get {bound}"
@@ -212,17 +216,19 @@ class Session:
             self._expected.pop(request, None)
             if self._is_closed:
                 return
-            # Append to the longest sequence that the prompt extends, or to a new sequence.
-            extended = [n for n, s in enumerate(self.sequences) if s.is_prefix_of(prompt)]
-            if not extended:
-                extended = [len(self.sequences)]
+            # Find the longest sequence that the prompt extends, or add a sequence.
+            candidates = [n for n, s in enumerate(self.sequences) if s.is_prefix_of(prompt)]
+            if not candidates:
+                candidates = [len(self.sequences)]
                 self._start_sequence(prompt)
-            index = max(extended, key=lambda n: len(self.sequences[n].ids))
+            index = max(candidates, key=lambda n: len(self.sequences[n].ids))
+            # Append the new tokens of the prompt, and the answer as a turn.
             sequence = self.sequences[index]
             start = len(sequence.ids)
             sequence.append(prompt[start:], [0.0] * (len(prompt) - start), turn=0)
             sequence.ends.append(end)
             sequence.append(ids, logprobs, turn=len(sequence.ends))
+            # The text is unknown if the client sent the prompt as token ids.
             prompt_text = self._texts.get(key)
             sequence.text = None if prompt_text is None else prompt_text + text
             self._drop_texts([prompt])

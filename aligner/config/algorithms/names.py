@@ -22,11 +22,7 @@ class Algorithm(NamedTuple):
 
 
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
-    """Return the algorithm that a run's configuration selects.
-
-    ``config``: configuration as nested dicts (`BaseRunConfig.as_dict`), current or from a saved
-    run.
-    """
+    """Return the algorithm of a configuration, given as nested dicts, also from a saved run."""
     sections = ("ppo", "rs", "sft", "dpo", "reward_model", "distill")
     trainer = config["trainer"]
     section = next(name for name in sections if name in trainer)

@@ -167,20 +167,21 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Yield an error message if the loss lacks columns, or an option of the other is set."""
-        data, is_regression = run.data, self.loss == "regression"
-        # Regression of ratings.
+        data = run.data
+        is_regression = self.loss == "regression"
+        # Options for regression of ratings.
         if is_regression and not data.attribute_columns:
             yield (
                 f"{key}.loss=regression needs ratings, but data.attribute_columns is empty. Set "
                 "it to the columns of ratings, for example data.attribute_columns=[helpfulness]"
             )
         if is_regression and self.variant != "plain":
-            yield f"{key}.variant={self.variant}, but {key}.loss=regression. Set it to plain"
+            yield f"{key}.variant={self.variant}, but {key}.loss=regression. Set variant=plain"
         if is_regression and self.standardize_on is not None:
             setting = f"{key}.standardize_on={self.standardize_on}"
-            yield f"{setting}, but {key}.loss=regression. Set it to null"
+            yield f"{setting} needs pairs, but {key}.loss=regression. Set it to null"
 
-        # Bradley-Terry on pairs.
+        # Options for the Bradley-Terry loss on pairs.
         if not is_regression and data.attribute_columns:
             yield (
                 f"data.attribute_columns={list(data.attribute_columns)} needs {key}.loss="

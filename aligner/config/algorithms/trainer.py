@@ -73,7 +73,7 @@ class AdvantageConfig:
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Yield an error message for each option that the estimator needs or does not support."""
-        # Critic.
+        # Only gae uses a critic.
         estimator = f"{key}.estimator={self.estimator}"
         if self.estimator == "gae" and run.critic is None:
             remedy = f"Remove critic=null, or set {key}.estimator=rloo"
@@ -84,14 +84,15 @@ class AdvantageConfig:
                 "run aligner train-reinforce (examples/train_gpt_reinforce.py)"
             )
 
-        # Options of single estimators.
+        # Options that only some estimators support.
         if self.kwargs and self.function is None:
             yield (
                 f"{key}.kwargs={dict(self.kwargs)} needs a user-defined estimator, but "
                 f"{estimator}. Leave it out, or set {key}.estimator to the path of a function"
             )
-        entry, per_prompt = ESTIMATORS.get(self.estimator), run.model.ppo.num_rollouts_per_prompt
-        if entry is not None and entry.compares_group and per_prompt < 2:
+        built_in = ESTIMATORS.get(self.estimator)  # None for a user-defined estimator
+        per_prompt = run.model.ppo.num_rollouts_per_prompt
+        if built_in is not None and built_in.compares_group and per_prompt < 2:
             yield (
                 f"{estimator} compares responses to one prompt, but "
                 f"model.ppo.num_rollouts_per_prompt={per_prompt}. Set it to 4 to 16, at least 2"
@@ -99,11 +100,11 @@ class AdvantageConfig:
         if self.batch_baseline and self.estimator != "reinforce":
             yield f"{key}.batch_baseline=true needs reinforce, but {estimator}. Set it to false"
 
-        # Credit per turn.
+        # Credit for single turns of a conversation.
         if self.credit != "turn":
             return
         if not run.has_environment:
-            yield f"{key}.credit{_NEED_TURNS}"
+            yield f"{key}.credit{_TURN_WITHOUT_ENVIRONMENT}"
         if self.reads_gae_lambda:
             yield (
                 f"{key}.credit=turn needs an estimator that compares groups, but {estimator}. "
@@ -116,7 +117,9 @@ class AdvantageConfig:
             )
 
 
-_NEED_TURNS = "=turn needs conversations, but environment.factory is null. Leave it out"
+_TURN_WITHOUT_ENVIRONMENT = (
+    "=turn needs conversations, but environment.factory is null. Leave it out"
+)
 
 
 @dataclass(frozen=True)
@@ -308,7 +311,7 @@ class TrainerPPOConfig(SamplingLoopConfig):
 
         # Turns of conversations.
         if self.timestep == "turn" and not run.has_environment:
-            yield f"{key}.timestep{_NEED_TURNS}"
+            yield f"{key}.timestep{_TURN_WITHOUT_ENVIRONMENT}"
         if self.timestep == "turn" and advantage.estimator != "gae":
             yield (
                 f"{key}.timestep=turn works only with gae, but {estimator}. Set it to token"

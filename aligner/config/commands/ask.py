@@ -258,26 +258,30 @@ def as_run(
         tokenizer: tokenizer of the model, unless ``config.model.tokenizer`` is set.
     """
     # Sections that every command has.
-    sampling_options, rows = config.sampling.sampling_options, config.sampling.batch_size
-    layout = asdict(config.model) | {"restore_from_path": restore_from_path, "peft": peft}
-    layout["tokenizer"] = config.model.tokenizer or tokenizer
+    sampling_options = config.sampling.sampling_options
+    rows = config.sampling.batch_size
+    model = asdict(config.model) | {"restore_from_path": restore_from_path, "peft": peft}
+    model["tokenizer"] = config.model.tokenizer or tokenizer
 
-    # Sections that only some commands have. A run requires a reward, which is not called here.
-    reward, folder, environment = RewardConfig(function=FINAL_ANSWER), ".", EnvironmentConfig()
-    sections = ["policy", "cluster", "generation"]
+    # Sections that only `evaluate` has. A run requires a reward, which other commands never call.
+    reward = RewardConfig(function=FINAL_ANSWER)
+    environment = EnvironmentConfig()
+    folder = "."
+    checked_sections = ["policy", "cluster", "generation"]
     if isinstance(config, EvaluateConfig):
-        reward, folder, environment = config.reward, config.output, config.environment
-        sections += ["reward", "environment"]
+        reward, environment = config.reward, config.environment
+        folder = config.output
+        checked_sections += ["reward", "environment"]
     data: dict[str, Any] = {}
     source = None
     if isinstance(config, PromptedConfig):
         source = config.data.prompts
         data = {key.name: getattr(config.data, key.name) for key in fields(AnsweredColumns)}
 
-    # The run, and the rules of the sections that the command sets.
+    # Build the run, and check the sections that the command sets.
     run = RSRunConfig(
         model=RSModelConfig(
-            **layout,
+            **model,
             rs=PolicyRSConfig(
                 num_rollout_samples=rows,
                 num_rollouts_per_prompt=1,
@@ -296,5 +300,7 @@ def as_run(
         data=DataConfig(train=source or PromptSourceConfig(source=""), **data),
         exp_manager=ExpManagerConfig(explicit_log_dir=folder),
     )
-    refuse(chain.from_iterable(broken_rules(getattr(run, key), key, run) for key in sections))
+    refuse(
+        chain.from_iterable(broken_rules(getattr(run, key), key, run) for key in checked_sections)
+    )
     return run

@@ -35,12 +35,13 @@ def longest_lengths(
 
     Raises `ConfigError` if prompt and response together are longer than ``positions``.
     """
-    # Limit of a prompt, or of an example, by the configuration.
-    positions, limit = positions or _NO_LIMIT, None
+    # The configured limit of a prompt or an example.
+    positions = positions or _NO_LIMIT
+    limit = None
     max_response = config.model.rollout.length_params.max_length
     if isinstance(config, SamplingRunConfig):
         limit = config.data.max_prompt_length
-        if config.environment.is_set:  # a conversation before the response of its last turn
+        if config.environment.is_set:  # the prompt of a conversation's last response
             limit = config.environment.max_tokens - max_response
     elif isinstance(config, SupervisedRunConfig):
         limit = config.data.max_length
@@ -51,7 +52,7 @@ def longest_lengths(
         default = _EXAMPLE if budgets is None else budgets.train_mb_tokens
         return 0, length or min(limit or read or default, positions)
 
-    # Sampled responses.
+    # Sampled responses. The prompt must leave room for the response.
     response = length or max_response
     prompt = prompt or max(1, min(limit or read or _PROMPT, positions - response))
     if prompt + response > positions:

@@ -176,7 +176,8 @@ class TrainedModelConfig(ModelSourceConfig):
     @property
     def rollout(self) -> RolloutConfig:
         """Options of rollouts. Default values for algorithms that do not sample."""
-        return RolloutConfig(forward_micro_batch_size=self.micro_batch_size)
+        default = RolloutConfig(forward_micro_batch_size=self.micro_batch_size)
+        return getattr(self, self.rollout_key.removeprefix("model."), default)
 
     @property
     def reference_mode(self) -> Literal["keep", "swap"]:
@@ -231,11 +232,6 @@ class TrainedModelConfig(ModelSourceConfig):
         return 1
 
     @property
-    def plans_shared_prefixes(self) -> bool:
-        """True if prefixes shared by sequences are computed once. Dropout makes this impossible."""
-        return self.shared_prefixes and self.dropout == 0.0
-
-    @property
     def sequence_length_round(self) -> int:
         """Number of which the padded lengths in a micro-batch are multiples."""
         dynamic = self.dynamic_batching
@@ -254,11 +250,6 @@ class ModelConfig(TrainedModelConfig):
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     @property
-    def rollout(self) -> RolloutConfig:
-        """Options of rollouts."""
-        return self.ppo
-
-    @property
     def reference_mode(self) -> Literal["keep", "swap"]:
         """Storage of the reference policy's weights, `keep` or `swap`."""
         return self.reference.mode
@@ -270,11 +261,6 @@ class RSModelConfig(TrainedModelConfig):
 
     rollout_key: ClassVar[str] = "model.rs"
     rs: PolicyRSConfig = field(default_factory=PolicyRSConfig)
-
-    @property
-    def rollout(self) -> RolloutConfig:
-        """Options of rollouts."""
-        return self.rs
 
 
 @dataclass(frozen=True)

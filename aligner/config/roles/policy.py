@@ -93,8 +93,9 @@ def _budget_problems(model: TrainedModelConfig, key: str) -> Iterator[str]:
 
 
 def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
-    # Backend and adapters.
-    lora, full_training = model.peft.lora_tuning, "model.peft.peft_scheme=null"
+    # Options of the adapters.
+    lora = model.peft.lora_tuning
+    full_training = "model.peft.peft_scheme=null"
     if backend == "dtensor" and model.parallel.tensor > 1:
         yield (
             f"model.tensor_model_parallel_size={model.parallel.tensor}: policy.backend=dtensor "
@@ -118,15 +119,15 @@ def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
             "not receive. Set it to 0, or activations_checkpoint_granularity to selective or null"
         )
 
-    # Layers and communication.
-    for name, value, remedy in (
+    # Options of the model that exclude adapters.
+    for name, value, default in (
         ("fp8", model.fp8, "null"),
         ("layer_spec", model.layer_spec, "auto"),
     ):
         if value not in (None, "auto", "local"):
             yield (
                 f"model.{name}={value} needs Transformer Engine's linears, and adapters need "
-                f"megatron-core's. Set model.{name}={remedy}, or {full_training}"
+                f"megatron-core's. Set model.{name}={default}, or {full_training}"
             )
     if model.overlap_param_gather:
         yield (

@@ -138,7 +138,7 @@ class CorrectionConfig:
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Yield an error message for bounds without the ratio 1, and options without effect."""
-        # Bounds.
+        # Bounds must include 1, the ratio of equal policies.
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
             if bounds is not None and not (bounds[0] <= 1 <= bounds[1] and bounds[0] < bounds[1]):
@@ -147,10 +147,11 @@ class CorrectionConfig:
                     "agree. Set low <= 1 <= high, such as [0.5,2.0]"
                 )
 
-        # Weights of the correction and of truncated_importance_sampling.
-        ppo, weights = run.model.ppo, f"{key}.weights={self.weights}"
+        # Importance weights, which truncated_importance_sampling (`cap`) sets as well.
+        ppo = run.model.ppo
         cap = ppo.truncated_importance_sampling
-        capped = f"model.ppo.truncated_importance_sampling={shown(cap)}"
+        weights = f"{key}.weights={self.weights}"
+        cap_setting = f"model.ppo.truncated_importance_sampling={shown(cap)}"
         if self.weights == "none":
             for name in ("bounds", "outside"):
                 if (value := getattr(self, name)) != getattr(CorrectionConfig, name):
@@ -160,8 +161,8 @@ class CorrectionConfig:
                     )
         elif cap is not None:
             yield (
-                f"{capped} means {key}.weights={ppo.ratio_level} with {key}.bounds=[0,{cap:g}], "
-                f"but {weights} is also set. Leave one of them out"
+                f"{cap_setting} means {key}.weights={ppo.ratio_level} with "
+                f"{key}.bounds=[0,{cap:g}], but {weights} is also set. Leave one of them out"
             )
         if self.weights == "token" and ppo.ratio_level == "sequence":
             yield (
@@ -169,12 +170,12 @@ class CorrectionConfig:
                 f"weight per response. Set {key}.weights=sequence"
             )
 
-        # Old log-probs of the sampler.
+        # With the sampler's log-probs as old log-probs, nothing is left to correct.
         sampler = f"{key}.old_logprobs=sampler"
         if self.old_logprobs == "sampler" and (self.weights != "none" or cap is not None):
             yield (
                 f"{sampler} already corrects the ratio of the loss, so that "
-                f"{weights if cap is None else capped} has no effect. Leave one of them out"
+                f"{weights if cap is None else cap_setting} has no effect. Leave one of them out"
             )
         if self.old_logprobs == "sampler" and self.second_moment is not None:
             yield (

@@ -94,8 +94,9 @@ def scatter_context(
     padding = local_length * ranks - tensor.shape[1]
     if padding < 0:
         raise LayoutError(
-            f"sequence length {tensor.shape[1]} exceeds the {local_length} positions of logits on "
-            f"each of {ranks} context-parallel ranks. Pass the group that shards the logits"
+            f"sequence length {tensor.shape[1]} exceeds the {local_length * ranks} positions of "
+            f"the logits, {local_length} on each of {ranks} context-parallel ranks. Pass the "
+            "process group over which the logits are sharded"
         )
     if padding:
         tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, padding))

@@ -33,17 +33,17 @@ def get_logprobs_from_vocab_parallel_logits(
     names = mesh.mesh_dim_names or ()
     if seq_index is not None and "cp" not in names:
         raise LayoutError(
-            f"seq_index describes a sequence sharded over 'cp', but the mesh has {names}. Name the "
-            "dimension, or leave seq_index out"
+            f"seq_index describes a sequence sharded over 'cp', but the mesh has {names}. Name its "
+            "context-parallel dimension 'cp', or leave seq_index out"
         )
-    local, shard = local_shard(vocab_parallel_logits)
-    # Top-k and top-p exchange rows, which requires the same number of columns on every rank.
-    width = -(-vocab_parallel_logits.shape[-1] // mesh["tp"].size())
-    if local.shape[-1] < width:
-        local = F.pad(local, (0, width - local.shape[-1]))
-    # The local part, with the position of its columns in the vocabulary.
+    local_logits, shard = local_shard(vocab_parallel_logits)
+    # Ranks exchange logits for top-k and top-p, so all need the same number of columns.
+    columns = -(-vocab_parallel_logits.shape[-1] // mesh["tp"].size())  # rounded up
+    if local_logits.shape[-1] < columns:
+        local_logits = F.pad(local_logits, (0, columns - local_logits.shape[-1]))
+    # The padded columns are after `vocab_end_index`, so they are ignored.
     return dtensor_from_parallel_logits_to_logprobs(
-        local,
+        local_logits,
         input_ids,
         shard.start,
         shard.start + shard.columns,
@@ -108,20 +108,22 @@ def dtensor_from_parallel_logits_to_logprobs(
     # Without context parallelism every rank stores the complete sequence.
     if mesh is None or "cp" not in names or mesh["cp"].size() == 1:
         tokens = target.full_tensor() if isinstance(target, DTensor) else target
-        shifted = tokens.to(vocab_parallel_logits.device).roll(-1, dims=-1)
-        return PlannedLogprob.apply(vocab_parallel_logits, shifted, plan, inference_only)[:, :-1]
+        next_tokens = tokens.to(vocab_parallel_logits.device).roll(-1, dims=-1)
+        logprobs = PlannedLogprob.apply(vocab_parallel_logits, next_tokens, plan, inference_only)
+        return logprobs[:, :-1]
     if seq_index is None:
         raise LayoutError(
-            "seq_index is missing, but target is sharded over 'cp'. Pass the order of the positions"
+            "seq_index is missing, but target is sharded over 'cp'. Pass each column's position"
         )
     assert isinstance(target, DTensor)
-    # Shift in sequence order, then restore the order and the sharding of the target.
+    # Sort the columns by position, shift to the next token, and undo the sorting.
+    by_position = seq_index.argsort()
+    next_tokens = target.full_tensor()[:, by_position].roll(-1, dims=-1)[:, seq_index]
+    # Shard the next tokens like the target.
     placements = target.placements
-    order = seq_index.argsort()
-    shifted = target.full_tensor()[:, order].roll(-1, dims=-1)[:, seq_index]
-    replicated = DTensor.from_local(shifted, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    local = replicated.redistribute(placements=placements).to_local()
-    # Compute the local positions, then gather them in sequence order.
-    logprobs = PlannedLogprob.apply(vocab_parallel_logits, local, plan, inference_only)
+    replicated = DTensor.from_local(next_tokens, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    local_targets = replicated.redistribute(placements=placements).to_local()
+    # Compute this rank's log-probs, gather all, and sort them by position.
+    logprobs = PlannedLogprob.apply(vocab_parallel_logits, local_targets, plan, inference_only)
     gathered = DTensor.from_local(logprobs, mesh, placements, run_check=False).full_tensor()
-    return gathered[:, order][:, :-1]
+    return gathered[:, by_position][:, :-1]

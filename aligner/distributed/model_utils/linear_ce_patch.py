@@ -50,7 +50,7 @@ def _gpt_forward_with_linear_ce_fusion(
     With ``return_logprobs_for_linear_ce_fusion``, ``labels`` are the tokens, int64 [B, S], not
     shifted. For n packed sequences (labels [1, T]) the result is [n, max_seqlen_q - 1].
     """
-    original = partial(
+    original_forward = partial(
         self._original_forward_for_linear_ce_fusion,
         input_ids,
         position_ids,
@@ -65,15 +65,15 @@ def _gpt_forward_with_linear_ce_fusion(
         padding_mask=padding_mask,
     )
     if not return_logprobs_for_linear_ce_fusion:
-        return original(labels=labels)
+        return original_forward(labels=labels)
     if labels is None:
         raise ConfigError(
             "labels=None, but return_logprobs_for_linear_ce_fusion=True needs tokens. Pass "
             "labels=input_ids"
         )
-    # The forward pass up to the hidden states.
+    # Only the last pipeline stage (`post_process`) has an output layer.
     with bypassed_output_layer(self):
-        hidden = original()
+        hidden = original_forward()
     return _logprobs(self, hidden, labels, packed_seq_params) if self.post_process else hidden
 
 

@@ -78,10 +78,10 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, group, chunk_size, sampling_params
     )
-    local = target.to(vocab_parallel_logits.device)
+    next_tokens = target.to(vocab_parallel_logits.device)
     if not target_is_pre_rolled:
-        local = packed_targets(local[0], cu_seqlens_padded, cp_group).unsqueeze(0)
-    logprobs = PlannedLogprob.apply(vocab_parallel_logits, local, plan, inference_only)
+        next_tokens = packed_targets(next_tokens[0], cu_seqlens_padded, cp_group).unsqueeze(0)
+    logprobs = PlannedLogprob.apply(vocab_parallel_logits, next_tokens, plan, inference_only)
     return unpack(logprobs[0], cu_seqlens_padded, unpacked_seqlen, cp_group)
 
 

@@ -32,20 +32,20 @@ def distributed_vocab_topk(
     """
     logits = vocab_parallel_logits
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
-    width = logits.shape[-1]
-    count = min(k, width)
+    # Every rank provides `count` candidates. Candidates that are not filled stay (-inf, id 0).
+    count = min(k, logits.shape[-1])
     values = logits.new_full(
         (*logits.shape[:-1], count), -torch.inf, dtype=arithmetic_dtype(logits)
     )
     ids = torch.zeros(values.shape, dtype=torch.int64, device=logits.device)
-    # Candidates of this rank.
-    local_count = min(count, shard.columns)
-    for rows in sequence_chunks(logits, chunk_size):
-        chunk = logits[..., rows, : shard.columns].to(values.dtype)
-        best = chunk.topk(local_count, dim=-1)
-        values[..., rows, :local_count] = best.values
-        ids[..., rows, :local_count] = best.indices + shard.start
-    # The largest candidates of all ranks.
+    # The largest logits of this rank, without columns of padding.
+    filled = min(count, shard.columns)
+    for positions in sequence_chunks(logits, chunk_size):
+        chunk = logits[..., positions, : shard.columns].to(values.dtype)
+        best = chunk.topk(filled, dim=-1)
+        values[..., positions, :filled] = best.values
+        ids[..., positions, :filled] = best.indices + shard.start
+    # The largest of all ranks' candidates, [ranks, ..., count] -> [..., ranks * count].
     candidates = torch.cat(shard.stack_ranks(values).unbind(0), dim=-1)
     candidate_ids = torch.cat(shard.stack_ranks(ids).unbind(0), dim=-1)
     best = candidates.topk(min(k, candidates.shape[-1]), dim=-1)

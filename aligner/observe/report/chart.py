@@ -153,40 +153,40 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
 
     ``shows``: values that the value axis always includes, so that charts can be compared.
     """
-    nonempty = [(line, points) for line in series if (points := line.finite_points)]
-    if not nonempty:
+    lines_with_points = [(line, points) for line in series if (points := line.finite_points)]
+    if not lines_with_points:
         return None
-    # Axes that show all points, with a margin above and below.
-    all_points = [point for _, points in nonempty for point in points]
+    # Ranges of the axes, with a margin above and below the values.
+    all_points = [point for _, points in lines_with_points for point in points]
     all_values = [*shows, *(value for _, value in all_points)]
     margin = (max(all_values) - min(all_values)) * 0.08 or abs(max(all_values)) * 0.1 or 1.0
     low, high = min(all_values) - margin, max(all_values) + margin
-    first, last = min(all_points)[0], max(all_points)[0]
-    last = max(last, first + 1)
+    first = min(all_points)[0]
+    last = max(first + 1, max(all_points)[0])  # at least one step wide
 
-    def at(step: float, value: float) -> tuple[float, float]:
+    def pixel(step: float, value: float) -> tuple[float, float]:
         x, y = (step - first) / (last - first), (value - low) / (high - low)
         width, height = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
         return round(_LEFT + x * width, 1), round(HEIGHT - _BOTTOM - y * height, 1)
 
-    values = ticks(low, high)
+    tick_values = ticks(low, high)
     # Labels of the step axis: the last step, and whole steps that are not too near to it.
-    inner = [s for s in ticks(first, last) if s == int(s) and last - s > 0.1 * (last - first)]
-    # Pixels of each line, and the values that the page shows at the pointer.
+    steps = [s for s in ticks(first, last) if s == int(s) and last - s > 0.1 * (last - first)]
+    # Each line as an SVG path, and the values that the page shows at the pointer.
     lines, hover = [], []
-    for line, points in nonempty:
-        thinned = thin_out(points)
-        dots = [at(*point) for point in thinned]
-        path = "".join(f"{'L' if i else 'M'}{x} {y}" for i, (x, y) in enumerate(dots))
+    for line, points in lines_with_points:
+        points = thin_out(points)
+        dots = [pixel(*point) for point in points]
+        path = "M" + "L".join(f"{x} {y}" for x, y in dots)
         lines.append(Line(line.style, path, dots if len(dots) <= _MAX_DOTS else ()))
-        marks = [[*dot, *point] for dot, point in zip(dots, thinned, strict=True)]
+        marks = [[*dot, *point] for dot, point in zip(dots, points, strict=True)]
         hover.append({"l": line.label, "s": line.style, "p": marks})
     return Chart(
         value_ticks=[
-            (at(first, value)[1], label)
-            for value, label in zip(values, tick_labels(values), strict=True)
+            (pixel(first, value)[1], label)
+            for value, label in zip(tick_values, tick_labels(tick_values), strict=True)
         ],
-        step_ticks=[(at(step, low)[0], f"{int(step):,}") for step in [*inner, last]],
+        step_ticks=[(pixel(step, low)[0], f"{int(step):,}") for step in [*steps, last]],
         lines=lines,
         hover=json.dumps(hover),
     )

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 @cache
 def templates(folder: Path | None = None) -> "Environment":
-    """Return a Jinja2 environment with the library's templates and those in ``folder``.
-
-    Values are escaped for HTML. A template with an undefined value raises an error.
-    """
+    """Return a Jinja2 environment for HTML, with templates of the library and of ``folder``."""
     import jinja2  # only needed by runs that end with a page
 
     folders = [] if folder is None else [jinja2.FileSystemLoader(folder)]
@@ -34,10 +31,7 @@ def templates(folder: Path | None = None) -> "Environment":
 
 
 def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
-    """Return an HTML page. Every page has the ``values`` title, lead and environment.
-
-    ``folder``: folder of the file ``template``, unless it belongs to the library.
-    """
+    """Return the page of ``template``. ``folder``: its folder, unless it is the library's."""
     return templates(folder).get_template(template).render(**values)
 
 

@@ -95,10 +95,7 @@ _GROUPS = {
 
 
 def write_report(folder: Path, run: RunRecord) -> Path:
-    """Write ``<folder>/report.html`` and return its path.
-
-    Metrics and samples are read from ``folder``, the rest is taken from ``run``.
-    """
+    """Write ``<folder>/report.html`` from ``run``, metrics and samples. Return its path."""
     metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
     record = replace(run, metrics=read_metrics(metrics), samples=read_samples(samples))
     path = folder / "report.html"
