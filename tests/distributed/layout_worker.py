@@ -6,9 +6,9 @@ micro-batches are formed. Mode ``masked`` is padded, and no sample of the batch'
 counts. Modes ``shared`` and ``separate`` are padded and have a batch whose sequences begin alike,
 which goes through the model once, or once a row. In ``recorded`` and ``recorded separate`` they are
 conversations, too, and of the actor alone, with recorded sets of the tokens that top-p kept. In
-``forked`` and ``forked separate`` rows hold several sequences, which begin alike, too. With ``lora``
-or ``lora dropout`` before the mode adapters are trained, which begin as the file `ADAPTERS` beside
-the model.
+``forked`` and ``forked separate`` rows hold several sequences, which begin alike, too. With
+``lora`` or ``lora dropout`` before the mode adapters are trained, which begin as the file
+`ADAPTERS` beside the model.
 """
 
 from dataclasses import replace
