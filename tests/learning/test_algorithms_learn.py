@@ -6,15 +6,24 @@ Against itself as the reference a model prefers nothing: margin 0, every pair a 
 reference, SimPO begins with what the random model happens to prefer: 0.80 of these pairs.) The
 teacher of distillation is random, wider, and decided about what comes next; the student begins by
 saying that every token is about as likely, 2.15 nats from it.
+
+With adapters everything else is frozen, and the model's random weights are larger than the tiny
+model's, for what is frozen must be able to say something: adapters cannot make output rows of
+length 0.16 likely.
 """
 
 import re
 import statistics
 
 import pytest
+import torch
 from recipes import ROOT, run, section_of
 from variants import extended_except
 
+from aligner.checkpoint.adapters import MergedWeights, read_adapters
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from benchmarks.turn_credit import CREDITS, MEASURES, ahead, curve, table
 
 SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3))]
@@ -54,6 +63,20 @@ def inside_top_k(kl):
     return distilled({TOP_K: (0.2, 0.35)}, {}, *options)
 
 
+LORA = [
+    *("model.peft.peft_scheme=lora", "model.optim.lr=1.0e-2"),
+    *("model.peft.lora_tuning.adapter_dim=8", "model.peft.lora_tuning.alpha=16"),
+]
+KL = "train_rollouts/init_policy_kl"
+# Few responses are right at first: smaller groups than these hold none.
+GROUPS = ["model.ppo.num_rollouts_per_prompt=32", "trainer.ppo.max_steps=40"]
+
+
+def adapted(recipe, *options):
+    penalty = "trainer.ppo.initial_policy_kl_penalty=0.001"
+    return recipe, [*LORA, penalty, *options], {ACCURACY: (0.2, 0.8)}, {}
+
+
 # Recipe, options, bounds of the first and the last validation, and by how much others rise.
 LEARNED = {
     "grpo": ("grpo_tiny_cpu", [], {ACCURACY: (0.2, 0.8)}, {}),
@@ -65,16 +88,28 @@ LEARNED = {
     "kto": preferred("kto", 15, 32),
     **{"offline": near_teacher("false"), "on policy": near_teacher("true")},
     **{"mixed KL": inside_top_k("mixed"), "backward KL": inside_top_k("backward")},
+    "sft, adapters": ("sft_tiny_cpu", LORA, {"val_optim/loss": (5, 2.5)}, {}),
+    "ppo, adapters": adapted("ppo_tiny_cpu"),
+    "grpo, adapters": adapted("grpo_tiny_cpu", *GROUPS),
 }
-OFTEN = LEARNED.keys() - {"rloo", "ipo", "backward KL"}
+OFTEN = LEARNED.keys() - {"rloo", "ipo", "backward KL", "ppo, adapters", "grpo, adapters"}
+
+
+@pytest.fixture(scope="module")
+def loud_nemo(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "loud.nemo"
+    weights = random_weights(TINY_ARCHITECTURE, scale=0.15)
+    save_nemo(path, weights, TINY_ARCHITECTURE, byte_level_tokenizer().files())
+    return path
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", extended_except(OFTEN, LEARNED))
-def test_the_task_is_learned(tmp_path, tiny_nemo, teacher, name, seed):
+def test_the_task_is_learned(tmp_path, tiny_nemo, loud_nemo, teacher, name, seed):
     recipe, options, bounds, rises = LEARNED[name]
     more = [f"teacher.restore_from_path={teacher}"] if "distill" in recipe else []
-    lines = run(tmp_path, tiny_nemo, recipe, f"seed={seed}", *options, *more)
+    nemo = loud_nemo if "adapters" in name else tiny_nemo
+    lines = run(tmp_path, nemo, recipe, f"seed={seed}", *options, *more)
     before, after = lines[0], lines[-1]
     for metric, (first, last) in bounds.items():
         sign = 1 if first < last else -1
@@ -89,6 +124,20 @@ def test_the_task_is_learned(tmp_path, tiny_nemo, teacher, name, seed):
         assert len(lines) == 31
         # The sampler and the trainer are the same model: they must agree on every log-prob.
         assert max(line["sampler/logprob_gap_max"] for line in lines[1:]) < 1e-4
+    if "adapters" in name:
+        check_that_the_rest_is_frozen(tmp_path, nemo)
+        if KL in lines[1]:
+            assert lines[1][KL] == pytest.approx(0.0, abs=1e-6)
+            assert after[KL] > 0.1
+
+
+def check_that_the_rest_is_frozen(folder, nemo):
+    """The run's `.nemo` is the one it began with and its adapters, no more."""
+    adapters = read_adapters(folder / "policy.lora.safetensors", TINY_ARCHITECTURE)
+    with open_nemo(nemo) as base, open_nemo(folder / "policy.nemo") as trained:
+        merged = MergedWeights(base.weights, adapters)
+        assert set(merged) == set(trained.weights)
+        assert all(torch.equal(merged[name], trained.weights[name]) for name in merged)
 
 
 @pytest.mark.extended
