@@ -255,7 +255,7 @@ class TransformersArchitecture(GPTArchitecture):
 def layer_flags(
     layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
 ) -> list[int] | None:
-    """Return 1 for each layer in ``layers`` and 0 for others, or inverted. None for no layers."""
+    """Return 1 for layers in ``layers``, else 0, or the reverse. None if ``layers`` is empty."""
     flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
     return flags if layers else None
 

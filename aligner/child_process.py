@@ -112,7 +112,7 @@ class ChildProcess:
             self._pipe.send(first, time.monotonic() + _START_LIMIT_S)
 
     def wait_until_ready(self) -> Any:
-        """Wait until the child has called ``load``, and return the payload. Raises its error."""
+        """Wait until the child has called ``load``. Return the payload, or raise the error."""
         try:
             return self.receive(time.monotonic() + _START_LIMIT_S, _START_LIMIT_S)[1]
         except AlignerError:

@@ -28,7 +28,7 @@ Backend = Literal["megatron", "dtensor"]
 
 
 class ValueConfig(TypedDict, total=False):
-    """NeMo-RL's settings of a value model. `KEYS` has the keys in its sections."""
+    """NeMo-RL's settings of a value model. `KEYS` lists the keys in its sections."""
 
     model_name: ModelPath
     tokenizer: Section

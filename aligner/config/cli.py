@@ -219,7 +219,7 @@ def _unescaped(argument: str) -> str:
 def _accepted(
     argument: str, root: type, conf_dir: Path | None, folders: Sequence[Path], allows_sweep: bool
 ) -> list[str]:
-    """Check an argument and return it for hydra, in a list. Return [] for a key without effect."""
+    """Return ``argument`` in hydra's syntax, in a list, or [] for a key without effect."""
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:

@@ -63,7 +63,7 @@ class EngineConfig:
         return None
 
     def check_model(self, architecture: GPTArchitecture) -> None:
-        """Raise `ConfigError` if the engine cannot load the model. Called before it is built."""
+        """Raise `ConfigError` if the engine cannot load the model. Called before models exist."""
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
         """Yield an error message for each invalid setting. ``key``: dotted key of the settings."""

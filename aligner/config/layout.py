@@ -56,7 +56,7 @@ class ParallelConfig:
 def check_layout(
     architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str = "model"
 ) -> None:
-    """Raise `LayoutError`, with valid sizes, if a layout does not fit. ``section``: its key."""
+    """Raise `LayoutError` if a layout does not fit. ``section``: key of the layout in messages."""
     if problems := [*_layout_problems(architecture, parallel, world_size, section)]:
         raise LayoutError("\n".join(problems))
 

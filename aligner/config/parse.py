@@ -100,7 +100,7 @@ def check_fields(values: Any) -> None:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise a `ConfigError` that lists all messages in ``problems``. No messages, no error."""
+    """Raise a `ConfigError` that lists the messages in ``problems``, if there are any."""
     messages = list(dict.fromkeys(problems))
     if len(messages) > 1:
         lines = "".join(f"\n- {message}" for message in messages)

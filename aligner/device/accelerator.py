@@ -105,7 +105,7 @@ def release_memory() -> None:
 
 
 def release_shared_memory() -> None:
-    """Return torch's cached GPU memory, if other processes use the GPU too (`SHARED_DEVICE`)."""
+    """Call `release_memory`, if other processes use the GPU, too (`SHARED_DEVICE`)."""
     if os.environ.get(SHARED_DEVICE) == "1":
         release_memory()
 
@@ -300,7 +300,7 @@ def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
 
 
 def sharing_key() -> str:
-    """Return an id of the GPU, or without one of the machine. Equal ids: memory can be shared."""
+    """Return an id of the GPU, else of the machine. Processes with equal ids can share memory."""
     if has_gpu():
         return f"GPU {torch.cuda.get_device_properties(device()).uuid}"
     with open("/proc/sys/kernel/random/boot_id") as file:

@@ -33,11 +33,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     In shards made by `shard_by_batch_size`, four attributes are lists with one entry per global
     batch. In other batches they are None.
 
-    * ``elem_counts_per_gb``: number of rows of the global batch in this shard. *
-    ``largest_counts_per_gb``: number of rows of the global batch in the largest shard. *
-    ``micro_batch_indices``: list of (first row, end row) of each micro-batch, relative to the
-    global batch. * ``micro_batch_lengths``: padded width of each dynamic micro-batch, or padded
-    number of tokens of each packed micro-batch.
+    * ``elem_counts_per_gb``: number of rows of the global batch in this shard.
+    * ``largest_counts_per_gb``: number of rows of the global batch in the largest shard.
+    * ``micro_batch_indices``: first row and end row of each micro-batch, in the global batch.
+    * ``micro_batch_lengths``: padded width of each dynamic micro-batch, or padded number of tokens
+      of each packed micro-batch.
     """
 
     elem_counts_per_gb: list[int] | None = None

@@ -77,7 +77,7 @@ class NamedSharding:
         return [int(rank) for rank in np.ravel(self._select(coords))]
 
     def get_ranks(self, **coords: int) -> "NamedSharding | int":
-        """Return the ranks at ``coords``, over the remaining axes. Without any, return one rank."""
+        """Return the ranks at ``coords``, over the remaining axes, or an int if no axis remains."""
         selected = self._select(coords)
         if selected.ndim == 0:
             return int(selected)

@@ -236,7 +236,7 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """Return the packer of ``algorithm``, in upper or lower case. Raises `ConfigError`."""
+    """Return the packer called ``algorithm``, in any case. Raises `ConfigError` if unknown."""
     if isinstance(algorithm, str):
         names = {name.value: name for name in PackingAlgorithm}
         if algorithm.lower() not in names:

@@ -137,8 +137,8 @@ def build_prefix_tree(
 def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -> PrefixTree | None:
     """Build the prefix tree of a batch, or return None if the tree saves too few tokens.
 
-    ``input_ids``: ``[b, S]``, right-padded. ``lengths``: ``[b]``. ``multiple``: number to whose
-    multiples runs (without a tree: sequences) are padded.
+    ``input_ids``: ``[b, S]``, right-padded. ``lengths``: ``[b]``. ``multiple``: runs of the tree,
+    or whole sequences without a tree, are padded to its multiples.
     """
     if len(lengths) < 2:
         return None

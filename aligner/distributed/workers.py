@@ -46,7 +46,7 @@ def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 
 def phase(method: Callable[[Any], R]) -> Callable[..., R]:
-    """Like `on_all_workers`, for methods without arguments. Arguments are ignored (NeMo-RL)."""
+    """Like `on_all_workers`, for methods without arguments. Ignores arguments, like NeMo-RL."""
     call = on_all_workers(method)
     return functools.wraps(method)(lambda handle, *args, **kwargs: call(handle))
 

@@ -35,7 +35,7 @@ class MetricInfo(NamedTuple):
 
 
 def _read_tables(path: Path) -> tuple[dict[str, MetricInfo], dict[str, MetricInfo]]:
-    """Read Markdown tables of metrics. Return those with a full name, and those with a prefix."""
+    """Read Markdown tables of metrics. Return (metrics by name, metrics by prefix of the name)."""
     groups: dict[str, dict[str, MetricInfo]] = {}
     prefixes: dict[str, MetricInfo] = {}
     section: list[str] = []

@@ -38,7 +38,7 @@ _BROKEN_LINK = ("gloo", "nccl", "connection", "socket", "timed out")
 
 
 def silence_limit(timeout_s: float) -> float:
-    """Return the seconds without a heartbeat after which a rank counts as dead: 10 s or longer."""
+    """Return the seconds without a heartbeat after which a rank counts as dead, 10 or more."""
     return max(_LEAST_SILENCE_S, timeout_s / 30)
 
 

@@ -186,7 +186,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _new_content(self, choice: Choice, text: str) -> tuple[Json, str | None]:
-        """Return (content, finish reason) of a chunk with new ``text``. Not ended: reason None."""
+        """Return (content, finish reason or None) of a chunk with new ``text``."""
 
     @abstractmethod
     def _logprobs(self, choice: Choice, start: int) -> Json:

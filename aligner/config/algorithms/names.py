@@ -22,7 +22,7 @@ class Algorithm(NamedTuple):
 
 
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
-    """Return the algorithm of a configuration, given as nested dicts, also from a saved run."""
+    """Return the algorithm of a configuration: nested dicts of a current or a saved run."""
     sections = ("ppo", "rs", "sft", "dpo", "reward_model", "distill")
     trainer = config["trainer"]
     section = next(name for name in sections if name in trainer)
