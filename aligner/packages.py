@@ -193,7 +193,7 @@ _PACKAGES = (
 
 
 def describe_environment(device: str) -> dict[str, str]:
-    """Return the command, versions of packages, and the machine as text, by name."""
+    """Return texts about the command, the machine and the versions of packages."""
     return {
         "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
         "device": device,

@@ -252,7 +252,7 @@ def _accepted(
             _check_option(argument, key, value, root, folders)
         return [argument]
 
-    # Keys of the dataclasses.
+    # Keys of the dataclasses. hydra's ++ sets a key whether the YAML file has it or not.
     if is_inert(key, value):
         return []
     check_key(key, root)
@@ -286,10 +286,10 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
             continue
         similar = difflib.get_close_matches(name[:64], options, n=1)
         reason = f"{group} is a group of settings, and this is not one of its options. "
-        if similar:
-            reason += f"Did you mean {similar[0]}? "
         if name in files:
             reason = "this is an option of other scripts, and this script does not read it. "
+        elif similar:
+            reason += f"Did you mean {similar[0]}? "
         remedy = f"Options: {', '.join(options)}. Single settings are written {group}.KEY=VALUE"
         raise ConfigError(f"{_short(label)}: {reason}{remedy if options else 'Remove it'}")
 

@@ -153,7 +153,7 @@ class MetricsWriter:
         self._loggers: Sequence[Logger] | None = None
 
     def write(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Sample] = ()) -> None:
-        """Append the lines of a new ``step``. ``metrics``: numbers or scalar tensors, by name."""
+        """Append the lines of a new ``step``. ``metrics``: name → number or scalar tensor."""
         if not self._files:
             return
         check_names(metrics)
