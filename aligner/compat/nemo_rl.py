@@ -243,8 +243,8 @@ def _backend(values: Section, name: str) -> Backend:
     if megatron == dtensor:
         both = "both are" if megatron else "neither is"
         raise ConfigError(
-            f"{name}.megatron_cfg.enabled, {name}.dtensor_cfg.enabled: {both} true. Set exactly "
-            "one of them to true"
+            f"one of {name}.megatron_cfg.enabled and {name}.dtensor_cfg.enabled must be true, but "
+            f"{both} true. Set exactly one of them to true"
         )
     return "megatron" if megatron else "dtensor"
 

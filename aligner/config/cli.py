@@ -89,7 +89,7 @@ def launch(
 
 
 def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], list[str]]:
-    """Separate arguments that remove an optional section, ``SECTION=null`` or ``~SECTION``.
+    """Separate arguments that remove optional sections of ``root``: ``X=null`` or ``~X``.
 
     Returns (remaining arguments, names of the removed sections). Raises `ConfigError` if a
     remaining argument sets a key of a removed section.
@@ -259,7 +259,7 @@ def _accepted(
     return [argument if override.is_delete() else "++" + argument.lstrip("+")]
 
 
-def _check_option(label: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
+def _check_option(origin: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
     """Raise `ConfigError` if a config group lacks the option, or this script does not accept it."""
     if not folders:
         return
@@ -276,7 +276,7 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
         hint = f"The groups are the folders of {folders[0]}"
         if similar:
             hint = f"Did you mean {similar[0]}?"
-        raise ConfigError(f"{_short(label)}: no config group {group}. {hint}")
+        raise ConfigError(f"{_short(origin)}: no config group {group}. {hint}")
     options = _options_of(root, group, files, folders[0])
 
     # The selected options.
@@ -291,7 +291,7 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
         elif similar:
             reason += f"Did you mean {similar[0]}? "
         remedy = f"Options: {', '.join(options)}. Single settings are written {group}.KEY=VALUE"
-        raise ConfigError(f"{_short(label)}: {reason}{remedy if options else 'Remove it'}")
+        raise ConfigError(f"{_short(origin)}: {reason}{remedy if options else 'Remove it'}")
 
 
 def _options_of(root: type, group: str, files: Mapping[str, Path], conf_dir: Path) -> list[str]:

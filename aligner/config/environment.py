@@ -27,7 +27,7 @@ def _without_open_quotation(command: str) -> str:
     except ValueError as error:
         raise PydanticCustomError(
             "command",
-            "{key}={command}: {error}. Write it as a list of words",
+            "{key}={command} cannot be split into words: {error}. Write it as a list of words",
             {"command": repr(command), "error": str(error)},
         ) from error
     return command

@@ -95,7 +95,7 @@ class SequencePacker(ABC):
             if not 0 <= length <= self.bin_capacity:
                 raise DataError(
                     f"sequence {index} has {length} tokens, but a packed row has at most "
-                    f"{self.bin_capacity}. Raise the token budget or drop the sequence"
+                    f"{self.bin_capacity}. Raise this limit, or drop the sequence"
                 )
         bins = self._pack(lengths)
         count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)

@@ -251,7 +251,7 @@ class Service:
 def policy_server(
     address: tuple[str, int], service: Service, setting: str
 ) -> AbstractContextManager[tuple[str, int]]:
-    """Return `http_server` for the endpoints of ``service``. ``setting``: see there."""
+    """Return `http_server` for ``service``. ``address`` and ``setting`` are its arguments."""
     routes: Routes = {
         "GET /health": service.health,
         "GET /v1/models": service.models,

@@ -47,7 +47,7 @@ def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
 
 
 def _variants(loop: Mapping[str, Any], policy: Mapping[str, Any]) -> list[str]:
-    """Return the names of variants of GRPO, such as DAPO, whose options are set."""
+    """Return the variants of GRPO, such as DAPO, that ``trainer.ppo`` and ``model.ppo`` select."""
     eps = policy.get("ratio_eps")
     clips_higher = isinstance(eps, Sequence) and len(set(eps)) > 1
     surrogate = SURROGATES.get(policy.get("surrogate", ""))
