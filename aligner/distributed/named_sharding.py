@@ -24,7 +24,7 @@ class NamedSharding:
         is_integer = array.dtype != object and np.issubdtype(array.dtype, np.integer)
         if not is_integer or len(np.unique(array)) != array.size:
             raise LayoutError(
-                f"layout={layout!r} must be a rectangular array of different integer ranks"
+                f"layout={layout!r} must be a rectangular array with each integer rank once"
             )
         if not array.ndim == len(names) == len(set(names)):
             raise LayoutError(
