@@ -370,7 +370,6 @@ class _Pipe:
         self._received = bytearray()  # beginning of the next message, with its header
 
     def send(self, body: bytes, deadline: float | None = None) -> None:
-        """Send a message. Raises `OSError` if the other end is closed."""
         for part in (self._HEADER.pack(self._BEGIN, len(body)), body):
             self.socket.settimeout(_seconds_to(deadline))
             self.socket.sendall(part)

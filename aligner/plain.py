@@ -40,7 +40,7 @@ def plain(value: Any, depth: int = 0) -> Any:
             return "NaN"
         return "Infinity" if number > 0 else "-Infinity"
 
-    # Convert containers.
+    # Convert containers. A key may be a scalar or an enumeration member.
     if depth < _DEEPEST:
         if isinstance(value, Enum):
             return plain(value.value, depth + 1)

@@ -86,7 +86,7 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> Bins:
-        """Assign every index of ``lengths`` to one bin within the capacity, and return the bins."""
+        """Assign every index of ``lengths`` to one bin within the capacity."""
 
     def pack(self, sequence_lengths: Sequence[int]) -> Bins:
         """Return the sequences' indices in each bin. Raises `DataError` for a too long sequence."""
