@@ -228,7 +228,7 @@ class GPTArchitecture:
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def with_dropout(self, probability: float | None) -> "GPTArchitecture":
-        """Return a copy with this probability of attention and hidden dropout. None: unchanged."""
+        """Return a copy with this attention and hidden dropout. If None, return this object."""
         if probability is None:
             return self
         return dataclasses.replace(self, attention_dropout=probability, hidden_dropout=probability)

@@ -112,7 +112,7 @@ class ChildProcess:
             self._pipe.send(first, time.monotonic() + _START_LIMIT_S)
 
     def wait_until_ready(self) -> Any:
-        """Wait until the child has called ``load``. Return the payload, or raise the error."""
+        """Wait until ``load`` has returned in the child. Return its payload, or raise its error."""
         try:
             return self.receive(time.monotonic() + _START_LIMIT_S, _START_LIMIT_S)[1]
         except AlignerError:
@@ -375,7 +375,7 @@ class _Pipe:
             self.socket.sendall(part)
 
     def receive(self, most_bytes: int | None = None, deadline: float | None = None) -> bytearray:
-        """Return the next message. Bytes without a header, such as printed text, are returned too.
+        """Return the next message, or bytes without a header, such as printed text.
 
         Raises `EOFError` if the other end is closed, `OverflowError` for more than ``most_bytes``.
         """

@@ -154,7 +154,7 @@ class PublishedRole:
     dense_only: tuple[tuple[str, Any, str], ...] = ()
 
     def check_experts(self, num_experts: int | None) -> None:
-        """Raise `ConfigError` if the model has experts and ``dense_only`` lists settings."""
+        """Raise `ConfigError` if the model has experts, which ``dense_only`` settings exclude."""
         if num_experts is not None and self.dense_only:
             raise ConfigError(
                 f"the model has {num_experts} experts, for which these settings are not supported\n"
@@ -268,7 +268,7 @@ def _settings(
 
 
 def _translated_value(path: str, value: Any) -> Any:
-    """Convert a value of NeMo-RL for this library. Raises `ConfigError` if it is not supported."""
+    """Convert the value of NeMo-RL's key ``path``. Raises `ConfigError` if it is not supported."""
     if path.endswith(".env_vars") and isinstance(value, Mapping):
         return {variable: str(text) for variable, text in value.items()}
     if path in _VALUES:

@@ -116,7 +116,7 @@ class EnvironmentConfig:
 
     @property
     def environment_class(self) -> str | None:
-        """Import path of the environment's class: ``factory``, or the class of ``tools``."""
+        """Import path of the environment's class: ``factory``, or a built-in one for ``tools``."""
         return _TOOLS_CLASS if self.tools else self.factory
 
     @property

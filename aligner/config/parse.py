@@ -256,7 +256,7 @@ def _problem(cls: Any, error: Mapping[str, Any], prefix: str) -> _Problem:
 
 
 def _key_and_type(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
-    """Follow ``path`` from ``key`` of type ``hint``. Return the key and type found there."""
+    """Return (dotted key, type) of the value at ``path`` below ``key``, whose type is ``hint``."""
     for step in path:
         below = type_below(hint, step)
         if below is not None:

@@ -230,7 +230,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict]":
-        """Yield a global batch's planned micro-batches, cut to their widths in ``sequence_dim``."""
+        """Yield the micro-batches planned for a global batch, truncated in ``sequence_dim``."""
         bounds, lengths = self._only_global_batch()
         for (start, end), length in zip(bounds, lengths, strict=True):
             microbatch = self.slice(start, end)

@@ -157,7 +157,7 @@ def _sorted_sequences(input_ids: IntArray, lengths: IntArray) -> IntArray:
 
 
 def _common_with_previous(input_ids: IntArray, lengths: IntArray) -> IntArray:
-    """Return the number of first tokens that each row shares with the previous row, ``[b]``."""
+    """For each row, return the length [b] of its common prefix with the previous row."""
     common = np.zeros(len(lengths), np.int64)
     for row in range(1, len(lengths)):
         shorter = min(lengths[row - 1], lengths[row])

@@ -49,7 +49,7 @@ def reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup) -> d
 def count_denominators(
     batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup
 ) -> tuple[Denominators, Tensor]:
-    """Count the valid tokens and sequences of a global batch, by which losses are divided.
+    """Count a global batch's valid tokens and sequences, the denominators of its losses.
 
     ``batch``: this rank's rows, with ``token_mask`` [B, S] and ``sample_mask`` [B]. Returns (counts
     over all ranks, number of this rank's valid tokens as a float64 scalar).

@@ -26,8 +26,8 @@ def get_logprobs_from_vocab_parallel_logits(
     """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
 
     ``vocab_parallel_logits``: float [B, S, V], whose last dimension is sharded over the mesh
-    dimension ``tp``. V need not be divisible by its size. For the other arguments see
-    `dtensor_from_parallel_logits_to_logprobs`.
+    dimension ``tp``. V need not be a multiple of the number of ``tp`` ranks. For the other
+    arguments see `dtensor_from_parallel_logits_to_logprobs`.
     """
     mesh = vocab_parallel_logits.device_mesh
     names = mesh.mesh_dim_names or ()
