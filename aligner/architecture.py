@@ -228,7 +228,7 @@ class GPTArchitecture:
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def with_dropout(self, probability: float | None) -> "GPTArchitecture":
-        """Return a copy with this probability of attention and hidden dropout. None: unchanged."""
+        """Return a copy with this attention and hidden dropout. If None, return this object."""
         if probability is None:
             return self
         return dataclasses.replace(self, attention_dropout=probability, hidden_dropout=probability)
@@ -255,7 +255,7 @@ class TransformersArchitecture(GPTArchitecture):
 def layer_flags(
     layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
 ) -> list[int] | None:
-    """Return 1 for each layer in ``layers`` and 0 for others, or inverted. None for no layers."""
+    """Return 1 for layers in ``layers``, else 0, or the reverse. None if ``layers`` is empty."""
     flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
     return flags if layers else None
 

@@ -112,7 +112,7 @@ class ChildProcess:
             self._pipe.send(first, time.monotonic() + _START_LIMIT_S)
 
     def wait_until_ready(self) -> Any:
-        """Wait until the child has called ``load``, and return the payload. Raises its error."""
+        """Wait until ``load`` has returned in the child. Return its payload, or raise its error."""
         try:
             return self.receive(time.monotonic() + _START_LIMIT_S, _START_LIMIT_S)[1]
         except AlignerError:
@@ -370,13 +370,12 @@ class _Pipe:
         self._received = bytearray()  # beginning of the next message, with its header
 
     def send(self, body: bytes, deadline: float | None = None) -> None:
-        """Send a message. Raises `OSError` if the other end is closed."""
         for part in (self._HEADER.pack(self._BEGIN, len(body)), body):
             self.socket.settimeout(_seconds_to(deadline))
             self.socket.sendall(part)
 
     def receive(self, most_bytes: int | None = None, deadline: float | None = None) -> bytearray:
-        """Return the next message. Bytes without a header, such as printed text, are returned too.
+        """Return the next message, or bytes without a header, such as printed text.
 
         Raises `EOFError` if the other end is closed, `OverflowError` for more than ``most_bytes``.
         """

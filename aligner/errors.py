@@ -92,7 +92,7 @@ class WorkerDiedError(WorkerError):
 
 
 class DryDeviceError(AlignerError, RuntimeError):
-    """The dry device is not available, or cannot compute a value that the run reads."""
+    """The dry device (a simulated GPU) is not available, or lacks a value that the run reads."""
 
 
 class NativeCodeError(AlignerError, RuntimeError):

@@ -87,7 +87,7 @@ def check_call(
     remedy: str,
     positional: int = 0,
 ) -> None:
-    """Raise `ConfigError` if a function does not accept certain arguments.
+    """Raise `ConfigError` if ``call`` does not accept arguments with these names.
 
     ``keywords``: names of keyword arguments. ``positional``: number of positional arguments. The
     message is ``subject`` (configuration key and value), the problem, and ``remedy``. Functions

@@ -138,7 +138,7 @@ def _outside(
     ranges: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
     installed: Callable[[str], str | None],
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, version, first, end) for each installed package outside its range."""
+    """Yield (name, version, lowest, end) for each package whose version is not in its range."""
     for name, (first, end) in ranges.items():
         version = installed(name)
         if version is None:  # a package without metadata is accepted
@@ -193,7 +193,7 @@ _PACKAGES = (
 
 
 def describe_environment(device: str) -> dict[str, str]:
-    """Return the command, versions of packages, and the machine as text, by name."""
+    """Return texts about the command, the machine and the versions of packages."""
     return {
         "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
         "device": device,

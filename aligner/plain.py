@@ -19,11 +19,10 @@ _MOST_SHOWN = 200  # characters of a value that is neither number nor text
 def plain(value: Any, depth: int = 0) -> Any:
     """Convert ``value`` to None, bool, int, float, str, list and dict, without subclasses.
 
-    Enumeration members become their values, arrays and numbers of numpy or torch lists and numbers,
-    tuples and sets lists, and keys of mappings strings. NaN and infinity become ``"NaN"``,
-    ``"Infinity"`` and ``"-Infinity"``. Integers of more than 64 bits, other objects, and values
-    nested more than 64 levels deep become the start of their ``repr``. Unpaired surrogates become
-    ``?``.
+    Enumeration members become their values. Arrays become lists or numbers, tuples and sets become
+    lists, and keys become strings. NaN and infinity become ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``. Integers of more than 64 bits, other objects, and values nested more than 64
+    levels deep become the start of their ``repr``. Unpaired surrogates become ``?``.
     """
     # Convert scalars with methods of the base class, so that no code of a subclass runs.
     if value is None or isinstance(value, bool):
@@ -41,7 +40,7 @@ def plain(value: Any, depth: int = 0) -> Any:
             return "NaN"
         return "Infinity" if number > 0 else "-Infinity"
 
-    # Convert containers.
+    # Convert containers. A key may be a scalar or an enumeration member.
     if depth < _DEEPEST:
         if isinstance(value, Enum):
             return plain(value.value, depth + 1)

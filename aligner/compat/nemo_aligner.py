@@ -143,7 +143,7 @@ _TUNING = (
 
 
 def remedy(key: str) -> str | None:
-    """Return what replaces a key of NeMo-Aligner, or None for a key that is not in the tables."""
+    """Return what replaces a key of NeMo-Aligner, or None for an unknown key."""
     if key.startswith("critic."):  # NeMo-Aligner's configuration of the critic calls it model
         key = "model." + key.removeprefix("critic.")
     ppo_key = _ppo_key(key)

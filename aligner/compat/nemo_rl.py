@@ -28,7 +28,7 @@ Backend = Literal["megatron", "dtensor"]
 
 
 class ValueConfig(TypedDict, total=False):
-    """NeMo-RL's settings of a value model. `KEYS` has the keys in its sections."""
+    """NeMo-RL's settings of a value model. `KEYS` lists the keys in its sections."""
 
     model_name: ModelPath
     tokenizer: Section
@@ -154,7 +154,7 @@ class PublishedRole:
     dense_only: tuple[tuple[str, Any, str], ...] = ()
 
     def check_experts(self, num_experts: int | None) -> None:
-        """Raise `ConfigError` if the model has experts and ``dense_only`` lists settings."""
+        """Raise `ConfigError` if the model has experts, which ``dense_only`` settings exclude."""
         if num_experts is not None and self.dense_only:
             raise ConfigError(
                 f"the model has {num_experts} experts, for which these settings are not supported\n"
@@ -243,8 +243,8 @@ def _backend(values: Section, name: str) -> Backend:
     if megatron == dtensor:
         both = "both are" if megatron else "neither is"
         raise ConfigError(
-            f"{name}.megatron_cfg.enabled, {name}.dtensor_cfg.enabled: {both} true. Set exactly "
-            "one of them to true"
+            f"one of {name}.megatron_cfg.enabled and {name}.dtensor_cfg.enabled must be true, but "
+            f"{both} true. Set exactly one of them to true"
         )
     return "megatron" if megatron else "dtensor"
 
@@ -268,7 +268,7 @@ def _settings(
 
 
 def _translated_value(path: str, value: Any) -> Any:
-    """Convert a value of NeMo-RL for this library. Raises `ConfigError` if it is not supported."""
+    """Convert the value of NeMo-RL's key ``path``. Raises `ConfigError` if it is not supported."""
     if path.endswith(".env_vars") and isinstance(value, Mapping):
         return {variable: str(text) for variable, text in value.items()}
     if path in _VALUES:

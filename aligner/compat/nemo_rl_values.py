@@ -166,7 +166,7 @@ def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
             notes.refuse("scheduler", part, "LinearLR to or from 1, ConstantLR of 1, or a cosine")
     # The decay must begin when the warm-up ends.
     milestones = [step for part in parts for step in part.get("milestones") or ()]
-    if milestones[:1] not in ([], [schedule.warmup_steps]):
+    if milestones and milestones[0] != schedule.warmup_steps:
         notes.refuse("scheduler", {"milestones": milestones}, "milestones at total_iters")
     return schedule
 

@@ -58,11 +58,11 @@ def translate(path: str | Path) -> str:
         label = "the file" if is_nemo_rl else "trainer"
         raise ConfigError(
             f"{path}: {label} has none of the sections {', '.join(sections)}. "
-            "Translate a configuration of one of these algorithms"
+            "Give a configuration of one of these algorithms"
         )
     algorithm, loop = sections[section]
 
-    # Translate the keys.
+    # Translate the dotted keys and their values.
     if is_nemo_rl:
         settings = dict(_from_nemo_rl(values, section, loop, notes))
     else:
@@ -78,7 +78,8 @@ def translate(path: str | Path) -> str:
             check_key(key, entry.root_class)
             arguments.append(shlex.quote(f"{key}={as_override(value)}"))
         except ConfigError as error:
-            notes.refused.append((key, value, str(error).partition(": ")[2]))
+            problem = str(error).partition(": ")[2]  # without the key
+            notes.refused.append((key, value, problem))
     command = " \\\n    ".join([f"aligner train-{entry.name}", *arguments])
     comments = table(notes.refused).splitlines() if notes.refused else []
     if notes.ignored:

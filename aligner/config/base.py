@@ -30,7 +30,7 @@ BASES = {
 
 
 def default_tree(section: Any) -> dict[str, Any]:
-    """Return a section's defaults, or an instance's values, as a nested dict. Required: ``???``."""
+    """Return the defaults of a dataclass, or the values of an instance, as a nested dict."""
     cls = section if isinstance(section, type) else type(section)
     tree: dict[str, Any] = {}
     value: Any

@@ -89,7 +89,7 @@ def launch(
 
 
 def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], list[str]]:
-    """Separate arguments that remove an optional section, ``SECTION=null`` or ``~SECTION``.
+    """Separate arguments that remove optional sections of ``root``: ``X=null`` or ``~X``.
 
     Returns (remaining arguments, names of the removed sections). Raises `ConfigError` if a
     remaining argument sets a key of a removed section.
@@ -219,7 +219,7 @@ def _unescaped(argument: str) -> str:
 def _accepted(
     argument: str, root: type, conf_dir: Path | None, folders: Sequence[Path], allows_sweep: bool
 ) -> list[str]:
-    """Check an argument and return it for hydra, in a list. Return [] for a key without effect."""
+    """Return ``argument`` in hydra's syntax, in a list, or [] for a key without effect."""
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
@@ -252,14 +252,14 @@ def _accepted(
             _check_option(argument, key, value, root, folders)
         return [argument]
 
-    # Keys of the dataclasses.
+    # Keys of the dataclasses. hydra's ++ sets a key whether the YAML file has it or not.
     if is_inert(key, value):
         return []
     check_key(key, root)
     return [argument if override.is_delete() else "++" + argument.lstrip("+")]
 
 
-def _check_option(label: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
+def _check_option(origin: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
     """Raise `ConfigError` if a config group lacks the option, or this script does not accept it."""
     if not folders:
         return
@@ -276,7 +276,7 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
         hint = f"The groups are the folders of {folders[0]}"
         if similar:
             hint = f"Did you mean {similar[0]}?"
-        raise ConfigError(f"{_short(label)}: no config group {group}. {hint}")
+        raise ConfigError(f"{_short(origin)}: no config group {group}. {hint}")
     options = _options_of(root, group, files, folders[0])
 
     # The selected options.
@@ -286,12 +286,12 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
             continue
         similar = difflib.get_close_matches(name[:64], options, n=1)
         reason = f"{group} is a group of settings, and this is not one of its options. "
-        if similar:
-            reason += f"Did you mean {similar[0]}? "
         if name in files:
             reason = "this is an option of other scripts, and this script does not read it. "
+        elif similar:
+            reason += f"Did you mean {similar[0]}? "
         remedy = f"Options: {', '.join(options)}. Single settings are written {group}.KEY=VALUE"
-        raise ConfigError(f"{_short(label)}: {reason}{remedy if options else 'Remove it'}")
+        raise ConfigError(f"{_short(origin)}: {reason}{remedy if options else 'Remove it'}")
 
 
 def _options_of(root: type, group: str, files: Mapping[str, Path], conf_dir: Path) -> list[str]:

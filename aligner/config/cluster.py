@@ -14,7 +14,7 @@ from aligner.foreign_keys import shown
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Engine that starts the policy's devices x num_nodes workers, and options of Ray."""
+    """Engine that starts the worker processes, local or Ray, and options of Ray."""
 
     engine: Literal["local", "ray"] = "local"
     """Processes of the workers. `local`: the processes that torchrun or the script starts. `ray`:
@@ -49,7 +49,7 @@ class ClusterConfig:
     """`ray`: maximum number of restarts after the death of a worker."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message for options of the other engine, and for numbers of workers."""
+        """Yield an error message for the other engine's options, and invalid numbers of workers."""
         # Local engine: all models share the processes of the run.
         layouts_differ = run.value_parallel != run.model.parallel
         if self.engine == "local":

@@ -13,7 +13,7 @@ from aligner.config.fields import Count, Positive, Source, SpecialTokensInText
 
 @dataclass(frozen=True)
 class PromptSourceConfig:
-    """A set of prompts: where its rows come from."""
+    """Source of a set of prompts: files or generator functions."""
 
     source: Source | tuple[Source, ...]
     """Files or generator functions: one, or a list. A source is a file (`.jsonl`, `.json`, `.csv`,

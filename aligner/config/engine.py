@@ -13,7 +13,7 @@ from aligner.architecture import GPTArchitecture
 
 
 class EngineResources(NamedTuple):
-    """Devices and memory of rollout engines. Used to place them, and by `aligner plan`."""
+    """Devices and memory of rollout engines, for their placement and for `aligner plan`."""
 
     title: str  # of the engine
     engines: int  # each samples its share of every rollout
@@ -63,12 +63,16 @@ class EngineConfig:
         return None
 
     def check_model(self, architecture: GPTArchitecture) -> None:
-        """Raise `ConfigError` if the engine cannot load the model. Called before it is built."""
+        """Raise `ConfigError` if the engine cannot load the model. Called before models exist."""
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
         """Yield an error message for each invalid setting. ``key``: dotted key of the settings."""
         yield from ()
 
     def recording_problems(self, record: str, key: str, run: Any) -> Iterator[str]:
-        """Yield error messages if the engine cannot record the tokens that top-k and top-p keep."""
+        """Yield error messages if the engine cannot record the tokens that top-k and top-p keep.
+
+        ``record``: key and value at the start of a message. ``key``: key of the algorithm's
+        section.
+        """
         yield f"{record}: {self.title} does not record filtered tokens. Set it to 0"

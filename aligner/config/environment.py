@@ -27,7 +27,7 @@ def _without_open_quotation(command: str) -> str:
     except ValueError as error:
         raise PydanticCustomError(
             "command",
-            "{key}={command}: {error}. Write it as a list of words",
+            "{key}={command} cannot be split into words: {error}. Write it as a list of words",
             {"command": repr(command), "error": str(error)},
         ) from error
     return command
@@ -116,7 +116,7 @@ class EnvironmentConfig:
 
     @property
     def environment_class(self) -> str | None:
-        """Import path of the environment's class: ``factory``, or the class of ``tools``."""
+        """Import path of the environment's class: ``factory``, or a built-in one for ``tools``."""
         return _TOOLS_CLASS if self.tools else self.factory
 
     @property

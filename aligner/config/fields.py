@@ -41,7 +41,7 @@ def aliases(spellings: Mapping[str, Any]) -> BeforeValidator:
 
 
 def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
-    """Return a validator for strings in ``names``, or import paths, as ``or_path`` describes."""
+    """Return a validator for the strings in ``names``, or with ``or_path`` also import paths."""
 
     def check(text: str) -> str:
         if text in names or (or_path and re.search("[:.]", text)):

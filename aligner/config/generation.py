@@ -72,7 +72,7 @@ class GenerationConfig:
 
     @property
     def engine(self) -> EngineConfig | None:
-        """Settings of the selected engine, None for the policy's workers. Raises `ConfigError`."""
+        """Settings of the engine, None if the policy samples. Raises `ConfigError` if invalid."""
         if self.backend == "megatron":
             return None
         if not self.is_user_defined:

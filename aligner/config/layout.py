@@ -43,7 +43,7 @@ class ParallelConfig:
         return 2 * self.context if self.context > 1 else 1
 
     def row_multiple(self, sequence_length_round: int = 1) -> int:
-        """Return the number of which row lengths are multiples on each context-parallel rank."""
+        """Return a multiple of ``sequence_length_round`` that divides row lengths on every rank."""
         # Sequence parallelism splits a row over the tensor-parallel ranks.
         shares = self.tensor if self.sequence_parallel else 1
         return math.lcm(shares, sequence_length_round)
@@ -56,7 +56,7 @@ class ParallelConfig:
 def check_layout(
     architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str = "model"
 ) -> None:
-    """Raise `LayoutError`, with valid sizes, if a layout does not fit. ``section``: its key."""
+    """Raise `LayoutError` if a layout does not fit. ``section``: key of the layout in messages."""
     if problems := [*_layout_problems(architecture, parallel, world_size, section)]:
         raise LayoutError("\n".join(problems))
 

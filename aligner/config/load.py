@@ -46,11 +46,11 @@ def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # ty
 
 
 def with_built_in_task(config: DictConfig) -> str:
-    """Fill in missing data and a missing reward in place. Return a note for the user, or "".
+    """Set missing data and a missing reward in place. Return a note for the user, or "".
 
-    Without a reward, the data and reward of the built-in arithmetic task are set, unless the data
-    are other data. Without data, a run with an environment gets 1024 empty rows, because the
-    environment provides the tasks.
+    If the reward is missing, and no data or only the arithmetic task's data are set, data and
+    reward of the built-in arithmetic task are set. If a run with an environment has no data, 1024
+    empty rows are set, because the environment provides the tasks.
     """
     values = OmegaConf.to_container(config)  # interpolations are not resolved yet
 

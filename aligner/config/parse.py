@@ -100,7 +100,7 @@ def check_fields(values: Any) -> None:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise a `ConfigError` that lists all messages in ``problems``. No messages, no error."""
+    """Raise a `ConfigError` that lists the messages in ``problems``, if there are any."""
     messages = list(dict.fromkeys(problems))
     if len(messages) > 1:
         lines = "".join(f"\n- {message}" for message in messages)
@@ -256,7 +256,7 @@ def _problem(cls: Any, error: Mapping[str, Any], prefix: str) -> _Problem:
 
 
 def _key_and_type(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
-    """Follow ``path`` from ``key`` of type ``hint``. Return the key and type found there."""
+    """Return (dotted key, type) of the value at ``path`` below ``key``, whose type is ``hint``."""
     for step in path:
         below = type_below(hint, step)
         if below is not None:

@@ -121,11 +121,11 @@ class BaseRunConfig:
         return False
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield the messages of `share_problems` for the configured numbers of processes."""
+        """Yield an error message for each global batch that cannot be split over the processes."""
         return self.share_problems(self.trainer.world_size, self.value_world_size)
 
     def share_problems(self, world_size: int, value_world_size: int = 0) -> Iterator[str]:
-        """Yield an error message for each global batch that these processes cannot split evenly."""
+        """Yield an error message for each global batch that these process counts cannot split."""
         for role, section in self.trained_roles.items() if not self.model.token_budgets else ():
             # The critic may have another layout and other workers.
             is_critic = role == "critic"
@@ -195,7 +195,7 @@ class SamplingRunConfig(BaseRunConfig):
         yield from self.length_problems(self.data.max_prompt_length or 1)
 
     def length_problems(self, longest_prompt: int) -> Iterator[str]:
-        """Yield an error message for each token limit below the longest prompt and response."""
+        """Yield an error message for each token limit that prompt and response may exceed."""
         response = self.model.rollout.length_params.max_length
         longest = longest_prompt + response
         for name, tokens in self.model.token_limits.items():

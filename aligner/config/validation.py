@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Sampling of responses to validation prompts. None means the option of rollouts."""
+    """Sampling options for validation prompts. None means the value of the rollouts' option."""
 
     samples_per_prompt: Count = 1
     """Responses to each prompt. Above 1, `mean_at_n`, `pass_at_k` and `maj_at_k` are measured, each
@@ -96,10 +96,9 @@ class AnswerSamplingConfig(SamplingParams, LengthParams):
 def answer_problems(
     key: str, samples_per_prompt: int, greedy: bool, sets_key: str, sets: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield an error message for identical greedy samples, and for invalid names of sets.
+    """Yield an error message if several samples are greedy, and for invalid names of sets.
 
-    ``key``: dotted key of ``samples_per_prompt`` and ``use_greedy``. ``sets_key``: dotted key of
-    ``sets``, which has the name of a set as key.
+    ``key`` and ``sets_key``: dotted keys of the section with ``greedy`` and of ``sets``.
     """
     if greedy and samples_per_prompt > 1:
         yield (

@@ -45,7 +45,7 @@ def has_gpu() -> bool:
 
 @contextlib.contextmanager
 def gpus_left_to_others() -> Iterator[None]:
-    """Context manager: compute on the CPU, because using a GPU takes 0.5 GiB of its memory."""
+    """Context manager: use only the CPU. Even an idle process takes 0.5 GiB of GPU memory."""
     global _gpus_hidden
     _gpus_hidden = True
     has_gpu.cache_clear()
@@ -105,7 +105,7 @@ def release_memory() -> None:
 
 
 def release_shared_memory() -> None:
-    """Return torch's cached GPU memory, if other processes use the GPU too (`SHARED_DEVICE`)."""
+    """Call `release_memory`, if other processes use the GPU, too (`SHARED_DEVICE`)."""
     if os.environ.get(SHARED_DEVICE) == "1":
         release_memory()
 
@@ -250,7 +250,7 @@ def to_device(tensor: Tensor, where: torch.device | None = None) -> Tensor:
 
 
 class HostCopy:
-    """Asynchronous copies of tensors [...] in host memory, without later changes to them."""
+    """Snapshot of tensors [...] in host memory, copied asynchronously."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._end: torch.cuda.Event | None = None
@@ -300,7 +300,7 @@ def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
 
 
 def sharing_key() -> str:
-    """Return an id of the GPU, or without one of the machine. Equal ids: memory can be shared."""
+    """Return an id of the GPU, else of the machine. Processes with equal ids can share memory."""
     if has_gpu():
         return f"GPU {torch.cuda.get_device_properties(device()).uuid}"
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -315,7 +315,7 @@ def export_tensor(tensor: Tensor) -> Any:
 
 
 def import_tensor(exported: Any) -> Tensor:
-    """Open another process's GPU tensor, given the result of `export_tensor` there."""
+    """Open a GPU tensor of another process. ``exported``: result of `export_tensor` there."""
     # The GPU may have another index in the other process.
     rebuild, arguments = exported
     values = list(arguments)

@@ -60,7 +60,7 @@ class _Mapped(mmap.mmap):
 
 
 def private_memory(size: int, extra_flags: int = 0) -> memoryview:
-    """Allocate ``size`` bytes of zeros. They are freed with their last view."""
+    """Allocate ``size`` bytes of zeros with mmap. They are freed with their last view."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | extra_flags
     return memoryview(_Mapped(-1, max(1, size), flags=flags))
 

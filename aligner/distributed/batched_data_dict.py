@@ -33,11 +33,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     In shards made by `shard_by_batch_size`, four attributes are lists with one entry per global
     batch. In other batches they are None.
 
-    * ``elem_counts_per_gb``: number of rows of the global batch in this shard. *
-    ``largest_counts_per_gb``: number of rows of the global batch in the largest shard. *
-    ``micro_batch_indices``: list of (first row, end row) of each micro-batch, relative to the
-    global batch. * ``micro_batch_lengths``: padded width of each dynamic micro-batch, or padded
-    number of tokens of each packed micro-batch.
+    * ``elem_counts_per_gb``: number of rows of the global batch in this shard.
+    * ``largest_counts_per_gb``: number of rows of the global batch in the largest shard.
+    * ``micro_batch_indices``: first row and end row of each micro-batch, in the global batch.
+    * ``micro_batch_lengths``: padded width of each dynamic micro-batch, or padded number of tokens
+      of each packed micro-batch.
     """
 
     elem_counts_per_gb: list[int] | None = None
@@ -230,7 +230,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict]":
-        """Yield a global batch's planned micro-batches, cut to their widths in ``sequence_dim``."""
+        """Yield the micro-batches planned for a global batch, truncated in ``sequence_dim``."""
         bounds, lengths = self._only_global_batch()
         for (start, end), length in zip(bounds, lengths, strict=True):
             microbatch = self.slice(start, end)

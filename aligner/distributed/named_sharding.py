@@ -24,7 +24,7 @@ class NamedSharding:
         is_integer = array.dtype != object and np.issubdtype(array.dtype, np.integer)
         if not is_integer or len(np.unique(array)) != array.size:
             raise LayoutError(
-                f"layout={layout!r} must be a rectangular array of integer ranks, each once"
+                f"layout={layout!r} must be a rectangular array with each integer rank once"
             )
         if not array.ndim == len(names) == len(set(names)):
             raise LayoutError(
@@ -77,7 +77,7 @@ class NamedSharding:
         return [int(rank) for rank in np.ravel(self._select(coords))]
 
     def get_ranks(self, **coords: int) -> "NamedSharding | int":
-        """Return the ranks at ``coords``, over the remaining axes. Without any, return one rank."""
+        """Return the ranks at ``coords``, over the remaining axes, or an int if no axis remains."""
         selected = self._select(coords)
         if selected.ndim == 0:
             return int(selected)

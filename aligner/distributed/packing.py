@@ -86,7 +86,7 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> Bins:
-        """Assign every index of ``lengths`` to one bin within the capacity, and return the bins."""
+        """Assign every index of ``lengths`` to one bin within the capacity."""
 
     def pack(self, sequence_lengths: Sequence[int]) -> Bins:
         """Return the sequences' indices in each bin. Raises `DataError` for a too long sequence."""
@@ -95,7 +95,7 @@ class SequencePacker(ABC):
             if not 0 <= length <= self.bin_capacity:
                 raise DataError(
                     f"sequence {index} has {length} tokens, but a packed row has at most "
-                    f"{self.bin_capacity}. Raise the token budget or drop the sequence"
+                    f"{self.bin_capacity}. Raise this limit, or drop the sequence"
                 )
         bins = self._pack(lengths)
         count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)
@@ -167,9 +167,9 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bi
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """Packer of Johnson and Garey, "A 71/60 theorem for bin packing", 1985.
 
-    Each sequence longer than half the capacity gets its own bin. To each bin one medium sequence
-    (more than a third of the capacity) or two small ones (more than a sixth) are added. `first_fit`
-    packs the rest, longest first.
+    Each sequence longer than half the capacity gets a bin. Such a bin also gets one medium sequence
+    (more than a third of the capacity) or two small ones (more than a sixth). `first_fit` packs the
+    rest, longest first.
     """
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
@@ -236,7 +236,7 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """Return the packer of ``algorithm``, in upper or lower case. Raises `ConfigError`."""
+    """Return the packer called ``algorithm`` (upper or lower case). Raises `ConfigError`."""
     if isinstance(algorithm, str):
         names = {name.value: name for name in PackingAlgorithm}
         if algorithm.lower() not in names:

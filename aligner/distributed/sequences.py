@@ -137,8 +137,8 @@ def build_prefix_tree(
 def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -> PrefixTree | None:
     """Build the prefix tree of a batch, or return None if the tree saves too few tokens.
 
-    ``input_ids``: ``[b, S]``, right-padded. ``lengths``: ``[b]``. ``multiple``: number to whose
-    multiples runs (without a tree: sequences) are padded.
+    ``input_ids``: ``[b, S]``, right-padded. ``lengths``: ``[b]``. ``multiple``: runs of the tree,
+    or whole sequences without a tree, are padded to its multiples.
     """
     if len(lengths) < 2:
         return None
@@ -157,7 +157,7 @@ def _sorted_sequences(input_ids: IntArray, lengths: IntArray) -> IntArray:
 
 
 def _common_with_previous(input_ids: IntArray, lengths: IntArray) -> IntArray:
-    """Return the number of first tokens that each row shares with the previous row, ``[b]``."""
+    """For each row, return the length [b] of its common prefix with the previous row."""
     common = np.zeros(len(lengths), np.int64)
     for row in range(1, len(lengths)):
         shorter = min(lengths[row - 1], lengths[row])

@@ -183,7 +183,7 @@ def dynamic_plan(
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
     max_tokens = args["max_tokens_per_microbatch"]
     items, item_batches, row_lengths = _items(columns, args, batches, multiple, shards)
-    # An item of several rows is padded to its longest row, so count tokens of one row per item.
+    # An item is a group of rows that are padded to the longest of them, so limit one row's length.
     max_row_tokens = max_tokens // args.get("rows_per_group", 1)
     max_row_tokens = at_least("max_tokens_per_microbatch", max_row_tokens, 1)
     lengths = [max(row_lengths[row] for row in item.rows) for item in items]

@@ -205,7 +205,7 @@ class RayVirtualCluster:
             time.sleep(0.5)
 
     def _select_nodes(self) -> list[str] | None:
-        """Return a node with enough free resources for each number of bundles, or None."""
+        """Return one node per count of bundles, with enough free resources, or None."""
         from ray._private.state import available_resources_per_node
 
         free = available_resources_per_node()

@@ -46,7 +46,7 @@ def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 
 def phase(method: Callable[[Any], R]) -> Callable[..., R]:
-    """Like `on_all_workers`, for methods without arguments. Arguments are ignored (NeMo-RL)."""
+    """Like `on_all_workers`, for methods without arguments. Ignores arguments, like NeMo-RL."""
     call = on_all_workers(method)
     return functools.wraps(method)(lambda handle, *args, **kwargs: call(handle))
 
@@ -166,7 +166,7 @@ def micro_batching(
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
         "rows_per_group": rows_per_group,
-        "shared_prefixes": model.shared_prefixes and model.dropout == 0.0,  # dropout differs
+        "shared_prefixes": model.shared_prefixes and model.dropout == 0.0,  # not with dropout
     }
     if model.sequence_packing.enabled is True:
         arguments["algorithm"] = model.sequence_packing.algorithm

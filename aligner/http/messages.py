@@ -18,7 +18,7 @@ def parse_json(body: bytes | bytearray) -> Any:
 
 
 def validated(kind: type[Message], value: Any) -> Message:
-    """Return ``value`` as a pydantic ``kind``. Raises `DataError` for the first invalid key."""
+    """Return ``value`` as an instance of ``kind``. Raises `DataError` for the first invalid key."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

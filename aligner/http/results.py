@@ -33,7 +33,7 @@ class Results(Generic[Result]):
 
     @contextlib.contextmanager
     def while_connected(self, request: Request) -> Iterator[None]:
-        """Context manager in which `of` raises if the client disconnects. Read the body before."""
+        """Context manager in which `of` raises if the client disconnects. Read its body first."""
 
         async def report_disconnect() -> None:
             while (await request.receive())["type"] != "http.disconnect":

@@ -14,7 +14,7 @@ Z95 = 1.959963984540054  # standard deviations on each side that contain 95 % of
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts, and its standard error, or None for a single prompt."""
+    """A mean over prompts and its standard error. The error is None for a single prompt."""
 
     value: float
     error: float | None

@@ -109,11 +109,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class _Line(NamedTuple):
-    """Byte range of a line, and its step, or None for a damaged line."""
-
-    start: int
+    start: int  # index of the line's first byte
     end: int
-    step: int | None
+    step: int | None  # None for a damaged line
 
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any] | None, _Line]]:

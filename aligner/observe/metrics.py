@@ -35,7 +35,7 @@ class MetricInfo(NamedTuple):
 
 
 def _read_tables(path: Path) -> tuple[dict[str, MetricInfo], dict[str, MetricInfo]]:
-    """Read Markdown tables of metrics. Return those with a full name, and those with a prefix."""
+    """Read Markdown tables of metrics. Return (metrics by name, metrics by prefix of the name)."""
     groups: dict[str, dict[str, MetricInfo]] = {}
     prefixes: dict[str, MetricInfo] = {}
     section: list[str] = []
@@ -153,7 +153,7 @@ class MetricsWriter:
         self._loggers: Sequence[Logger] | None = None
 
     def write(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Sample] = ()) -> None:
-        """Append the lines of a new ``step``. ``metrics``: numbers or scalar tensors, by name."""
+        """Append the lines of a new ``step``. ``metrics``: name → number or scalar tensor."""
         if not self._files:
             return
         check_names(metrics)

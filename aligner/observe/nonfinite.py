@@ -47,7 +47,7 @@ def write_nonfinite(
     Args:
         folder: directory of the run.
         role: the model that was updated, ``policy`` or ``critic``.
-        scalars: loss, gradient norm and other scalars by name.
+        scalars: loss, gradient norm and other scalars.
         batch: columns of the mini-batch, such as ``input_ids`` int64 [B, S].
         texts: text of prompt and response of each row, or None.
         update: index of the mini-batch in this pass over the rollout, from 0.

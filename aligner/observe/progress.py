@@ -121,7 +121,7 @@ class ConsoleProgress:
         return "  ".join(parts)
 
     def remaining(self) -> str:
-        """Return ``12.3 s/step  ETA 0:04:06`` by recent steps, or "" before the first step."""
+        """Return ``12.3 s/step  ETA 0:04:06``, estimated from recent steps. "" before the first."""
         if not self._seconds:
             return ""
         step_s = sum(self._seconds) / len(self._seconds)

@@ -17,7 +17,7 @@ from aligner.packages import PackageStatus
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Memory in bytes that one model needs in one process."""
+    """Memory that one model needs in one process."""
 
     name: str  # policy, critic, reference, …
     parameters: int  # number of parameters in the whole model, without adapters
@@ -169,7 +169,7 @@ def saving_sentence(
 def supervised_arithmetic(
     examples: int, updates: int, batch_size: int, micro_batch_size: int, data_parallel_size: int
 ) -> list[str]:
-    """Return sentences about batches, if ``updates`` optimizer steps learn from ``examples``."""
+    """Return sentences about the batches of ``updates`` optimizer steps on ``examples``."""
     per_rank = batch_size // data_parallel_size
     epochs = updates * batch_size / examples
     return [

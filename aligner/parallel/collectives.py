@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Combine scalars by key: maximum for keys in ``_max``, minimum for ``_min``, else sum."""
+    """Combine scalars by key: max for keys ending in ``_max``, min for ``_min``, else sum."""
     total: dict[str, Tensor] = {}
     for part in parts:
         for key, value in part.items():
@@ -49,7 +49,7 @@ def reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup) -> d
 def count_denominators(
     batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup
 ) -> tuple[Denominators, Tensor]:
-    """Count the valid tokens and sequences of a global batch, by which losses are divided.
+    """Count a global batch's valid tokens and sequences, the denominators of its losses.
 
     ``batch``: this rank's rows, with ``token_mask`` [B, S] and ``sample_mask`` [B]. Returns (counts
     over all ranks, number of this rank's valid tokens as a float64 scalar).
@@ -66,7 +66,7 @@ def count_denominators(
 def reduce_result(
     parts: Iterable[Mapping[str, Tensor]], own_tokens: Tensor, dp_group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Combine metrics of all ranks. ``own_tokens`` (a scalar) is added as ``valid_tokens``."""
+    """Combine micro-batch metrics of all ranks. Add ``own_tokens`` (scalar) as ``valid_tokens``."""
     return reduce_metrics({**combine_metrics(parts), "valid_tokens": own_tokens}, dp_group)
 
 

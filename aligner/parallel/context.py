@@ -27,7 +27,7 @@ def local_position(offset: Positions, chunk: Positions, rank: int, size: int) ->
 
 
 def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions, Positions]:
-    """Return the rank that has ``position``, and the offset there. Inverse of `local_position`."""
+    """Return (rank, offset there) of the token at ``position``. Inverse of `local_position`."""
     index = position // chunk
     in_second = index >= size
     rank = index + in_second * (2 * size - 1 - 2 * index)

@@ -38,13 +38,13 @@ _BROKEN_LINK = ("gloo", "nccl", "connection", "socket", "timed out")
 
 
 def silence_limit(timeout_s: float) -> float:
-    """Return the seconds without a heartbeat after which a rank counts as dead: 10 s or longer."""
+    """Return after how many seconds without heartbeat a rank counts as dead (at least 10)."""
     return max(_LEAST_SILENCE_S, timeout_s / 30)
 
 
 @dataclass(frozen=True)
 class _Process:
-    """Process of a rank. A ``pid`` identifies it only within one host and pid ``namespace``."""
+    """Process of a rank. Process ids are unique only within a host and a pid ``namespace``."""
 
     rank: int
     role: str

@@ -91,7 +91,7 @@ class Choice:
 
     @property
     def plain_text(self) -> str:
-        """`text` without skipped special tokens, which a buffered `text` contains."""
+        """`text` without the special tokens that the request skips."""
         text = self.text
         for token in set(self.ids) & self._special if self._skips_special else ():
             text = text.replace(self._tokenizer.decode([token]), "")
@@ -186,7 +186,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _new_content(self, choice: Choice, text: str) -> tuple[Json, str | None]:
-        """Return (content, finish reason) of a chunk with new ``text``. Not ended: reason None."""
+        """Return (content of a chunk with new ``text``, finish reason or None before the end)."""
 
     @abstractmethod
     def _logprobs(self, choice: Choice, start: int) -> Json:

@@ -101,7 +101,7 @@ class Service:
         return await self._sample(request, CompletionRequest, CompletionAnswer)
 
     async def begin_session(self, request: Request) -> dict[str, str]:
-        """Begin a session. Return its id, and the key of requests whose answers it records."""
+        """Begin a session. Return its id and key. Answers to requests with the key are recorded."""
         check_bearer(request, self.token)
         async with self._read(request, SessionRequest) as body:
             session = self.sessions.begin(body.seed)
@@ -251,7 +251,7 @@ class Service:
 def policy_server(
     address: tuple[str, int], service: Service, setting: str
 ) -> AbstractContextManager[tuple[str, int]]:
-    """Return `http_server` for the endpoints of ``service``. ``setting``: see there."""
+    """Return `http_server` for ``service``. ``address`` and ``setting`` are its arguments."""
     routes: Routes = {
         "GET /health": service.health,
         "GET /v1/models": service.models,

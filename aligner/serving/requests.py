@@ -238,7 +238,7 @@ def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
-    """Convert messages for chat templates: text as content, no null keys. Raises `DataError`."""
+    """Convert messages for chat templates. Raises `DataError` for content that is not text."""
     return [_plain(message, f"messages.{index}") for index, message in enumerate(messages)]
 
 

@@ -50,7 +50,7 @@ class Served:
         return with_bos(self.tokenizer, ids) if self.add_bos else ids
 
     def shortened(self, text: str) -> str:
-        """Shorten a very long text, to save time. The rest is still refused as too long."""
+        """Shorten a very long text, to save time. What remains is still refused as too long."""
         length = 2 * self.positions
         while length < len(text):
             if len(self.tokenizer.encode(text[:length])) > self.positions + self.positions // 4:

@@ -53,7 +53,7 @@ class RecordedSequence:
         return list(prompt[: len(self.ids)]) == self.ids
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
-        """Append tokens sampled in the turn number ``turn``, or for 0 tokens of a prompt."""
+        """Append tokens sampled in turn ``turn`` (from 1). Turn 0: tokens of a prompt."""
         self.ids += ids
         self.logprobs += logprobs
         self.turn_ids += [turn] * len(ids)
@@ -192,7 +192,7 @@ class Session:
         raise DataError(text)
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
-        """Cancel reserved answers, given by indices from `admit`. They count for the limit."""
+        """Cancel reserved answers, given by indices from `admit`. They still count as answers."""
         with self._lock:
             self._expected = {n: key for n, key in self._expected.items() if n not in requests}
             self._drop_texts(prompts)
@@ -265,7 +265,7 @@ class Session:
                 self._texts.pop(key, None)
 
     def _start_sequence(self, prompt: Sequence[int]) -> None:
-        """Add an empty sequence, with the earlier sequence that shares the longest prefix."""
+        """Add an empty sequence. Record the earlier sequence with the longest common prefix."""
         new = RecordedSequence()
         for index, sequence in enumerate(self.sequences):
             shared = common_prefix(sequence.ids, prompt)

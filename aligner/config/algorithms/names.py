@@ -22,7 +22,7 @@ class Algorithm(NamedTuple):
 
 
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
-    """Return the algorithm of a configuration, given as nested dicts, also from a saved run."""
+    """Return the algorithm of a configuration: nested dicts of a current or a saved run."""
     sections = ("ppo", "rs", "sft", "dpo", "reward_model", "distill")
     trainer = config["trainer"]
     section = next(name for name in sections if name in trainer)
@@ -47,7 +47,7 @@ def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
 
 
 def _variants(loop: Mapping[str, Any], policy: Mapping[str, Any]) -> list[str]:
-    """Return the names of variants of GRPO, such as DAPO, whose options are set."""
+    """Return the variants of GRPO, such as DAPO, that ``trainer.ppo`` and ``model.ppo`` select."""
     eps = policy.get("ratio_eps")
     clips_higher = isinstance(eps, Sequence) and len(set(eps)) > 1
     surrogate = SURROGATES.get(policy.get("surrogate", ""))

@@ -166,7 +166,7 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
     """Number of pairs to measure, from the beginning of the data."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message if the loss lacks columns, or an option of the other is set."""
+        """Yield an error message if columns are missing, or an option of the other loss is set."""
         data = run.data
         is_regression = self.loss == "regression"
         # Options for regression of ratings.

@@ -72,7 +72,7 @@ class AdvantageConfig:
         return self.estimator == "gae" or self.function is not None
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message for each option that the estimator needs or does not support."""
+        """Yield an error message for each option that does not fit the estimator, or is missing."""
         # Only gae uses a critic.
         estimator = f"{key}.estimator={self.estimator}"
         if self.estimator == "gae" and run.critic is None:
@@ -175,7 +175,7 @@ class RewardShapingConfig:
     The penalty of a truncated response is 1. `null` turns it off."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message for too long penalties, and if an environment is used."""
+        """Yield an error message for options that do not fit the length limit or an environment."""
         cache, lengths = self.overlong_cache, "model.ppo.length_params"
         longest = run.model.ppo.length_params.max_length
         if cache is not None and cache > longest:

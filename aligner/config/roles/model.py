@@ -79,7 +79,7 @@ class DynamicBatchingConfig(TokenBudgets):
 
 @dataclass(frozen=True)
 class ModelSourceConfig:
-    """A model and its parallel layout, which applies to all roles of a run."""
+    """A model, and its parallel layout, which all roles of the run have."""
 
     restore_from_path: ModelPath
     """The model to train: a `.nemo` file, an unpacked `.nemo`, or a Hugging Face directory."""

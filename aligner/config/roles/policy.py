@@ -76,7 +76,7 @@ def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
 
 
 def _budget_problems(model: TrainedModelConfig, key: str) -> Iterator[str]:
-    """Yield an error message for each token limit that is not a multiple of the padding."""
+    """Yield an error message for each token limit that padded rows would not fill exactly."""
     parallel, length_round = model.parallel, model.sequence_length_round
     multiple = math.lcm(
         parallel.sequence_multiple, parallel.context * parallel.row_multiple(length_round)

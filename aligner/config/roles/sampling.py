@@ -137,7 +137,7 @@ class CorrectionConfig:
         return self != CorrectionConfig()
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message for bounds without the ratio 1, and options without effect."""
+        """Yield an error message for bounds that exclude 1, and for options without effect."""
         # Bounds must include 1, the ratio of equal policies.
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
@@ -300,7 +300,7 @@ class PolicyPPOConfig(RolloutConfig):
         return self.ratio_eps, self.ratio_eps
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield error messages for ``loss_kwargs`` without a loss, and ineffective recording."""
+        """Yield error messages for ``loss_kwargs`` without a loss, and for useless recording."""
         yield from super().problems(key, run)
         if self.loss_kwargs and self.loss is None:
             yield (

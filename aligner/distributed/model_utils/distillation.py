@@ -42,7 +42,7 @@ def get_distillation_topk_logprobs_from_logits(
 
     Returns:
         Student log-probs [B, S-1, k], teacher log-probs [B, S-1, k], and the student's negative
-            entropy ``Σ_v p_v log p_v`` over the vocabulary [B, S-1] or None. All are float32.
+        entropy ``Σ_v p_v log p_v`` over the vocabulary [B, S-1] or None. All are float32.
     """
     if teacher_topk_indices.shape[-1] == 0:
         raise LayoutError("teacher_topk_indices has 0 tokens per position. Give at least 1")

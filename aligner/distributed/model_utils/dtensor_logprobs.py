@@ -26,8 +26,8 @@ def get_logprobs_from_vocab_parallel_logits(
     """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
 
     ``vocab_parallel_logits``: float [B, S, V], whose last dimension is sharded over the mesh
-    dimension ``tp``. V may be any number. For the other arguments see
-    `dtensor_from_parallel_logits_to_logprobs`.
+    dimension ``tp``. V need not be a multiple of the number of ``tp`` ranks. For the other
+    arguments see `dtensor_from_parallel_logits_to_logprobs`.
     """
     mesh = vocab_parallel_logits.device_mesh
     names = mesh.mesh_dim_names or ()
@@ -60,9 +60,9 @@ def local_shard(
 ) -> tuple[Tensor, VocabShard]:
     """Return this rank's logits [B, S / CP, V_local], and the range of their token ids.
 
-    ``logits``: a DTensor, or this rank's part of the logits. ``rank`` is needed for the latter: it
-    is the rank in ``group``, over which the padded vocabulary is split evenly. Raises `LayoutError`
-    if ``group`` is given without ``rank``.
+    ``logits``: a DTensor, or this rank's part, whose position is ``rank`` in ``group``. The group's
+    ranks share the padded vocabulary evenly. Raises `LayoutError` if ``group`` is given without
+    ``rank``.
     """
     width = logits.shape[-1]
     if isinstance(logits, DTensor) and group is None:

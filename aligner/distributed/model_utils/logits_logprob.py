@@ -45,7 +45,7 @@ class LogprobPlan:
         return cls(shard, chunk_size, sampling or TrainingSamplingParams())
 
     def chunk(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return positions ``rows`` of logits [..., V] over the temperature, without padding."""
+        """Return positions ``rows`` of logits [..., V], divided by the temperature, not padded."""
         chunk = logits[..., rows, : self.shard.columns].to(arithmetic_dtype(logits))
         return chunk if self.sampling.temperature == 1.0 else chunk / self.sampling.temperature
 

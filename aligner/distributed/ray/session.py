@@ -65,8 +65,8 @@ def _joined(address: str) -> Iterator[None]:
 
     if address.startswith("ray://"):
         raise ConfigError(
-            f"cluster.address={address} (or RAY_ADDRESS) is not supported. Run the command on a "
-            "machine of the cluster and give the address as host:port"
+            f"cluster.address={address} (or RAY_ADDRESS): Ray's client (ray://) is not supported. "
+            "Run the command on a machine of the cluster, and give the address as host:port"
         )
     text = f"cluster.address={address} (or RAY_ADDRESS): no Ray cluster answers at this address"
     remedy = "start a cluster with `ray start --head`, or set neither to start one in the run"

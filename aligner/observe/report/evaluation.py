@@ -36,7 +36,7 @@ def shown_name(name: str) -> str:
 def render_evaluation(
     model: str, sets: Mapping[str, EvaluatedSet], *, config: str, environment: Mapping[str, str]
 ) -> str:
-    """Return the HTML report of an evaluation. ``config``: the configuration as YAML text."""
+    """Return the HTML report of an evaluation. ``sets``: results by set. ``config``: YAML text."""
     prompts = sum(results.prompts for results in sets.values())
     answers = sum(results.prompts * results.samples_per_prompt for results in sets.values())
     return render(

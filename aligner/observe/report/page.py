@@ -31,7 +31,7 @@ def templates(folder: Path | None = None) -> "Environment":
 
 
 def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
-    """Return the page of ``template``. ``folder``: its folder, unless it is the library's."""
+    """Return ``template`` filled with ``values``. ``folder``: its folder. None: the library's."""
     return templates(folder).get_template(template).render(**values)
 
 
