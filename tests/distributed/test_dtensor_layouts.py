@@ -90,11 +90,11 @@ CASES = [
 ]
 # What tensor parallelism has to get right beyond plain Llama: norms of a rank's own heads, tied
 # embeddings, biases that are added once, a sliding window.
+TWO_LAYERS = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
 FAMILIES = {
     "tiny": TINY_ARCHITECTURE,
     "gpt2": dataclasses.replace(
-        TINY_ARCHITECTURE,
-        num_layers=2,
+        TWO_LAYERS,
         num_query_groups=8,
         activation="gelu_tanh",
         normalization="layernorm",
@@ -104,12 +104,10 @@ FAMILIES = {
         family="gpt2",
     ),
     "qwen3": dataclasses.replace(
-        TINY_ARCHITECTURE, num_layers=2, qk_layernorm=True, tie_embeddings=True, family="qwen3"
+        TWO_LAYERS, qk_layernorm=True, tie_embeddings=True, family="qwen3"
     ),
-    "biased": dataclasses.replace(TINY_ARCHITECTURE, num_layers=2, bias_linear=True),
-    "mistral": dataclasses.replace(
-        TINY_ARCHITECTURE, num_layers=2, window_size=6, family="mistral"
-    ),
+    "biased": dataclasses.replace(TWO_LAYERS, bias_linear=True),
+    "mistral": dataclasses.replace(TWO_LAYERS, window_size=6, family="mistral"),
 }
 
 
@@ -122,12 +120,7 @@ def start(folder, spec):
     short = dataclasses.replace(config.ppo, length_params=LengthParams(max_length=12))
     config = dataclasses.replace(config, ppo=short)
     cluster = LocalCluster(initialize_parallel(config.parallel))
-    section = CriticConfig(
-        restore_from_path=critic,
-        micro_batch_size=config.micro_batch_size,
-        global_batch_size=ROWS,
-        optim=OPTIM,
-    )
+    section = CriticConfig(critic, config.micro_batch_size, global_batch_size=ROWS, optim=OPTIM)
     with open_model(model) as source:
         tokenizer = source.tokenizer
     return (
