@@ -158,8 +158,7 @@ class ChildProcess:
         """Wait for the next answer to the last message. Return (kind, payload).
 
         ``deadline``: time of ``time.monotonic()`` at which the child is killed. ``time_limit_s``:
-        time limit in the error message. Raises the errors of `Program`, or the error that the child
-        sent.
+        time limit in the error message. Raises the errors of `Program`, or an error of the child.
         """
         try:
             kind, payload = self._read(deadline)
@@ -358,8 +357,7 @@ class _Pipe:
     """Messages over a socket. A header before each message contains its length.
 
     Deadlines are times of ``time.monotonic()``. 0 means not to wait, None no limit. After a
-    deadline `TimeoutError` is raised, and the next `receive` continues with the bytes received so
-    far.
+    deadline `TimeoutError` is raised. The next `receive` continues with the received bytes.
     """
 
     _HEADER = struct.Struct("!4sQ")
@@ -415,7 +413,7 @@ def _kill(
     owner: int,
     mark: str,
 ) -> None:
-    """Kill a child and its descendants, and remove its folder. Only process ``owner`` does so."""
+    """Kill a child and its descendants, and remove its folder, if this is process ``owner``."""
     if os.getpid() != owner:
         return
     end.close()

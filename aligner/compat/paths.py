@@ -166,8 +166,7 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
 def published(module: str, name: str) -> Any:
     """Return the object ``name`` from the first target of ``module`` that defines it.
 
-    Targets are the current modules of a published path in `PATHS`. Raises `AttributeError` if none
-    defines it.
+    `PATHS` lists the targets of a published module. Raises `AttributeError` if none defines it.
     """
     if not name.startswith("__"):
         for target in _targets(module):

@@ -120,8 +120,7 @@ def check_overrides(
     Raises:
         ConfigError: an argument is not ``key=value``, sets an unknown key, or selects an option
             that its config group does not contain or that this script does not support. The
-            defaults of the file in ``--config-name`` are checked, too. The error lists all invalid
-            arguments.
+            defaults of ``--config-name`` are checked, too. The error lists all invalid arguments.
     """
     # The folders that hydra searches, ``conf_dir`` first. None if some are unknown.
     folders: list[Path] = []

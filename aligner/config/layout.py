@@ -39,7 +39,7 @@ class ParallelConfig:
 
     @property
     def sequence_multiple(self) -> int:
-        """Number of which padded lengths are multiples: 2 x context-parallel size, or 1."""
+        """2 x context-parallel size, or 1 for size 1. Padded lengths are multiples of this."""
         return 2 * self.context if self.context > 1 else 1
 
     def row_multiple(self, sequence_length_round: int = 1) -> int:

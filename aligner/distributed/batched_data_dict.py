@@ -102,8 +102,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
 
         Raises:
             ConfigError: both kinds of arguments are given, or one of their values is invalid.
-            DataError: rows cannot be split evenly, a column is missing, or a row has too many
-                tokens.
+            DataError: rows cannot be split evenly, a column is missing, or a row is too long.
         """
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise ConfigError(

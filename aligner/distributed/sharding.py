@@ -176,7 +176,7 @@ def dynamic_plan(
 ) -> list[ShardPlan]:
     """Plan padded micro-batches for each shard.
 
-    Row groups with a shared prefix are packed, in micro-batches of their own. ``columns``: columns
+    Row groups with a shared prefix get separate, packed micro-batches. ``columns``: columns
     of the batch. ``batches``: row indices of each global batch. Raises `DataError` if a group of
     rows exceeds the maximum number of tokens.
     """

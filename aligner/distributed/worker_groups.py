@@ -278,7 +278,7 @@ class RayWorkerGroup:
         return self.is_healthy
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method``, if no call failed. End the workers. False: cleanup failed."""
+        """Call ``cleanup_method`` and end the workers. Return False if the cleanup failed."""
         if sys.is_finalizing():  # imports are impossible now. Ray ends the workers itself
             return False
         import ray

@@ -56,7 +56,7 @@ def scored_rows(
     columns: Sequence[str],
     optional: Sequence[str] = (),
 ) -> Callable[Concatenate[Any, P], BatchedDataDict]:
-    """Return a method of a role handle that computes scores for a batch, split over all workers.
+    """Return a method of a handle, such as `Policy`, that scores a batch with all workers.
 
     The scores have the row order of the batch. ``method``: worker method with the parameters
     ``data`` (a shard) and ``micro_batch_size``. ``columns``: columns that the workers get

@@ -180,7 +180,7 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
 def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Combine the metrics of a step's optimizer updates.
 
-    Each metric is averaged, except names in ``_max`` and ``_min`` (extremum) and ``lr`` (last
+    Each metric is averaged, except names ending in ``_max`` or ``_min`` (extremum) and ``lr`` (last
     value). Updates skipped because of NaN or infinity, and updates without an unmasked token, are
     excluded. The result counts them as ``skipped_updates`` and ``empty_updates``.
 

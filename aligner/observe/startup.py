@@ -110,9 +110,8 @@ def batch_arithmetic(
 ) -> list[str]:
     """Return sentences about the batches of a step. A sample is a prompt with one response.
 
-    ``passes``: number of times that the models in ``roles`` train on the same rollout. ``steps``:
-    number of steps in the run. ``train_prompts``: number of prompts in the training set, None if
-    unknown.
+    ``passes``: number of times that ``roles`` train on the same rollout. ``steps``: number of steps
+    in the run. ``train_prompts``: number of prompts in the training set, None if unknown.
     """
     # Sampling.
     samples = rollout.num_rollout_samples
