@@ -146,21 +146,17 @@ def train(cls, loss, model, settings, save_to):
 
 def train_roles(folder, model, layout):
     """Actor and critic in one layout, of a family the actor."""
-    sizes, (recompute, *others) = layout.split(",")[:3], layout.split(",")[3:]
+    *sizes, recompute = layout.split(",")[:4]
+    others = layout.split(",")[4:]
     whole, overlap = "whole" in others, "overlap" in others
-    buckets = functools.partial(
+    optimizer.DistributedDataParallelConfig = functools.partial(
         DistributedDataParallelConfig, bucket_size=2000 if overlap else None
     )
-    optimizer.DistributedDataParallelConfig = buckets
-    tensor, pipeline, expert = (int(size) for size in sizes)
+    tensor, pipeline, expert = map(int, sizes)
+    sizes = {"tensor": tensor, "pipeline": pipeline, "expert": expert}
+    first_stage = 2 if "uneven" in others else None
     settings = RoleSettings(
-        parallel=ParallelConfig(
-            tensor=tensor,
-            pipeline=pipeline,
-            expert=expert,
-            sequence_parallel=tensor > 1,
-            first_stage=2 if "uneven" in others else None,
-        ),
+        parallel=ParallelConfig(**sizes, sequence_parallel=tensor > 1, first_stage=first_stage),
         freeze_moe_router="frozen" in others,
         recompute=None if recompute == "none" else recompute,
         dropout=0.0,  # as some families have it

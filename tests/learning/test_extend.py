@@ -109,19 +109,6 @@ def test_every_trainer_tells_its_callbacks(tmp_path, tiny_nemo, teacher, recipe)
     assert all(name.startswith("val_") for name in told[1]["metrics"])
 
 
-@pytest.mark.extended
-def test_a_run_that_a_callback_stops_goes_on_to_what_it_would_have_been(tmp_path, tiny_nemo):
-    stop = f"{{callback: {EXTEND}/my_callback.py:StopWhenGood, kwargs: {{at: 0.0, patience: 2}}}}"
-    options = ["trainer.ppo.val_check_interval=2", "exp_manager.async_save=false"]
-    whole = run(tmp_path / "whole", tiny_nemo, "ppo_tiny_cpu", 4, *options)
-    folder = tmp_path / "run"
-    told = [f"trainer.callbacks=[{stop},{JOURNAL}]", *options]
-    lines, _ = run(folder, tiny_nemo, "ppo_tiny_cpu", 4, *told)  # of steps 0 and 2: twice
-    assert lines == whole[0][:3]
-    assert journal(folder)[-1]["reason"].startswith("a callback: val_rollouts/accuracy is 0.")
-    assert run(folder, tiny_nemo, "ppo_tiny_cpu", 4, *options) == whole
-
-
 def test_a_continued_run_says_which_own_code_is_another(tmp_path, tiny_nemo, capsys):
     options = (tmp_path / "run", tiny_nemo, "grpo_tiny_cpu")
     run(*options, 1)
