@@ -1,6 +1,7 @@
 """Four gloo ranks: one `.nemo` into any TP x PP layout, and out of it unchanged.
 
-That each rank has the right part is seen by what it computes (`test_role_layouts`). On the way out
+That each rank has the right part is seen by what it computes (`test_role_layouts`); rows that pad
+the vocabulary are zero. On the way out
 only the first replica's ranks make tensors, only rank 0 keeps them, and the file is the same to the
 byte.
 """
@@ -15,7 +16,8 @@ from ranks import on_ranks
 from test_nemo_kinds import GPT, LLAMA, distinct_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aligner.checkpoint.gpt_weights import GatheredWeights, load_weights
+from aligner.checkpoint.canonical import EMBEDDING
+from aligner.checkpoint.gpt_weights import GatheredWeights, canonical_parameters, load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.settings import RoleSettings
@@ -75,6 +77,11 @@ def check_layout(folder, name, tp, pp):
     )
     with open_nemo(folder / f"{name}.nemo") as nemo:
         load_weights(gpt, nemo.weights, architecture, tp_rank=parallel.tp_rank, tp_size=tp)
+    parameters = dict(canonical_parameters(gpt))
+    for padded in parameters.keys() & {EMBEDDING, "output_layer.weight"}:
+        rows = parameters[padded]
+        assert not rows[max(0, architecture.vocab_size - parallel.tp_rank * len(rows)) :].any()
+
     if parallel.is_last_stage:  # a head, whole on every tensor rank of the last stage
         gpt.rm_head = torch.nn.Linear(architecture.hidden_size, 1)
         torch.nn.init.ones_(gpt.rm_head.weight)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from first_tries import SAMPLING, SMALL, losses, metrics, python_run, write
+from first_tries import LENGTHS, SAMPLING, SMALL, losses, metrics, python_run, write
 
 pytestmark = pytest.mark.extended
 
@@ -181,8 +181,7 @@ def test_a_reward_model_is_a_sequence_classifier_of_transformers(aligner, tmp_pa
     # The directory is a reward model and the beginning of a critic.
     (tmp_path / "runs" / "first").rename(tmp_path / "runs" / "reward")
     write(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1="} for i in range(16)])
-    sampling = [value for value in SAMPLING if not value.startswith(("reward.", "data."))]
     model = ["reward=model", "reward.model.restore_from_path=reward_hf"]
     model.append("critic.restore_from_path=reward_hf")
     rows = ["data.train.source=rows.jsonl", "data.ground_truth_column=null"]
-    aligner("train-ppo", *SMALL, *sampling, *model, *rows)
+    aligner("train-ppo", *SMALL, *LENGTHS, *model, *rows)

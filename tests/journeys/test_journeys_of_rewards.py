@@ -4,7 +4,7 @@ import shlex
 import sys
 
 import pytest
-from first_tries import SAMPLING, SMALL, metrics, python_run, write
+from first_tries import LENGTHS, SAMPLING, SMALL, metrics, python_run, write
 
 from aligner.checkpoint.convert import nemo_to_hf
 
@@ -120,9 +120,8 @@ policy.post("/reward", json={"reward": {"reward": reward, "accuracy": reward}})
 def test_an_agent_of_prime_rl_is_trained_behind_openais_interface(aligner, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     write(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)])
-    sampling = [value for value in SAMPLING if not value.startswith(("reward.", "data."))]
     aligner(
-        *("train-reinforce", *SMALL, *sampling, "data.train.source=rows.jsonl"),
+        *("train-reinforce", *SMALL, *LENGTHS, "data.train.source=rows.jsonl"),
         *("reward=environment", "environment.kind=endpoint", "environment.max_tokens=200"),
         f"environment.command={sys.executable} agent.py",
     )
@@ -166,9 +165,8 @@ def test_functions_are_tools(aligner, tmp_path, installed, language):
         (tmp_path / "tools.py").write_text(TOOL)
         rows = [{"prompt": f"What is {i} * 2?", "answer": str(i * 2)} for i in range(16)]
         write(tmp_path / "rows.jsonl", rows)
-        sampling = [value for value in SAMPLING if not value.startswith(("reward.", "data."))]
         aligner(
-            *("train-reinforce", *SMALL, *sampling, "data.train.source=rows.jsonl"),
+            *("train-reinforce", *SMALL, *LENGTHS, "data.train.source=rows.jsonl"),
             *("reward=environment", "environment.tools=[tools.py:multiply]"),
             *("environment.kwargs.reward=tools.py:reward", "environment.max_tokens=250"),
         )
