@@ -36,14 +36,14 @@ def train(folder, nemo, *overrides, recipe="ppo_tiny_cpu"):
     return result(folder)
 
 
-def start(folder, nemo, *overrides, environment=None, recipe="ppo_tiny_cpu"):
+SCRIPT = ROOT / "examples" / "train_gpt_ppo.py"
+
+
+def start(folder, nemo, *overrides, environment=None, recipe="ppo_tiny_cpu", script=SCRIPT):
     """The run in a process of its own, as users start it."""
+    arguments = ["--config-name", f"recipes/{recipe}", *settings(folder, nemo, *overrides)]
     return subprocess.Popen(
-        [
-            *(sys.executable, str(ROOT / "examples" / "train_gpt_ppo.py")),
-            *("--config-name", f"recipes/{recipe}"),
-            *settings(folder, nemo, *overrides),
-        ],
+        [sys.executable, str(script), *arguments],
         cwd=folder.parent,
         env=environment,
         stdout=subprocess.PIPE,

@@ -46,10 +46,12 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_has_the_numbers_of_one_process(tmp_path, tiny_nemo, request, ray, layout):
+def test_a_layout_has_the_numbers_of_one_process(
+    tmp_path, tiny_nemo, one_process, request, ray, layout
+):
     options = LAYOUTS[layout]
     ended = train(tmp_path / "run", tiny_nemo, *options)
-    assert largest_difference(ended[0], request.getfixturevalue("one_process")[0]) < 1e-4
+    assert largest_difference(ended[0], one_process[0]) < 1e-4
     if layout == "two workers each":
         assert ended == request.getfixturevalue("two_processes")
     if layout == "critic split":  # its halves go on in the policy's layout
