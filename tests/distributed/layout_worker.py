@@ -30,6 +30,7 @@ from aligner.config import (
 )
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings
@@ -44,6 +45,18 @@ OPTIM = OptimConfig(lr=1e-4, eps=1e-3)
 BEGIN_ALIKE = ("shared", "separate", "recorded", "recorded separate", "forked", "forked separate")
 FORKS = [[17, 23], [9, 20, 9], [], [5, 7], [26, 14], [], [11, 12, 11], []]  # lengths of sequences
 KEPT, VOCABULARY = 6, 259
+# Learned positions, biases, and one weight for embedding and output.
+TIED_GPT = replace(
+    TINY_ARCHITECTURE,
+    num_query_groups=8,
+    activation="gelu_tanh",
+    normalization="layernorm",
+    position_embedding="learned_absolute",
+    bias_linear=True,
+    bias_qkv=True,
+    tie_embeddings=True,
+    family="gpt2",
+)
 LORA, ADAPTERS = LoraConfig(adapter_dim=4, alpha=6.0), "begin.lora.safetensors"
 
 

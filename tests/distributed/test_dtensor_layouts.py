@@ -22,6 +22,7 @@ from layout_worker import (
     OPTIM,
     ROWS,
     RUN,
+    TIED_GPT,
     loss_of,
     make_batch,
     model_config,
@@ -86,16 +87,7 @@ CASES = [
 TWO_LAYERS = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
 FAMILIES = {
     "tiny": TINY_ARCHITECTURE,
-    "gpt2": dataclasses.replace(
-        TWO_LAYERS,
-        num_query_groups=8,
-        activation="gelu_tanh",
-        normalization="layernorm",
-        position_embedding="learned_absolute",
-        bias_linear=True,
-        tie_embeddings=True,
-        family="gpt2",
-    ),
+    "gpt2": dataclasses.replace(TIED_GPT, num_layers=2),
     "qwen3": dataclasses.replace(
         TWO_LAYERS, qk_layernorm=True, tie_embeddings=True, family="qwen3"
     ),

@@ -3,18 +3,18 @@
 A tensor-parallel product is summed in another order, so log-probs agree to rounding.
 """
 
-import dataclasses
 from functools import cache
 
 import pytest
 import torch
+from layout_worker import TIED_GPT
 from ranks import on_ranks
 
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import LengthParams, ParallelConfig, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import NonFiniteError
-from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
+from aligner.examples.tasks.tiny_model import random_weights
 from aligner.logprobs.output_layer import output_weight
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.decode.generator import Generator
@@ -92,24 +92,12 @@ CELLS = [
     for ranks in (2, 4)
     for layout in LAYOUTS[ranks]
 ]
-# Learned positions, biases, and one weight for embedding and output.
-TIED = dataclasses.replace(
-    TINY_ARCHITECTURE,
-    num_query_groups=8,
-    activation="gelu",
-    normalization="layernorm",
-    position_embedding="learned_absolute",
-    bias_linear=True,
-    bias_qkv=True,
-    tie_embeddings=True,
-    family="gpt2",
-)
 
 
 @pytest.fixture(scope="module")
 def seen(tiny_nemo, tmp_path_factory):
     tied = tmp_path_factory.mktemp("tied") / "tied.nemo"
-    save_nemo(tied, random_weights(TIED, seed=1), TIED, byte_level_tokenizer().files())
+    save_nemo(tied, random_weights(TIED_GPT, seed=1), TIED_GPT, byte_level_tokenizer().files())
     models = {"tiny": tiny_nemo, "tied": tied}
     return cache(lambda ranks: on_ranks(ranks, generate_all, models, LAYOUTS[ranks]))
 

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from batches import ppo_batch
+from layout_worker import TIED_GPT
 from newest_state import newest
 from ranks import on_ranks
 from rich.console import Console
@@ -42,14 +43,7 @@ from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import gather_objects
 
 LLAMA = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
-GPT = dataclasses.replace(  # tied, with biases and learned positions
-    LLAMA,
-    activation="gelu",
-    normalization="layernorm",
-    position_embedding="learned_absolute",
-    bias_linear=True,
-    tie_embeddings=True,
-)
+GPT = dataclasses.replace(TIED_GPT, num_layers=2)
 MODELS = {"llama": LLAMA, "tied llama": dataclasses.replace(LLAMA, tie_embeddings=True), "gpt": GPT}
 CASES = {  # role, model, precision
     "untied": (MegatronGPTActorModel, "llama", "32"),

@@ -41,7 +41,7 @@ def test_agents_are_answered_by_vllm(tmp_path, fresh_nemo, ray, monkeypatch):
 
 
 def test_a_game_is_played_one_step_ahead(tmp_path, fresh_nemo, ray):
-    """In step: `test_engine_errors`."""
+    """In step: `test_engine_kills`."""
     # So many conversations, and so wide a range, that some guess of a random model is rewarded.
     many = [
         *("model.ppo.num_rollout_samples=64", "data.train.arguments.size=128"),
