@@ -36,7 +36,7 @@ LAYOUTS = [
     (1, ONE, (*ALL[1:], LORA_MODE)),
     (2, ONE, (*ALL, "masked", DROPOUT)),  # one rank has no valid token
     (2, "2,1,1,0", ("padded", "lora dropout dynamic")),
-    (2, "2,1,1,1", ("padded", *ALL[2:], LORA_MODE)),
+    (2, "2,1,1,1", ("padded", *ALL[2:], LORA_MODE, DROPOUT)),
     (2, "1,2,1,0", (*ALL, LORA_MODE)),
     (2, "1,1,2,0", (*ALL, DROPOUT)),
     (4, "2,2,1,0", (*ALL[:4], LORA_MODE)),
