@@ -55,30 +55,23 @@ DIRECTORIES = ("gemma3_text", "phi", "cohere2")  # that only transformers builds
 SPECS = {
     "4 further": [f"tiny,dtensor,2,{mode}" for mode in ("dynamic", "packed")],
     "2": [
-        "tiny,dtensor,1,packed",
-        "tiny,dtensor,1,masked",  # one rank has no valid token
-        "tiny,dtensor,1,recorded",
-        "tiny,dtensor,2,recorded",
-        "tiny,dtensor,2,padded",
-        "qwen3,dtensor,2,packed",
-        "gemma3_text,dtensor,2,packed",
+        # With masks one rank has no valid token.
+        *(f"tiny,dtensor,1,{mode}" for mode in ("packed", "masked", "recorded")),
+        *("tiny,dtensor,2,recorded", "tiny,dtensor,2,padded"),
+        *("qwen3,dtensor,2,packed", "gemma3_text,dtensor,2,packed"),
     ],
     "2 further": [
         "biased,dtensor,2,padded",
-        "mistral,dtensor,2,packed",
-        *(f"{family},dtensor,2,packed" for family in (*NEWER, *DIRECTORIES[1:])),
+        *(f"{family},dtensor,2,packed" for family in ("mistral", *NEWER, *DIRECTORIES[1:])),
     ],
     "1 further": [
         *(f"{family},megatron,1,padded" for family in ("biased", "mistral", *NEWER)),
         *(f"{family},dtensor,1,padded" for family in DIRECTORIES[1:]),
     ],
     "1": [
-        *(ONE, MASKED, RECORDED),
-        "qwen3,megatron,1,padded",
+        *(ONE, MASKED, RECORDED, "qwen3,megatron,1,padded"),
         *(f"tiny,dtensor,1,{mode}" for mode in ("dynamic", "packed")),
-        "gpt2,megatron,1,padded",
-        "gpt2,dtensor,1,packed",
-        "gemma3_text,dtensor,1,padded",
+        *("gpt2,megatron,1,padded", "gpt2,dtensor,1,packed", "gemma3_text,dtensor,1,padded"),
         "tiny,dtensor,1,padded,2,tiny,dtensor,2,padded",  # resumed
     ],
 }

@@ -254,33 +254,21 @@ def damage_of_one_share_is_known_to_every_rank(folder, role):
     check_equal("damage", tensors(role), before)
 
 
-class Idle:
-    """A learner that does nothing."""
+def a_full_disk_stops_every_rank(folder):
+    """What rank 0 cannot write is known to its peer before it waits for anything else."""
 
-    is_out_of_data = False
-
-    def step(self, step, timers):
-        return StepResult({})
-
-    validate = step
-
-
-class FullDisk:
-    """A writer of metrics on a disk without space. Only rank 0 writes."""
-
-    def write(self, *args):
+    def write(*metrics):
         assert not torch.distributed.get_rank()
         raise StorageError("No space left on device")
 
+    def idle(step, timers):
+        return StepResult({})
 
-def a_full_disk_stops_every_rank(folder):
-    """What rank 0 cannot write is known to its peer before it waits for anything else."""
-    full = FullDisk()
     loop = RunLoop(
-        Idle(),
+        SimpleNamespace(is_out_of_data=False, step=idle, validate=idle),
         Schedule(1, 0, 0),
         store=RunStateStore(folder),
-        metrics=full,
+        metrics=SimpleNamespace(write=write),
         console=Console(quiet=True),
         config={},
         monitor="none",

@@ -30,7 +30,6 @@ from aligner.models.gpt import (
     load_from_nemo,
 )
 from aligner.models.gpt.role.settings import RoleSettings
-from tests.batches import ppo_batch
 
 # As Qwen2.5 is built, with heads that every attention kernel takes.
 ARCHITECTURE = dataclasses.replace(
@@ -91,9 +90,24 @@ def write_models(folder):
 
 def batch():
     """Rows of several lengths on this process's device; the same numbers everywhere."""
-    columns = ppo_batch(LENGTHS, PROMPTS, seed=7)
-    columns["input_ids"] = 1 + columns["input_ids"] % 249
-    columns["values"] = 0.1 * columns["advantages"]
+    generator = torch.Generator().manual_seed(7)
+    width = max(LENGTHS)
+    ids = torch.randint(1, 250, (len(LENGTHS), width), generator=generator)
+    noise = torch.randn(len(LENGTHS), width, generator=generator)
+    position = torch.arange(width)
+    lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPTS)
+    inside = (position >= prompts[:, None]) & (position < lengths[:, None])
+    columns = {
+        "input_ids": ids.masked_fill(position >= lengths[:, None], 0),
+        "input_lengths": lengths,
+        "token_mask": inside.float(),
+        "sample_mask": torch.ones(len(LENGTHS)),
+        "advantages": noise,
+        "returns": noise.flip(0),
+        "values": 0.1 * noise,
+        "prev_logprobs": torch.full_like(noise, -5.5),
+        "generation_logprobs": torch.full_like(noise, -5.5),
+    }
     return {name: accelerator.to_device(column) for name, column in columns.items()}
 
 

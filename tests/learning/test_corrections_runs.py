@@ -17,11 +17,8 @@ from variants import extended_except
 
 PENALTY = "model.ppo.sampling_params.repetition_penalty=1.3"
 SMALL = [
-    PENALTY,
-    "model.ppo.num_rollout_samples=32",
-    "model.ppo.length_params.max_length=6",
-    "data.validation.arguments.size=8",
-    "trainer.ppo.val_check_interval=0",
+    *(PENALTY, "model.ppo.num_rollout_samples=32", "model.ppo.length_params.max_length=6"),
+    *("data.validation.arguments.size=8", "trainer.ppo.val_check_interval=0"),
 ]
 KEY = "model.ppo.correction"
 TOKEN = [f"{KEY}.weights=token", f"{KEY}.bounds=[0.99,1.01]"]
@@ -29,26 +26,19 @@ CASES = {
     "masked samples, two updates, adapters, packed": (
         "grpo_tiny_cpu",
         [
-            *TOKEN,
-            f"{KEY}.outside=mask",
-            "trainer.ppo.improper_end.mode=mask",
+            *(*TOKEN, f"{KEY}.outside=mask", "trainer.ppo.improper_end.mode=mask"),
             f"model.ppo.sampling_params.end_strings=[{','.join(ascii_lowercase)}]",
-            "model.ppo.length_params.max_length=8",
-            "model.global_batch_size=16",
-            "model.peft.peft_scheme=lora",
-            *PACKED,
+            *("model.ppo.length_params.max_length=8", "model.global_batch_size=16"),
+            *("model.peft.peft_scheme=lora", *PACKED),
         ],
         "train_optim/weights_outside",
     ),
     "GSPO, dynamic sampling, DTensor": (
         "grpo_tiny_cpu",
         [
-            f"{KEY}.weights=sequence",
-            f"{KEY}.geometric_bounds=[0.999,1.001]",
-            "model.ppo.ratio_level=sequence",
-            "model.ppo.loss_aggregation=sequence_mean",
-            "model.global_batch_size=32",
-            "trainer.ppo.dynamic_sampling.enabled=true",
+            *(f"{KEY}.weights=sequence", f"{KEY}.geometric_bounds=[0.999,1.001]"),
+            *("model.ppo.ratio_level=sequence", "model.ppo.loss_aggregation=sequence_mean"),
+            *("trainer.ppo.dynamic_sampling.enabled=true", "model.global_batch_size=32"),
             "policy.backend=dtensor",
         ],
         "train_optim/tokens_rejected",
@@ -56,10 +46,8 @@ CASES = {
     "critic, KL in the reward, two epochs, top-k": (
         "ppo_tiny_cpu",
         [
-            f"{KEY}.old_logprobs=sampler",
-            "model.ppo.ppo_epochs=2",
-            "model.global_batch_size=32",
-            "critic.global_batch_size=32",
+            *(f"{KEY}.old_logprobs=sampler", "model.ppo.ppo_epochs=2"),
+            *("model.global_batch_size=32", "critic.global_batch_size=32"),
             "model.ppo.sampling_params.top_k=40",
         ],
         "train_optim/clip_fraction",
@@ -120,14 +108,11 @@ def test_recorded_tokens_leave_no_gap_and_no_kl(tmp_path, tiny_nemo):
     for recorded in (0, 259):
         folder = tmp_path / str(recorded)
         options = [
-            *(one for one in SMALL if one != PENALTY),
-            "model.ppo.sampling_params.top_p=0.8",
-            "model.ppo.length_params.min_length=4",
+            *(*SMALL[1:], "model.ppo.sampling_params.top_p=0.8", *PACKED),
+            *("model.ppo.length_params.min_length=4", "model.ppo.kl_loss.coef=0.01"),
             f"model.ppo.record_kept_tokens={recorded}",
-            "model.ppo.kl_loss.coef=0.01",
-            "model.global_batch_size=16",  # two updates: the second has its log-probs scored
-            "model.micro_batch_size=8",
-            *PACKED,
+            # Two updates: the second has its log-probs scored.
+            *("model.global_batch_size=16", "model.micro_batch_size=8"),
         ]
         run(folder, tiny_nemo, "grpo_tiny_cpu", 2, *options)
         gaps[recorded] = [line["sampler/logprob_gap_max"] for line in lines_of(folder)[1:]]

@@ -9,6 +9,7 @@ import recipes
 import yaml
 from ranks import run_ranks
 from recipes import ROOT, near, numbers, settings
+from variants import extended_except
 
 from aligner.examples.tasks.games import guessing_games
 from aligner.observe.metrics import read_metrics
@@ -94,44 +95,44 @@ def forking(tmp_path):
     return [f"environment.chat_template={template}", "environment.max_tokens=250"]
 
 
-def check_forks(lines):
+# Script or recipe, and options.
+FORKED = {
+    "a critic": (RECIPE, [*short("ppo"), *CRITIC]),
+    "a critic and adapters": (RECIPE, [*short("ppo"), *CRITIC, "model.peft.peft_scheme=lora"]),
+    "turns compared, packed": (
+        "gpt_reinforce",
+        [
+            *(*GAME, *short("ppo"), "model.sequence_packing.enabled=true"),
+            *("trainer.ppo.advantage.estimator=grpo", "trainer.ppo.advantage.credit=turn"),
+        ],
+    ),
+    "the best": (
+        "gpt_rs",
+        [
+            *(*GAME, *short("rs", 16)),
+            *("model.rs.num_rollouts_per_prompt=4", "model.global_batch_size=4"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", extended_except(FORKED.keys() - {"a critic and adapters"}, FORKED))
+def test_conversations_that_fork_are_learned(case, tmp_path, tiny_nemo, forking):
+    script, options = FORKED[case]
+    lines = run(tmp_path / "run", tiny_nemo, *options, *forking, script=script)
     assert len(lines) == 3  # before the first step, and two
+    assert lines[-1]["train_rollouts/forks"] > 0
     for line in lines[1:]:
         assert line["train_rollouts/ended_done"] == 1
-        if "sampler/logprob_gap_max" in line:
+        if script == "gpt_rs":
+            assert line["train_rollouts/kept_rewards"] >= line["train_rollouts/rewards"]
+        else:
             assert line["sampler/logprob_gap_max"] < 1e-4
-
-
-@pytest.mark.parametrize(
-    "adapters", [[], pytest.param(["model.peft.peft_scheme=lora"], marks=pytest.mark.extended)]
-)
-def test_conversations_that_fork_are_learned(adapters, tmp_path, tiny_nemo, forking):
-    lines = run(tmp_path / "run", tiny_nemo, *short("ppo"), *CRITIC, *forking, *adapters)
-    check_forks(lines)
-    for line in lines[1:]:
-        assert line["train_rollouts/forks"] == 8 * (line["train_rollouts/turns"] - 1) > 0
-    assert lines[-1]["train_optim/grad_norm"] > 0  # the first step may earn nothing
-    assert (tmp_path / "run" / "policy.nemo").exists()
-
-
-def test_without_a_critic_turns_are_compared(tmp_path, tiny_nemo, forking):
-    options = [
-        *("trainer.ppo.advantage.estimator=grpo", "trainer.ppo.advantage.credit=turn"),
-        *("model.sequence_packing.enabled=true", *forking),
-    ]
-    game = [*GAME, *short("ppo"), *options]
-    lines = run(tmp_path / "run", tiny_nemo, *game, script="gpt_reinforce")
-    check_forks(lines)
-    assert lines[-1]["train_rollouts/forks"] > 0
-
-
-def test_the_best_conversations_are_learned(tmp_path, tiny_nemo, forking):
-    options = ["model.rs.num_rollouts_per_prompt=4", "model.global_batch_size=4", *forking]
-    lines = run(tmp_path / "run", tiny_nemo, *GAME, *short("rs", 16), *options, script="gpt_rs")
-    check_forks(lines)
-    assert lines[-1]["train_rollouts/forks"] > 0
-    for line in lines[1:]:
-        assert line["train_rollouts/kept_rewards"] >= line["train_rollouts/rewards"]
+    if script == RECIPE:
+        for line in lines[1:]:
+            assert line["train_rollouts/forks"] == 8 * (line["train_rollouts/turns"] - 1) > 0
+        assert lines[-1]["train_optim/grad_norm"] > 0  # the first step may earn nothing
+        assert (tmp_path / "run" / "policy.nemo").exists()
 
 
 def test_two_processes_have_the_same_conversations(tmp_path, tiny_nemo):
