@@ -125,7 +125,7 @@ def _from_nemo_rl(
             if role is not None:
                 yield from _role_settings(role, name, loop)
 
-    # Convert keys that have another name here.
+    # Convert keys that have another name here. _KEYS has placeholders for section and loop.
     leaves = dict(_leaves({key: values[key] for key in values if key not in roles}))
     for nemo_key, key in _KEYS.items():
         value = leaves.pop(nemo_key.format(a=section), None)

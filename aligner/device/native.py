@@ -46,10 +46,9 @@ def compiled(source: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             library = Path(folder) / cached_library.name
-            command = [
-                *(compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-I", str(home / "include")),
-                *(str(source), "-L", str(home / "lib"), "-lc10", "-ltorch_cpu", "-o", str(library)),
-            ]
+            flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-I", str(home / "include")]
+            libraries = ["-L", str(home / "lib"), "-lc10", "-ltorch_cpu"]
+            command = [compiler, *flags, str(source), *libraries, "-o", str(library)]
             result = subprocess.run(
                 command, capture_output=True, text=True, timeout=300, check=False
             )

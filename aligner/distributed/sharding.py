@@ -194,7 +194,8 @@ def dynamic_plan(
     rows_per_item = packer.bin_capacity // max_row_tokens
     weights = [shared.get(item, rows_per_item * length) for item, length in enumerate(lengths)]
 
-    # Items with shared prefixes are packed. Others are grouped by length.
+    # Items with shared prefixes are packed. Others are grouped by length. `shard_items` has the
+    # item indices of each shard, and the result those of each micro-batch of each shard.
     def pack_shared(indices: list[int]) -> list[list[int]]:
         packable = [index for index in indices if index in shared]
         bins = packer.pack([shared[index] for index in packable])

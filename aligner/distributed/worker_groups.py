@@ -97,8 +97,7 @@ class MultiWorkerFuture(list["ObjectRef"]):
     """Results of a method call on several workers, as a list of Ray's references.
 
     ``ray.get`` of the list returns all results, or raises `WorkerFailure`. ``calls``: (reference,
-    identity) of each worker. ``returned``: indices in ``calls`` whose results `get_results`
-    returns.
+    identity) of each worker. ``returned``: indices of the calls whose results are returned.
     """
 
     def __init__(

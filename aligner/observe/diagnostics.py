@@ -194,6 +194,7 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         empty_flags = metrics.pop("empty", [])  # absent if no update was empty
         empty_updates += sum(empty_flags)
         for name, values in metrics.items():
+            # Leave out empty updates, except for the learning rate. Missing flags mean: not empty.
             nonempty = [x for x, is_empty in zip_longest(values, empty_flags) if not is_empty]
             values_by_name.setdefault(name, []).extend(values if name == "lr" else nonempty)
     skipped_flags = values_by_name.pop("skipped", [])

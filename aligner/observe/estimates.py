@@ -47,7 +47,7 @@ def majority_at_k(right: Sequence[float], answers: Sequence[Hashable | None], k:
     Wang et al. 2022. ``right``: scores from 0 to 1 of n responses. ``answers``: their final
     answers. Each ``k`` adjacent responses form a group, whose accuracy is the score of the most
     frequent answer, or the mean score of several equally frequent answers. Responses with the
-    answer None are ignored. A group of only such responses has accuracy 0. Returns the mean over
+    answer None are ignored. A group without other answers has accuracy 0. Returns the mean over
     groups.
     """
     starts = range(0, len(right) - k + 1, k)

@@ -242,8 +242,11 @@ def make_loggers(
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
         options = {
-            **{"save_dir": folder, "id": id_file.read_text().strip(), "resume": "allow"},
-            **{"project": exp.wandb.project, "name": exp.wandb.name},
+            "save_dir": folder,
+            "id": id_file.read_text().strip(),
+            "resume": "allow",
+            "project": exp.wandb.project,
+            "name": exp.wandb.name,
             **exp.wandb.kwargs,
         }
         wandb_logger = WandbLogger(**options)

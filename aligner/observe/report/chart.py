@@ -156,7 +156,7 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
     lines_with_points = [(line, points) for line in series if (points := line.finite_points)]
     if not lines_with_points:
         return None
-    # Ranges of the axes, with a margin above and below the values.
+    # Ranges of the axes. The margin is 8 % of the range, or for constant values 10 % or 1.
     all_points = [point for _, points in lines_with_points for point in points]
     all_values = [*shows, *(value for _, value in all_points)]
     margin = (max(all_values) - min(all_values)) * 0.08 or abs(max(all_values)) * 0.1 or 1.0
