@@ -5,6 +5,7 @@ import re
 from documented import blocks, commands
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from aligner.algorithms.rollout.endpoint import EndpointRollouts
 from aligner.environments.pool import Call, EnvironmentPool
 
 PAGE = "docs/environments_adapters.md"
@@ -51,3 +52,28 @@ class Game:
         answer = self.call("step", {"role": "assistant", "content": text})
         assert hasattr(answer, "value"), answer
         return answer.value
+
+
+def kept_batches(monkeypatch):
+    """A list that gets each batch of conversations with agents which a run collects."""
+    batches, collect = [], EndpointRollouts.collect
+
+    def keeping(*arguments, **named):
+        batches.append(collect(*arguments, **named))
+        return batches[-1]
+
+    monkeypatch.setattr(EndpointRollouts, "collect", keeping)
+    return batches
+
+
+def turns_of(batch):
+    """Of each row its turns: ids before it, ids that were sampled, their log-probs, the reward."""
+    names = ("input_ids", "generation_logprobs", "turn_rewards", "turn_ids")
+    for ids, logprobs, rewards, turn_ids in zip(*(batch[name] for name in names), strict=True):
+        turns = []
+        for turn in range(1, int(turn_ids.amax()) + 1):
+            places = (turn_ids == turn).nonzero().flatten()
+            assert places.diff().eq(1).all()
+            one = (ids[: places[0]], ids[places], logprobs[places], rewards[places[-1]])
+            turns.append([column.tolist() for column in one])
+        yield turns

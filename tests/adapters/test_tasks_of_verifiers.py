@@ -6,7 +6,7 @@ from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from played import kwargs_of, write_files
+from played import kwargs_of
 
 from aligner.algorithms.ask.evaluate import evaluate
 from aligner.config import EvaluateConfig, parse_config
@@ -14,14 +14,8 @@ from aligner.environments.pool import Call, EnvironmentPool
 from aligner.errors import ConfigError
 
 pytestmark = pytest.mark.extended
+PACKAGES = ".venv-adapters-verifiers"  # verifiers from 0.4 on wants one version of mcp
 RUN = "aligner_environments.verifiers_agent:run"
-
-
-@pytest.fixture
-def folder(packages_of_verifiers, tmp_path, monkeypatch):
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_the_page_s_taskset_against_our_server(folder, tiny_nemo):
