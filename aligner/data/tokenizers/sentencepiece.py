@@ -100,7 +100,7 @@ class SentencePieceTokenizer:
         )
 
     def files(self) -> dict[str, bytes]:
-        """Return name → content of ``tokenizer.model``, and of a file with the end tokens if set."""
+        """Return name → content of ``tokenizer.model``, and of an end-token file if set."""
         ends = generation_file(self.end_ids) if self._extra_ends else {}
         return {"tokenizer.model": self._model, **ends}
 

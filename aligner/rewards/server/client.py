@@ -164,7 +164,7 @@ class RewardClient:
                 f"no answer to {request} within reward.server.timeout_s="
                 f"{self.config.timeout_s:g} seconds"
             ) from error
-        # Other text than JSON is a proxy's page. The server behind it may be starting, so try again.
+        # Text that is no JSON is a proxy's page. Its server may be starting, so try again.
         status = response.status_code
         if status == 200:
             try:
