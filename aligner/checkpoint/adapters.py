@@ -46,10 +46,10 @@ _LORA, _NEMO_KEYS = "lora", "nemo_keys"
 
 @dataclass(frozen=True)
 class Adapters:
-    """Contents of an adapters file.
+    """Contents of a file of adapters.
 
-    ``tensors``: float matrices with the names and shapes of `adapter_shapes`. If a reward or value
-    head was trained, also its weight [K, hidden] and bias [K] for K outputs (`REWARD_HEAD`).
+    ``tensors``: adapter matrices, float, with the names and shapes of `adapter_shapes`. A trained
+    head has `REWARD_HEAD`'s weight [K, H] and bias [K], for K outputs and hidden size H.
     """
 
     lora: LoraConfig
@@ -58,11 +58,10 @@ class Adapters:
 
 
 def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str, Shape]:
-    """Return name → shape of every adapter matrix, from first to last layer.
+    """Return the name and unsplit shape of every adapter matrix, from first to last layer.
 
-    The shape is that of the whole matrix, not of a tensor-parallel part: ``a`` [rank, in], ``b``
-    [out, rank]. The experts of a layer share a tensor [experts, rank, in] or [experts, out, rank].
-    Raises `ConfigError` if the model has no module named in ``lora.target_modules``.
+    The adapter of a layer's experts has ``a`` [experts, rank, in] and ``b`` [experts, out, rank].
+    Raises `ConfigError` if the model does not have the target modules.
     """
     # Adapter name → shape of the adapted weight.
     if architecture.has_table:
@@ -77,7 +76,7 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
             raise ConfigError(
                 f"model.peft.lora_tuning.adapter_dim={lora.adapter_dim} exceeds both dimensions of "
                 f"{adapter.removesuffix(LORA)} ({outputs} x {inputs}). Set adapter_dim to less "
-                f"than {min(outputs, inputs)}, because a larger value adds no rank"
+                f"than {min(outputs, inputs)}. A larger adapter has no higher rank"
             )
         shapes[f"{adapter}.a"] = (*experts, lora.adapter_dim, inputs)
         shapes[f"{adapter}.b"] = (*experts, outputs, lora.adapter_dim)
@@ -92,10 +91,10 @@ def _canonical_weights(architecture: GPTArchitecture, lora: LoraConfig) -> dict[
     has_refused = any(part in name for name in lora.linears for part in refused)
     if architecture.num_moe_experts is not None and has_refused:
         raise ConfigError(
-            f"model.peft.lora_tuning.target_modules={list(lora.target_modules)}: adapters of a "
-            "mixture of experts are supported only in "
+            f"model.peft.lora_tuning.target_modules={list(lora.target_modules)}: this model is a "
+            "mixture of experts, and those support adapters in "
             + ("the output projection of latent attention" if is_latent else "attention")
-            + f". Set target_modules=[attention{'_dense' if is_latent else ''}]"
+            + f" only. Set target_modules=[attention{'_dense' if is_latent else ''}]"
         )
     return {
         f"{linear}{LORA}": shape
@@ -105,7 +104,7 @@ def _canonical_weights(architecture: GPTArchitecture, lora: LoraConfig) -> dict[
 
 
 class AdaptedWeight(NamedTuple):
-    """Weight that gets an adapter: of one linear layer, or of all experts in a layer."""
+    """Weight in a transformers model: of a linear layer, or of all experts in a layer."""
 
     name: str  # of the linear module, or of the experts' parameter
     shape: Shape  # [out, in], or [experts, out, in]
@@ -183,13 +182,11 @@ def suffixes(names: Iterable[str], length: int) -> list[str]:
 
 
 def distinct_suffixes(selected: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return endings of dotted names that match ``selected`` but not ``others``.
-
-    An ending is a name's last part, or its last two parts if the last part is also in ``others``.
-    """
-    two_parts, last_parts = suffixes(selected, 2), suffixes(selected, 1)
-    other_names = set(suffixes(others, 2)) - set(two_parts)
-    return two_parts if set(last_parts) & set(suffixes(other_names, 1)) else last_parts
+    """Return the last part, or two parts, of ``selected`` names, by which ``others`` differ."""
+    chosen, rest = suffixes(selected, 2), suffixes(others, 2)
+    unselected = set(rest) - set(chosen)
+    short = suffixes(chosen, 1)
+    return chosen if set(short) & set(suffixes(unselected, 1)) else short
 
 
 def adapters_beside(weights_path: str) -> Path:
@@ -249,17 +246,16 @@ def backend_of(path: str | os.PathLike[str]) -> str:
 def tensors_to_continue(
     path: str | os.PathLike[str], architecture: GPTArchitecture, lora: LoraConfig, has_head: bool
 ) -> Mapping[str, Tensor]:
-    """Read the adapters from which training continues. Returns name → float tensor.
+    """Read adapter tensors with which training continues.
 
-    ``has_head``: whether the trained model has a reward or value head. Raises an error if the
-    file belongs to another model, or has other LoRA settings or a head that the model lacks.
+    Raises an error if the file's model, its LoRA settings or its head do not fit this model.
     """
     adapters = read_adapters(path, architecture)
     check_same(lora, adapters.lora, path)
     if REWARD_HEAD[0] in adapters.tensors and not has_head:
         raise CheckpointError(
-            f"{str(path)!r} contains the head (rm_head) of a critic or reward model, but this "
-            "model has no head. Give the adapters of a policy"
+            f"{str(path)!r} was trained with a head (rm_head), as critics and reward models have. "
+            "This model has no head. Give the adapters of a policy"
         )
     return adapters.tensors
 

@@ -65,10 +65,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def canonical_name(key: str) -> str | None:
-    """Return the canonical name for a key of a NeMo or megatron-core state dict.
-
-    Returns None for state that is not a weight, such as rotary frequencies.
-    """
+    """Return the canonical name for a state dict's key, or None if it is the key of no weight."""
     if _IGNORED.search(key):
         return None
     name = _PREFIX.sub("", key, count=1)

@@ -66,10 +66,7 @@ def is_built_by_transformers(
 def lacks_table(
     settings: Mapping[str, Any], backend: str | None, adapted: bool, *, trusted: bool
 ) -> bool:
-    """Return whether transformers must build a model, because there is no table of its tensors.
-
-    ``settings``: content of its ``config.json``. For the other arguments see `open_model`.
-    """
+    """Return whether transformers must build the model whose ``config.json`` is ``settings``."""
     families: Collection[str] = FAMILIES
     if backend == "dtensor":
         families = () if adapted else _DTENSOR_FAMILIES

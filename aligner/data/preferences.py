@@ -152,10 +152,7 @@ def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
 def _mismatched(
     examples: Sequence[Example], index: int, longest: int | None, source: PromptSourceConfig
 ) -> Example:
-    """Join the prompt of ``examples[index]`` with a response to another prompt.
-
-    This is the nearest earlier response with which the example has at most ``longest`` tokens.
-    """
+    """Join a prompt with the nearest earlier response to another prompt that fits ``longest``."""
     prompt = examples[index].prompt_ids
     for step in range(1, len(examples)):
         candidate = examples[index - step]  # a negative index continues from the end

@@ -45,10 +45,7 @@ class PromptDataset(Dataset[Prompt]):
         *,
         has_ground_truth: bool = True,
     ) -> Self:
-        """Read, check and tokenize the prompts of ``source`` as `Dataset.load` does.
-
-        ``has_ground_truth``: whether rows must have ``data.ground_truth_column``.
-        """
+        """See `Dataset.load`. ``has_ground_truth``: rows must have ``data.ground_truth_column``."""
         truth_column = None
         if isinstance(data, ExampleDataConfig):
             key, longest = "max_length", data.max_length

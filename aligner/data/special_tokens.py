@@ -22,41 +22,38 @@ def treat_special_tokens(
     """Keep, refuse or escape the text of special and added tokens in ``value``, by ``policy``.
 
     ``value``: a text, or nested lists and mappings of texts. ``policy``: value of
-    ``data.special_tokens_in_text``. ``location``: column or field, for errors. ``is_answer``:
-    whether ``value`` is an answer, as messages of the assistant always are. Answers may contain
-    added tokens that are not special, such as ``<think>``, and may end with an end token. Raises
-    `DataError` for a refused token, or a token that is recognised in spite of escaping.
+    ``data.special_tokens_in_text``. ``location``: column or field, for errors. Answers (with
+    ``is_answer``, and messages of the assistant) may contain added tokens that are not special,
+    such as ``<think>``, and may end with an end token. Raises `DataError` for a refused token, or a
+    token that is recognised in spite of escaping.
     """
     if policy == "keep":
         return value
-    # Collect token id → text of special and added tokens, except white space.
+    # Collect the texts of special tokens, of added tokens, and of tokens that end an answer.
     added: Mapping[int, str] = getattr(tokenizer, "added_tokens", {})
     # If a tokenizer has no list of special tokens, all its added tokens are special.
     special = {*getattr(tokenizer, "special_ids", added), tokenizer.eos_id, tokenizer.bos_id}
     texts = {n: added.get(n) or tokenizer.decode([n]) for n in {*special, *added} - {None}}
-    all_tokens = {n: text for n, text in texts.items() if text.strip()}
-    special_tokens = {n: text for n, text in all_tokens.items() if n in special}
-    end_texts = [special_tokens[n] for n in tokenizer.end_ids if n in special_tokens]
+    tokens = {n: text for n, text in texts.items() if text.strip()}  # except white space
+    structural = {n: text for n, text in tokens.items() if n in special}
+    ends = [structural[n] for n in tokenizer.end_ids if n in structural]
 
-    # Treat each text in nested mappings and lists.
     def treat(value: Any, location: str, is_answer: bool, may_end: bool = False) -> Any:
+        # Only the content of an assistant's message may end with an end token.
         if isinstance(value, Mapping):
-            # Of an assistant's message, only the content may end with an end token.
-            is_message = value.get("role") == "assistant" and not is_answer
-            is_answer = is_answer or is_message
+            ending = "content" if value.get("role") == "assistant" and not is_answer else None
+            is_answer = is_answer or ending is not None
             return {
-                treat(key, location, False): treat(
-                    item, f"{location}.{key}", is_answer, is_message and key == "content"
-                )
-                for key, item in value.items()
+                treat(k, location, False): treat(item, f"{location}.{k}", is_answer, k == ending)
+                for k, item in value.items()
             }
         if isinstance(value, list | tuple):
             return [treat(item, f"{location}.{n}", is_answer) for n, item in enumerate(value)]
         if not isinstance(value, str):
             return value
-        end = next((end for end in end_texts if may_end and value.endswith(end)), "")
-        tokens = special_tokens if is_answer else all_tokens
-        return _treat(tokenizer, value.removesuffix(end), tokens, policy, location) + end
+        end = next((end for end in ends if may_end and value.endswith(end)), "")
+        refused = structural if is_answer else tokens
+        return _treat(tokenizer, value.removesuffix(end), refused, policy, location) + end
 
     return treat(value, location, is_answer, may_end=is_answer)
 

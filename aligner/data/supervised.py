@@ -337,10 +337,7 @@ def response_note(examples: Iterable[Example], tokenizer: Tokenizer) -> str:
 def _conversation(
     row: DataRow, data: ExampleSection, response_key: ResponseKey
 ) -> tuple[list[Message] | None, Literal["last", "all"], int]:
-    """Return the arguments messages, learn and context of `encode_chat` for a row.
-
-    The messages are None if the row is plain text.
-    """
+    """Return messages (None for plain text), learn and context, as `encode_chat` takes them."""
     if isinstance(data, ExampleDataConfig) and data.text_column is not None:
         return None, "last", 0
     learn = data.learn if isinstance(data, ExampleDataConfig) else "last"

@@ -18,10 +18,7 @@ from aligner.rewards.sequences import SequenceEncoder, scored_texts
 
 
 class SharedBackboneReward:
-    """Scores sequences as `RewardModel` does, in the critic's workers.
-
-    The workers replace the critic's weights by those of the reward model while they score.
-    """
+    """Scores sequences in the critic's workers, which hold the reward model's weights meanwhile."""
 
     def __init__(
         self, value: Value, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings

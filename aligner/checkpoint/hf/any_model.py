@@ -273,10 +273,7 @@ def _own_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
 
 
 def unapplied_settings(architecture: GPTArchitecture) -> dict[str, float]:
-    """Return key → value of the settings that training replaces by 0.
-
-    These are the rates of dropout and router noise, and the weights of router losses.
-    """
+    """Return the rates of dropout and router noise, and router loss weights, that are not 0."""
     settings = _own_config(architecture).to_dict()
     unapplied = [*_RANDOM, *(["aux_loss"] if settings.get("output_router_logits") else [])]
     return {

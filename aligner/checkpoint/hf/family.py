@@ -35,7 +35,7 @@ _PARTIAL, _LAYERS = "partial_rotary_factor", "num_hidden_layers"
 
 @dataclass(frozen=True)
 class Family:
-    """Description of the models with one ``model_type``. A "key" is a key of ``config.json``."""
+    """Models with one ``model_type``. "Keys" below are keys of ``config.json``."""
 
     model_type: str
     table: Table  # names and layouts of the tensors
@@ -43,7 +43,7 @@ class Family:
     defaults: Mapping[str, Any]  # key → transformers' value if the key is absent
     fixed: Mapping[str, Any]  # key → its only supported value and default
     implied: Mapping[str, Any] = field(default_factory=dict)  # architecture field → its only value
-    equal: Mapping[str, str] = field(default_factory=dict)  # key → key with the same value
+    equal: Mapping[str, str] = field(default_factory=dict)  # keys that must equal another key
     # Default of the rotated share of a head. None: config.json must not give a share but 1.0.
     rotary_percent: float | None = None
     scales_embeddings: bool = False  # multiplies embeddings by the root of their width
@@ -72,7 +72,7 @@ class Family:
         return self.model_type == "gpt2"
 
     def read(self, config: Config) -> GPTArchitecture:
-        """Return the architecture for ``config``: keys in a file, and `defaults` for the others."""
+        """Return the architecture for ``config``, to which the family's defaults were added."""
         fields: dict[str, Any] = {name: config.get(key) for name, key in self.keys.items()}
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         fields["num_query_groups"] = fields.get("num_query_groups") or heads
@@ -80,30 +80,28 @@ class Family:
         if self._is_gpt2:
             fields["ffn_hidden_size"] = fields["ffn_hidden_size"] or 4 * hidden
         fields |= _read_gpt2(config) if self._is_gpt2 else self._read_rope(config)
-        for key, same in self.equal.items():
-            if bool(config.get(key)) != bool(config.get(same)):
+        for key, other in self.equal.items():
+            if bool(config.get(key)) != bool(config.get(other)):
                 raise CheckpointError(
-                    f"{same}={config.get(same)!r} and {key}={config.get(key)!r} in config.json "
+                    f"{other}={config.get(other)!r} and {key}={config.get(key)!r} in config.json "
                     "differ, which is not supported. Give a model in which both are equal"
                 )
-        # Convert the values of keys that have another meaning than the field.
-        if "moe_router_pre_softmax" in fields:  # the key is True for a softmax after top-k
+        if "moe_router_pre_softmax" in fields:
             fields["moe_router_pre_softmax"] = not fields["moe_router_pre_softmax"]
             # ``num_experts`` became ``num_local_experts`` in transformers 5.
             experts = fields["num_moe_experts"] or config.get("num_local_experts") or 128
             fields["num_moe_experts"] = experts
-        if "layers_without_experts" in fields:  # the keys have numbers of layers and experts
+        if "layers_without_experts" in fields:  # counts in the file
             fields["layers_without_experts"] = tuple(range(fields["layers_without_experts"]))
             width = fields["moe_shared_expert_size"] * fields["moe_ffn_hidden_size"]
             fields["moe_shared_expert_size"] = width or None
-        if "layers_without_rope" in fields:  # the list has 1 for layers with RoPE, else 0
+        if "layers_without_rope" in fields:  # listed, or every fourth layer
             count, interval = config[_LAYERS], config.get("no_rope_layer_interval") or 4
-            has_rope = config["no_rope_layers"] or [(n + 1) % interval for n in range(count)]
-            fields["layers_without_rope"] = tuple(n for n in range(count) if not has_rope[n])
+            rotated = config["no_rope_layers"] or [(n + 1) % interval for n in range(count)]
+            fields["layers_without_rope"] = tuple(n for n in range(count) if not rotated[n])
         if self.window_pattern is not None:
             fields |= self._read_windows(config)
         if "attention_scale" in fields and self.model_type.startswith("gemma"):
-            # The key has the head width from which Gemma derives its scale.
             fields["attention_scale"] = fields["attention_scale"] ** -0.5
         if "kv_lora_rank" in fields:
             fields |= _read_latent_attention(config, fields)
@@ -113,18 +111,17 @@ class Family:
 
     def write(self, architecture: GPTArchitecture) -> Config:
         """Return the content of ``config.json`` for an architecture."""
-        # Write no padding token: some families' default is outside of a small vocabulary.
+        # Some families have a default pad_token_id that a small vocabulary lacks.
         config: Config = {"pad_token_id": None, **self.fixed}
         config |= {key: getattr(architecture, name) for name, key in self.keys.items()}
         if self._is_gpt2:
-            # Of several names of an activation, the first one is written.
             activations = {value: key for key, value in reversed(_GPT2_ACTIVATIONS.items())}
             activation = activations.get(architecture.activation, architecture.activation)
             config |= {"activation_function": activation, "embd_pdrop": architecture.hidden_dropout}
         else:
             config |= self._written_rope(architecture)
-        # Replace the values of keys that have another meaning than the field.
-        if "moe_router_pre_softmax" in self.keys:  # the key is True for a softmax after top-k
+        # Keys with another form or meaning than the architecture's fields.
+        if "moe_router_pre_softmax" in self.keys:
             config["moe_intermediate_size"] = architecture.expert_ffn_hidden_size
             config["norm_topk_prob"] = not architecture.moe_router_pre_softmax
         if "layers_without_experts" in self.keys:
@@ -134,22 +131,21 @@ class Family:
             config |= {"moe_intermediate_size": width, "num_nextn_predict_layers": 0}
         if "layers_without_rope" in self.keys:
             skipped = architecture.layers_without_rope
-            # In spite of the key's name, 1 means a layer with RoPE.
             config["no_rope_layers"] = [int(n not in skipped) for n in range(config[_LAYERS])]
-        config |= {key: config[same] for key, same in self.equal.items()}
+        config |= {key: config[other] for key, other in self.equal.items()}
         if self.window_pattern is not None:
             config |= self._written_windows(architecture, config)
         if "attention_scale" in self.keys and self.model_type.startswith("gemma"):
             config["query_pre_attn_scalar"] = round((architecture.attention_scale or 1.0) ** -2)
         if "kv_lora_rank" in self.keys:
-            # With latent attention, head_dim is the width of a head's rotated part only.
             rotated = architecture.rotated_channels
             config |= {"qk_rope_head_dim": rotated, "head_dim": rotated}
             config["qk_nope_head_dim"] = architecture.kv_channels - rotated
-        return {**config, "model_type": self.model_type, "architectures": [self.model_class]}
+        names = {"model_type": self.model_type, "architectures": [self.model_class]}
+        return {**config, **names}
 
     def _read_windows(self, config: Config) -> dict[str, Any]:
-        """Return the architecture's fields about sliding-window layers, and their rotary base."""
+        """Return the architecture's fields about layers with a window, and their rotary base."""
         numbers, pattern = range(config[_LAYERS]), config.get("sliding_window_pattern")
         full = {n for n in numbers if (n + 1) % (pattern or self.window_pattern or 1) == 0}
         if config.get("layer_types"):
@@ -172,7 +168,7 @@ class Family:
         return {**windows, "window_rotary_base": None if is_same else base}
 
     def _written_windows(self, architecture: GPTArchitecture, config: Config) -> Config:
-        """Return the ``config.json`` keys about sliding-window layers and their rotary base."""
+        """Return the ``config.json`` keys about layers with a window, and their rotation."""
         numbers, windowed = range(architecture.num_layers), architecture.window_size is not None
         full = architecture.layers_without_window if windowed else numbers
         kinds = {"layer_types": [_FULL if n in full else _SLIDING for n in numbers]}
@@ -190,7 +186,7 @@ class Family:
         }
 
     def _read_rope(self, config: Config) -> dict[str, Any]:
-        """Return the architecture's fields about RoPE, and ``max_position_embeddings``."""
+        """Return the architecture's fields about rotation, and ``max_position_embeddings``."""
         # transformers 5 has other keys than earlier versions.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope = rope.get(_FULL) or rope
@@ -212,7 +208,7 @@ class Family:
         }
 
     def _written_rope(self, architecture: GPTArchitecture) -> Config:
-        """Return the ``config.json`` keys about RoPE that all versions of transformers read."""
+        """Return the ``config.json`` keys about rotation, in a form that all versions read."""
         config: Config = {"rope_theta": architecture.rotary_base, "rope_scaling": None}
         scaling = architecture.rope_scaling
         if scaling is not None:
@@ -233,7 +229,7 @@ class Family:
 
 def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    # Early configurations of Phi-3 call the type longrope "su" or "yarn".
+    # Early configurations of Phi-3 have other names for longrope.
     kind = "longrope" if "short_factor" in rope else kind
     if kind == "default":
         return None
@@ -243,9 +239,9 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
             f"{', '.join(_ROPE_SETTINGS)}"
         )
     positions, values = config["max_position_embeddings"], dict(rope)
-    # Compute settings that transformers derives from others.
     if kind != "linear":
         values[ORIGINAL] = int(config.get(ORIGINAL) or rope.get(ORIGINAL) or positions)
+    # Settings that transformers derives from others.
     if kind == "longrope":
         values["factor"] = positions / values[ORIGINAL]
         if rope.get("factor") and rope.get("attention_factor") is None:
@@ -253,7 +249,7 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
                 rope["factor"], original_max_position_embeddings=values[ORIGINAL], kind="longrope"
             )
             values["attention_factor"] = scaling.concentration
-    # Convert the settings to numbers. Absent optional settings keep RopeScaling's defaults.
+    # An absent setting has its default, if it has one.
     settings: dict[str, Any] = {"kind": kind, "factor": float(values["factor"])}
     for name in _ROPE_SETTINGS[kind]:
         if name in _OPTIONAL_ROPE_SETTINGS and values.get(name) is None:
@@ -267,7 +263,7 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
 
 
 def _read_latent_attention(config: Config, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the architecture's fields for latent attention: widths, rotated share, score scale."""
+    """Return widths, rotated share and scale of the scores of latent attention."""
     rotated = config["qk_rope_head_dim"]
     width = config["qk_nope_head_dim"] + rotated
     scaling, scale = fields["rope_scaling"], None

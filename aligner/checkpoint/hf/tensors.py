@@ -296,10 +296,7 @@ def _of_stack(layout: Layout, expert: int) -> Layout:
 def part_rows(
     linear: str, rows: Tensor, table: Table, architecture: GPTArchitecture
 ) -> dict[str, Tensor]:
-    """Split ``rows`` [outputs, …] of the canonical layer ``linear`` over Hugging Face modules.
-
-    Returns module name → its rows [module's outputs, …].
-    """
+    """Split ``rows`` [outputs, …] of layer ``linear``. Returns Hugging Face module → its rows."""
     layout, names = _row(f"{linear}.weight", table)
     parts = layout.part(rows, architecture)
     return {

@@ -21,10 +21,7 @@ _PREFIX = re.compile(r"^[0-9a-f]{32}_")
 def write_artifacts(
     archive: ArchiveWriter, config: dict[str, Any], artifacts: Mapping[str, Path]
 ) -> None:
-    """Add files to ``archive``, and set their keys in ``config`` to references to them.
-
-    ``artifacts``: dotted key of ``config`` → path of the file.
-    """
+    """Add the files of ``artifacts`` (dotted key of ``config`` → path). The keys refer to them."""
     for key, path in sorted(artifacts.items()):
         name = _PREFIX.sub("", path.name)  # files extracted from a `.nemo` already have a prefix
         *parents, leaf = key.split(".")

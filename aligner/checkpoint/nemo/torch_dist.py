@@ -32,7 +32,7 @@ _FORMAT = {
 
 
 class _Inert:
-    """Replacement for the classes of pickled save plans, which are not needed to read tensors."""
+    """Placeholder for pickled save plans, which are not used."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -67,20 +67,19 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class in `_ADMITTED`. Other classes could run code and raise an error."""
+        """Return an admitted class. Other names are refused, because they could run code."""
         text = f".metadata refers to {module}.{name}, which is refused as malicious"
         with raised_as(CheckpointError, text, KeyError):
             return _ADMITTED[module, name]
 
 
 def read_metadata(data: bytes) -> dcp.Metadata:
-    """Unpickle ``data``, the content of ``.metadata``, without running code in it."""
+    """Unpickle ``.metadata`` without running code in it."""
     # A damaged pickle can raise almost any class of error.
     with raised_as(CheckpointError, ".metadata of the checkpoint is damaged"):
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, dcp.Metadata):
-        kind = type(metadata).__name__
-        raise CheckpointError(f".metadata contains a {kind} instead of Metadata. Copy it again")
+        raise CheckpointError(f".metadata contains a {type(metadata).__name__}, expected Metadata")
     return metadata
 
 
@@ -104,7 +103,7 @@ class TorchDistSource:
         self.shapes = {key: tuple(entry.size) for key, entry in self._tensors.items()}
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return ``tensor[index]`` of the tensor named ``key``, not checked yet (see `records`)."""
+        """Return ``tensor[index]`` of the tensor ``key``. Check its `records` before using it."""
         entry, lead = self._tensors[key], len(index)
         result = torch.empty(entry.size[lead:], dtype=entry.properties.dtype)
         filled = 0
@@ -123,14 +122,14 @@ class TorchDistSource:
         return result
 
     def records(self, key: str, index: tuple[int, ...] = ()) -> list[Record]:
-        """Return the records that a caller must `Record.check` before it uses values of `read`."""
+        """Return the records that a caller must `check` before it uses values of `read`."""
         chunks = self._chunks_at(self._tensors[key], index)
         return [record for chunk, _ in chunks for record in self._chunk(key, chunk).records()]
 
     def _chunks_at(
         self, entry: dcp.TensorStorageMetadata, index: tuple[int, ...]
     ) -> Iterator[tuple[dcp.ChunkStorageMetadata, tuple[int, ...]]]:
-        """Yield each chunk that contains elements of ``tensor[index]``, and the index within it."""
+        """Yield each chunk with elements at ``index``, and this index relative to the chunk."""
         for chunk in entry.chunks:
             local = tuple(i - start for i, start in zip(index, chunk.offsets, strict=False))
             if all(0 <= i < size for i, size in zip(local, chunk.sizes, strict=False)):
@@ -154,8 +153,8 @@ class TorchDistSource:
         tensor = load_tensors(content, f"{name} ({key})")
         if not isinstance(tensor, StoredTensor) or tensor.view.shape != chunk.sizes:
             raise CheckpointError(
-                f"the chunk of {key} at offset {identity[1]}, stored in {name}, is not a tensor of "
-                f"shape {tuple(chunk.sizes)}. Copy the checkpoint again"
+                f"the chunk at offset {identity[1]} of {key} in {name} is not a tensor of shape "
+                f"{tuple(chunk.sizes)}. Copy the checkpoint again"
             )
         self._chunks[identity] = tensor
         return tensor
@@ -168,38 +167,35 @@ def write_torch_dist(
 ) -> None:
     """Write a torch_dist checkpoint into the directory ``folder`` of an archive.
 
-    ``chunks`` yields (key, shape of the whole tensor, offset of the chunk in it, chunk). A chunk
-    can have any shape and dtype. The chunks of a key must tile the tensor. Only one chunk is in
-    memory at a time.
+    ``chunks`` yields (key, global shape, offset of the chunk, chunk), of any shape and dtype. The
+    chunks of a key must tile the tensor. Only one chunk is in memory at a time.
     """
     archive.add_directory(folder)
-    entries: dict[str, dcp.TensorStorageMetadata] = {}
-    locations: dict[dcp.MetadataIndex, _StorageInfo] = {}
-    # Write the chunks to one file, and record their positions in it.
+    tensors: dict[str, dcp.TensorStorageMetadata] = {}
+    storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
     with archive.open(f"{folder}/{DATA_FILE}") as stream:
-        file_start = stream.tell()  # position of the file in the archive
+        origin = stream.tell()
         for key, shape, offset, tensor in chunks:
-            start = stream.tell() - file_start
+            start = stream.tell() - origin
             stream.write(saved_bytes(tensor))
-            length = stream.tell() - file_start - start
+            length = stream.tell() - origin - start
             index = dcp.MetadataIndex(key, torch.Size(offset))
-            locations[index] = _StorageInfo(DATA_FILE, start, length)
+            storage[index] = _StorageInfo(DATA_FILE, start, length)
             properties = dcp.TensorProperties(dtype=tensor.dtype)
             empty_entry = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
-            entry = entries.setdefault(key, empty_entry)
+            entry = tensors.setdefault(key, empty_entry)
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offset), tensor.shape))
     # Write the files that describe the chunks.
-    metadata = dcp.Metadata(state_dict_metadata=dict(entries), storage_data=locations)
-    # mcore_data describes tensors that megatron-core reshaped before saving. {}: not reshaped.
-    metadata.mcore_data = {key: {} for key in entries}
+    metadata = dcp.Metadata(state_dict_metadata=dict(tensors), storage_data=storage)
+    # An empty entry tells megatron-core that the tensor was not reshaped.
+    metadata.mcore_data = {key: {} for key in tensors}
     archive.add(f"{folder}/.metadata", pickle.dumps(metadata, protocol=4))
-    # megatron-core requires common.pt, even without values that are no tensors.
     archive.add(f"{folder}/common.pt", saved_bytes({}))
     archive.add(f"{folder}/metadata.json", json.dumps(_FORMAT).encode())
 
 
 def saved_bytes(value: Any) -> bytes:
-    """Return what `torch.save` writes. Of a view, only its elements are saved, not its storage."""
+    """Return the bytes that `torch.save` writes, for a view without the rest of its storage."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         if value.untyped_storage().nbytes() != value.nbytes:

@@ -62,7 +62,6 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
-        """Begin a response after the tokens ``prompt_ids``."""
         self._tokenizer = tokenizer
         self._window, self._emitted = _context_of(tokenizer, prompt_ids)
 

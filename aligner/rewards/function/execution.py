@@ -25,10 +25,7 @@ _MAX_SEARCHED = 256
 
 
 def load(name: str, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[..., Answers]]:
-    """Import the function with the path ``name``, and bind ``kwargs``.
-
-    Returns its `Signature` as a dict, and `LoadedFunction.answers`.
-    """
+    """Import function ``name``. Return its `Signature` as a dict, and `LoadedFunction.answers`."""
     function = LoadedFunction(load_function(name, key="reward.function"), name, kwargs)
     return vars(function.signature), function.answers
 
@@ -37,10 +34,7 @@ class LoadedFunction:
     """A reward function with its kwargs, ready to be called."""
 
     def __init__(self, function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
-        """Bind ``kwargs`` to ``function``, whose path is ``name``.
-
-        Raises `ConfigError` if its parameters are not those of `aligner.rewards.protocol`.
-        """
+        """Bind ``kwargs``. Raises `ConfigError` unless `aligner.rewards.protocol` is followed."""
         form, self._function = of_form(function, functools.partial(function, **kwargs))
         signature = Signature.of(function if form is None else self._function, name, kwargs)
         self.signature = replace(signature, form="" if form is None else form.name)

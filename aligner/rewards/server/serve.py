@@ -41,8 +41,7 @@ Ids = list[int]
 class RewardService:
     """Endpoints of the server. A refused request raises `HTTPException`.
 
-    ``attributes``: names of the model's attributes. ``encode``: function that converts a sample to
-    token ids. If it raises `AlignerError`, the request is refused. ``queue``: sequences to score.
+    ``encode``: converts a sample to token ids. If it raises `AlignerError`, the request is refused.
     ``timeout_s``: time limit of a request in seconds. ``token``: bearer token that requests need,
     or None.
     """
@@ -55,11 +54,11 @@ class RewardService:
     _bodies: Bodies = field(default_factory=Bodies)
 
     async def health(self) -> HealthAnswer:
-        """Answer with the names of the model's attributes. The request needs no token."""
+        """Return the names of the model's attributes. The request needs no token."""
         return HealthAnswer(status="ok", attributes=list(self.attributes))
 
     async def score(self, request: Request) -> Response:
-        """Score the samples in the request's body. Answers with JSON of a `wire.ScoreAnswer`."""
+        """Score the samples in the request's body. The answer is a `wire.ScoreAnswer`."""
         check_bearer(request, self.token)
 
         def parse(body: bytearray) -> ScoreRequest:
@@ -80,7 +79,7 @@ class RewardService:
         return Response(json.dumps({"rewards": plain}), media_type=JSON_TYPE)
 
     def serving(self, host: str, port: int) -> AbstractContextManager[tuple[str, int]]:
-        """Return a context that answers requests, and whose value is the host and the port."""
+        """Answer requests until the ``with`` block ends. Yields host and port (`http_server`)."""
         routes: Routes = {f"GET {HEALTH}": self.health, f"POST {SCORE}": self.score}
         setting = f"--host {host} --port {port}"
         return http_server((host, port), routes, self.queue, setting=setting)
@@ -118,13 +117,13 @@ class ServeOptions:
 
 
 def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = print) -> None:
-    """Serve a reward model until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT. ``ready`` is called with a message when the server listens.
 
-    ``ready``: function that is called with a message once the server listens. Under a launcher such
-    as torchrun, every process calls `serve_reward_model`, and rank 0 listens.
+    Under a launcher such as torchrun, every process calls this function. Rank 0 listens.
     """
-    # Load the model on all ranks. A signal ends the service after the current batch.
-    parallel = initialize_parallel(ParallelConfig(tensor=options.tensor_model_parallel_size))
+    # The model on all ranks.
+    parallel_config = ParallelConfig(tensor=options.tensor_model_parallel_size)
+    parallel = initialize_parallel(parallel_config)
     model, encoder = _load(options, parallel)
     model.prepare_for_inference()
     stopping = threading.Event()
@@ -135,7 +134,7 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
         scores = model.get_rewards(encoder.collate(sequences), options.micro_batch_size)
         return scores["rewards"].float().reshape(len(sequences), -1).tolist()
 
-    # Start the HTTP server on rank 0. Its requests put sequences into the queue.
+    # The HTTP server on rank 0.
     queue = JobQueue[Ids](options.max_waiting, turn=options.batch_size)
     closing = ExitStack()
 
@@ -151,9 +150,8 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
         closing.callback(shutdown_parallel)
         address = on_rank_zero(listen)  # an error is raised on every rank
         if is_rank_zero():
-            attributes = ", ".join(model.attributes) or "one reward, from comparisons"
-            ready(f"reward server ready at {address} ({options.model}: {attributes})")
-        # Score the queue's sequences in this thread, on all ranks.
+            scores = ", ".join(model.attributes) or "one reward, from comparisons"
+            ready(f"reward server ready at {address} ({options.model}: {scores})")
         has_peers = parallel.world_size > 1
         score_until(stopping, queue, score, options.batch_size, has_peers=has_peers)
 
@@ -176,15 +174,14 @@ def score_until(
     *,
     has_peers: bool = False,
 ) -> None:
-    """Score the sequences in rank 0's ``queue`` on all ranks, until rank 0 sets ``stopping``.
+    """Score the requests that wait on rank 0 with all ranks, until rank 0 sets ``stopping``.
 
-    ``score``: function that returns the rewards of each sequence. All ranks call it with the same
-    batch of at most ``batch_size`` sequences. If it raises, the batch's clients get the error.
-    ``has_peers``: whether other ranks exist. Their state after an error is unknown, so the error
-    then also ends the server.
+    A batch has at most ``batch_size`` sequences. If ``score`` raises, the batch's clients get the
+    error. With ``has_peers`` (other ranks exist) the error also ends the server, as the state of
+    the other ranks is unknown.
     """
     while True:
-        # Rank 0 broadcasts a batch: None ends the loop, and [] means that no sequence came in time.
+        # Rank 0 broadcasts the batch, which is None at the end and empty after an idle wait.
         slots: list[Slot[Ids]] = []
         if is_rank_zero() and not stopping.is_set():
             slots = queue.take(batch_size, _HEARTBEAT_S)
@@ -201,6 +198,5 @@ def score_until(
             if has_peers:
                 raise
         else:
-            # Only rank 0 has slots, through which the clients get their rewards.
-            for slot, sequence_rewards in zip(slots, rewards, strict=False):
-                slot.report(sequence_rewards)
+            for slot, numbers in zip(slots, rewards, strict=False):
+                slot.report(numbers)

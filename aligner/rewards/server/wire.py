@@ -56,10 +56,7 @@ class HealthAnswer(BaseModel):
 
 
 def parse_rewards(value: Any, count: int, width: int) -> list[list[float]]:
-    """Check ``value``, a parsed answer. Return ``count`` rewards of ``width`` finite numbers each.
-
-    Raises `DataError` if the answer has another form.
-    """
+    """Return an answer's ``count`` rewards of ``width`` finite numbers, or raise `DataError`."""
     answer = validated(ScoreAnswer, value)
     rows, problem = answer.rewards, ""
     if len(rows) != count:

@@ -86,10 +86,7 @@ def test_nothing_is_written_under_a_name_from_elsewhere(tiny_nemo, tmp_path):
 
 @pytest.mark.parametrize(
     ("files", "message"),
-    [
-        ("tokenizer.json", r"tokenizer\.files .* is a str"),
-        ({5: "nemo:x"}, "lists '5'"),
-    ],
+    [("tokenizer.json", r"tokenizer\.files .* is a str"), ({5: "nemo:x"}, "lists '5'")],
 )
 def test_tokenizer_files_of_a_wrong_kind(unpacked, files, message):
     folder = unpacked(lambda config: config["tokenizer"].update(files=files))
