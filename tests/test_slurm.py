@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -131,28 +132,20 @@ with started_processes(TrainerConfig(devices=2), 60.0):
 """
 
 
-@pytest.fixture
-def port():
-    with bound_port() as number:
-        yield number
-
-
 @pytest.mark.extended
-def test_tasks_of_srun_know_which_device_is_theirs(port):
+def test_tasks_of_srun_know_which_device_is_theirs():
     """Two tasks that Slurm started, without torchrun: on GPUs each takes that of its LOCAL_RANK."""
     job = {"JOB_ID": "7", "JOB_NAME": "train", "NTASKS": "2", "NTASKS_PER_NODE": "2"}
     job |= {"NODELIST": "localhost", "NODEID": "0"}
-    tasks = []
-    for number in range(2):
-        slurm = {**job, "PROCID": str(number), "LOCALID": str(number)}
-        variables = {f"SLURM_{name}": value for name, value in slurm.items()}
-        environment = {**os.environ, **variables, "MASTER_PORT": str(port)}
-        environment.pop("LOCAL_RANK", None)
-        command = [sys.executable, "-c", TASK]
-        tasks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    try:
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    with bound_port() as port, ExitStack() as ending:
+        tasks = []
+        for number in range(2):
+            slurm = {**job, "PROCID": str(number), "LOCALID": str(number)}
+            variables = {f"SLURM_{name}": value for name, value in slurm.items()}
+            variables |= {**environment, "MASTER_PORT": str(port)}
+            options = {"env": variables, "stdout": subprocess.PIPE, "text": True}
+            tasks.append(subprocess.Popen([sys.executable, "-c", TASK], **options))
+            ending.callback(tasks[-1].kill)
         seen = [process.communicate(timeout=120)[0].splitlines()[-1] for process in tasks]
-    finally:
-        for process in tasks:
-            process.kill()
     assert seen == ["0 0 2", "1 1 2"]
