@@ -26,10 +26,9 @@ NOT_RUN = {
     r"--nproc-per-node 8|trainer\.devices=8": "eight GPUs; tests/distributed has four",
     r"RAY_ADDRESS=": "tests/ray starts two nodes with these words and trains on them",
     r"generation\.backend=vllm": "`make test-vllm`: it needs vLLM's environment",
-    r"environments\.(gymnasium|mcp|openenv|skyrl_gym|verifiers(_agent)?):": "tests/adapters plays it",
+    r"_environments\.(gymnasium|mcp|openenv|skyrl_gym|verifiers)\w*:": "tests/adapters plays it",
     r"python -m benchmarks\.": "minutes to an hour; benchmarks/LOG.md has each reading",
     r"examples/pipeline\.py": "tests/learning/test_pipeline_learns.py runs one of tiny stages",
-    r"python -m campaigns": "`make campaign`: minutes of faults, seeded",
     r"(aligner |examples/)compare": "wants the directories of several runs; tests/unit has its own",
     r"^(python examples/(generate|evaluate)\.py( --chat)?|aligner (generate|chat|evaluate))$": (
         "names a command in a sentence; its arguments stand in a block"
