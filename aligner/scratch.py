@@ -23,7 +23,6 @@ class ScratchFolder:
     """A new temporary folder, which `close` removes."""
 
     def __init__(self) -> None:
-        """Create the folder. The first call in a process also removes folders of dead processes."""
         _remove_leftovers_once(tempfile.gettempdir())
         new_path = tempfile.mkdtemp(prefix=_NEW + _PREFIX)
         self._lock = os.open(new_path, _FOLDER)

@@ -6,10 +6,16 @@ from documented import blocks, commands
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
-from aligner.environments.pool import Call, EnvironmentPool
+from aligner.environments.pool import Call, EnvironmentPool, Failure
 
 PAGE = "docs/environments_adapters.md"
 ADAPTERS = "aligner_environments"
+
+
+def answers_of(pool, calls):
+    """Make calls of different slots at the same time, each with its own time limit."""
+    pairs = zip(calls, pool.begin(calls), strict=True)
+    return [sent if isinstance(sent, Failure) else pool.receive(call, sent) for call, sent in pairs]
 
 
 def write_files(folder):
@@ -41,7 +47,7 @@ class Game:
         self.pool.close()
 
     def call(self, what, argument=None, limit_s=60.0):
-        return self.pool.call([Call(0, what, argument, limit_s)])[0]
+        return answers_of(self.pool, [Call(0, what, argument, limit_s)])[0]
 
     def begin(self):
         answer = self.call("begin", (self.seed, self.columns))

@@ -107,7 +107,7 @@ def test_a_mismatched_response_fits_the_limit_and_needs_another_prompt(tmp_path)
     assert loaded[0].mismatched.ids == encoded("long prompt=1")
     with pytest.raises(DataError, match=r"x\.jsonl: row 1 has a prompt of 12 tokens"):
         load_rows(LabelledDataset, tmp_path, [rows[0], rows[2]], max_length=17)
-    with pytest.raises(DataError, match="give rows with different prompts"):
+    with pytest.raises(DataError, match="other prompts"):
         load_rows(LabelledDataset, tmp_path, LABELLED[:2])
 
 

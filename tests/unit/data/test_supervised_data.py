@@ -148,7 +148,11 @@ SPELT = {"role": "assistant", "content": "a <|im_end|> b"}
         ({"prompt": CHAT, "response": "5"}, {}, "the last chat message is the assistant"),
         ({"messages": "hi"}, {}, "column 'response' is missing.*data.messages_column"),
         ({"prompt": "x", "response": "5"}, {"system_prompt": "Add."}, "data.system_prompt is set"),
-        ({"messages": [*CHAT[:2], SPELT]}, {}, "message 2 of the chat spells the end token"),
+        (
+            {"messages": [*CHAT[:2], SPELT]},
+            {},
+            "message 2 of the chat contains the text of the end token",
+        ),
     ],
 )
 def test_bad_example_is_named(tmp_path, row, options, message):

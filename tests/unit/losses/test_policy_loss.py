@@ -1,14 +1,13 @@
-"""PPO policy loss: by hand, against a plain Python loop, and its invariances."""
+"""PPO policy loss: by hand, and against a plain Python loop."""
 
 import math
 
 import pytest
 import torch
-from loss_checks import check_loss, denominators, evaluate, hand_batch, policy_batch, row
+from loss_checks import evaluate, hand_batch, policy_batch, row
 
 from aligner.errors import ConfigError
 from aligner.losses.policy import PPOPolicyLoss
-from aligner.types import TokenOutputs
 
 
 def test_hand_worked():
@@ -172,28 +171,6 @@ def test_aggregation_by_hand(aggregation, length, weights):
     assert metrics["entropy"] == pytest.approx(0.7 / 3)
     assert metrics["kl_loss"] == pytest.approx(0.5)
     assert metrics["ppo_ratio"] == pytest.approx(5.5 / 3)
-
-
-COMMON = {"entropy_bonus": 0.01, "kl_coefficient": 0.1, "importance_cap": 1.1}
-VARIANTS = [
-    FULL,
-    PPOPolicyLoss(ratio_level="sequence", aggregation="sequence_mean", **COMMON),
-    PPOPolicyLoss(surrogate="cispo", aggregation="fixed_length", max_response_length=9, **COMMON),
-    PPOPolicyLoss(surrogate="cispo", ratio_level="sequence", **COMMON),
-    PPOPolicyLoss(aggregation="sequence_mean", dual_clip=1.5, **COMMON),
-]
-
-
-@pytest.mark.parametrize("loss_function", VARIANTS, ids=str)
-def test_what_every_variant_must_pass(loss_function):
-    logprobs, entropy, batch = policy_batch(seed=5)
-    check_loss(loss_function, logprobs, batch, [1, 2, 3, 4], entropy)
-
-    def loss(*outputs):
-        return loss_function(TokenOutputs(*outputs), batch, denominators(batch))[0]
-
-    if loss_function.surrogate != "cispo":  # whose weight is held still, so the slope is another
-        assert torch.autograd.gradcheck(loss, (logprobs.requires_grad_(), entropy.requires_grad_()))
 
 
 @pytest.mark.parametrize(

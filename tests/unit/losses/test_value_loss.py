@@ -1,14 +1,13 @@
-"""Clipped value loss and negative log-likelihood: by hand, and their invariances."""
+"""Clipped value loss and negative log-likelihood: by hand."""
 
 import math
 
 import pytest
 import torch
-from loss_checks import check_loss, denominators, evaluate, row
+from loss_checks import evaluate, row
 
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.value import PPOValueLoss
-from aligner.types import TokenOutputs
 
 
 def test_hand_worked():
@@ -42,34 +41,6 @@ def test_rounding_clips_nothing():
     assert evaluate(PPOValueLoss(None), row(1.0), batch)[0] == 2.0
 
 
-def random_batch():
-    generator = torch.Generator().manual_seed(0)
-
-    def normal():
-        return torch.randn(6, 9, generator=generator, dtype=torch.float64)
-
-    values = normal()
-    batch = {
-        "values": values + 0.3 * normal(),
-        "returns": values + normal(),
-        "token_mask": (torch.rand(6, 9, generator=generator) < 0.6).double(),
-        "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1], dtype=torch.float64),
-    }
-    batch["token_mask"][3] = 0
-    return values, batch
-
-
-def test_what_every_loss_must_pass():
-    values, batch = random_batch()
-    loss_function = PPOValueLoss(0.2)
-    check_loss(loss_function, values, batch, [1, 2, 4])
-
-    def loss(leaf):
-        return loss_function(TokenOutputs(leaf), batch, denominators(batch))[0]
-
-    assert torch.autograd.gradcheck(loss, (values.requires_grad_(),))
-
-
 def test_negative_log_likelihood_by_hand():
     """Three tokens of two rows count: (1 + 2 + 6) / 3, each with slope -1/3."""
     logprobs = torch.tensor([[-9.0, -1.0, -2.0], [-6.0, -9.0, -9.0]], dtype=torch.float64)
@@ -80,5 +51,3 @@ def test_negative_log_likelihood_by_hand():
     torch.testing.assert_close(gradient, -mask / 3)
     expected = (math.exp(-1) + math.exp(-2) + math.exp(-6)) / 3
     assert metrics["token_probability"] == pytest.approx(expected)
-    values, batch = random_batch()
-    check_loss(NegativeLogLikelihoodLoss(), -values.abs(), batch, [1, 2, 3])

@@ -132,7 +132,6 @@ class FullPassDecoder(TransformersDecoder):
     description = "without a cache"
 
     def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
-        """See `TransformersDecoder`."""
         super().__init__(model, num_slots, capacity)
         self._tokens = torch.zeros(num_slots, self.capacity, dtype=torch.int64, device=self.device)
 
@@ -180,7 +179,6 @@ class GroupDecoder(TransformersDecoder):
     description = "with transformers' cache, sequences of equal length together"
 
     def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
-        """See `TransformersDecoder`."""
         super().__init__(model, num_slots, capacity)
         self._places: list[_Place | None] = [None] * num_slots
         self._prompts: list[_Place | None] = [None] * num_slots  # cached prompts, without response
@@ -286,7 +284,6 @@ class SlotDecoder(TransformersDecoder):
     description = "with aligner's key-value cache"
 
     def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
-        """See `TransformersDecoder`."""
         super().__init__(model, num_slots, capacity)
         # Keys and values of each attention call, allocated in the first pass. They begin as zeros,
         # because a masked value is multiplied by 0, which would not remove a NaN.

@@ -42,7 +42,6 @@ class ReferencePolicy(LightningModule, Inferrable):
     """
 
     def __init__(self, policy: "SamplingPolicy", mode: Literal["keep", "swap", "bare"]) -> None:
-        """Store the present weights of ``policy``, as ``mode`` says (see the class)."""
         super().__init__()
         self._policy = (policy,)  # a tuple, so that the module is not registered here
         self.gpt = policy.copied_model().requires_grad_(False) if mode == "keep" else None
