@@ -122,6 +122,9 @@ def test_an_artifact_in_a_folder_is_refused(unpacked, tmp_path):
         ({"rope_scaling": {"factor": "x"}}, "rope_scaling"),
         ({"window_size": [-5, 0]}, "window_size=-4"),
         ({"activation": ["swiglu"]}, "activation.*a list"),
+        ({"activation": "reglu"}, "activation='reglu'"),
+        ({"normalization": "groupnorm"}, "normalization='groupnorm'"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
     ],
 )
 def test_a_nemo_configuration_that_no_model_has(unpacked, no_hang, changes, message):
@@ -211,7 +214,6 @@ def test_a_hugging_face_configuration_that_no_model_has(
     ("index", "message"),
     [
         ({"a": 1}, "weight_map"),
-        ({"weight_map": [1]}, "weight_map"),
         ({"weight_map": {"model.embed_tokens.weight": 5}}, "names the file 5"),
         ({"weight_map": {"model.embed_tokens.weight": "../../etc/passwd"}}, "names the file"),
         ({"weight_map": {"model.embed_tokens.weight": "/etc/passwd"}}, "names the file"),

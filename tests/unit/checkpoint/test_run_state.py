@@ -8,7 +8,9 @@ import random
 import resource
 import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -209,30 +211,28 @@ def assert_complete(path: Path, numbers: int = 100_000) -> int:
     return loaded.step
 
 
-def _save_with_size_limit(root: str, limit: int, answer) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+@contextmanager
+def size_limit(number: int) -> Iterator[None]:
+    """Let no file grow beyond a number of bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (number, hard))
     try:
-        RunStateStore(root).save(2, state_of(2))
-    except StorageError as error:
-        answer.put((str(error), error.errno))
-    else:
-        answer.put(("saved", 0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.integration
 def test_a_write_that_fails_half_way_leaves_the_previous_state(tmp_path):
-    RunStateStore(tmp_path).save(1, state_of(1))
-    answer = FORKSERVER.SimpleQueue()
-    child = FORKSERVER.Process(target=_save_with_size_limit, args=(str(tmp_path), 150_000, answer))
-    child.start()
-    message, number = answer.get()
-    child.join()
-    assert number == errno.EFBIG
+    store = RunStateStore(tmp_path)
+    store.save(1, state_of(1))
+    with size_limit(150_000), pytest.raises(StorageError) as caught:
+        store.save(2, state_of(2))
+    assert caught.value.errno == errno.EFBIG
     file = str(tmp_path / ".tmp-step_000002" / "policy.pt")
     for part in (file, "bytes) needed", "bytes) free", "intact"):
-        assert part in message
+        assert part in str(caught.value)
     assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
-    assert assert_complete(newest(RunStateStore(tmp_path))) == 1
+    assert assert_complete(newest(store)) == 1
 
 
 def disk_is_full(path: Path) -> None:

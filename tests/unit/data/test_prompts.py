@@ -9,18 +9,12 @@ from loaded import load_set, write_rows
 from pyarrow import parquet
 
 from aligner.data.prompts import PromptDataset
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
 
 ROWS = [
     {"prompt": "2+3=", "ground_truth": "5", "level": 1},
     {"prompt": "10+11=", "ground_truth": "21", "level": 2},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_level_tokenizer()
 
 
 def write_parquet(path, rows):
