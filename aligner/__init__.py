@@ -42,7 +42,7 @@ paths.install()
 
 
 def __getattr__(name: str) -> Any:
-    """Import an object of the Python API when it is first used. ``import aligner`` stays quick."""
+    """Import an object of the Python API at its first use, so that ``import aligner`` is fast."""
     if name in __all__:
         with quiet():
             module = importlib.import_module(f"aligner.api.{_MODULES.get(name, 'train')}")

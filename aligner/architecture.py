@@ -26,11 +26,11 @@ PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of the frequencies of rotary position embeddings (rope).
+    """Scaling of the frequencies of rotary position embeddings (RoPE).
 
     ``linear`` divides all frequencies by ``factor``. ``llama3`` and ``yarn`` (Peng et al. 2023)
     divide only low frequencies. ``longrope`` (Ding et al. 2024) divides each frequency by its
-    ``short_factor``. Sequences beyond the original length, with ``long_factor``, are not supported.
+    ``short_factor``. Longer sequences, which would need ``long_factor``, are not supported.
     """
 
     factor: float
@@ -61,7 +61,7 @@ class RopeScaling:
 
     @property
     def concentration(self) -> float:
-        """Factor by which rotated queries and keys are multiplied."""
+        """Factor by which queries and keys are multiplied after the rotation."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -78,10 +78,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class GPTArchitecture:
-    """Sizes and options of a decoder-only transformer. Sizes are global, not per rank.
+    """Sizes and options of a decoder-only transformer. Sizes are those of the whole model.
 
     ``vocab_size`` is the size of the tokenizer's vocabulary. The embedding and the output layer
-    have ``padded_vocab_size(tp)`` rows, and softmax ignores the padded logits.
+    have ``padded_vocab_size(tp)`` rows. The softmax ignores the logits of the padding.
     """
 
     num_layers: int
@@ -149,7 +149,6 @@ class GPTArchitecture:
     has_table: ClassVar[bool] = True  # of tensors by canonical names, also for .nemo files
 
     def __post_init__(self) -> None:
-        """Raise a `CheckpointError` that names the first invalid value."""
         # Single values, by the types of their fields.
         for field in dataclasses.fields(GPTArchitecture):
             name, value, hints = field.name, getattr(self, field.name), get_args(field.type)
@@ -204,47 +203,47 @@ class GPTArchitecture:
 
     @cached_property
     def rope_concentration(self) -> float:
-        """Factor by which rotated queries and keys are multiplied, 1 without `rope_scaling`."""
+        """Factor by which queries and keys are multiplied after the rotation. 1 without scaling."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.concentration
 
     @property
     def rotated_channels(self) -> int:
-        """Number of columns of a head that are rotated."""
+        """Number of channels of each head to which RoPE is applied."""
         return int(self.kv_channels * self.rotary_percent)
 
     @property
     def gated(self) -> bool:
-        """Whether the first MLP linear (fc1) has the rows ``[gate; up]`` of a gated activation."""
+        """True if the MLP has a gated activation. Its first weight has the rows ``[gate; up]``."""
         return self.activation in get_args(_GatedActivation)
 
     @property
     def is_scored(self) -> bool:
-        """Whether the model has sinks or soft caps, which fused kernels do not compute."""
+        """True if the model has sinks or soft caps, which fused kernels do not support."""
         has_cap = self.attention_cap is not None or self.logits_cap is not None
         return self.attention_sinks or has_cap
 
     @property
     def expert_ffn_hidden_size(self) -> int:
-        """Hidden width of one expert's MLP."""
+        """Hidden size of one expert's MLP."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def with_dropout(self, probability: float | None) -> "GPTArchitecture":
-        """Return a copy with this attention and hidden dropout, or this object for None."""
+        """Return a copy with this attention and hidden dropout. If None, return this object."""
         if probability is None:
             return self
         return dataclasses.replace(self, attention_dropout=probability, hidden_dropout=probability)
 
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
-        """Return the number of embedding rows: ``vocab_size``, padded to equal shares per rank."""
+        """Return the number of embedding rows: ``vocab_size``, padded to equal parts per rank."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class TransformersArchitecture(GPTArchitecture):
-    """Architecture of a model that transformers can build, but megatron-core cannot.
+    """Architecture of a model that only transformers supports, not megatron-core.
 
-    Memory estimates use the inherited sizes, which are 1 where the model has no such size.
+    Memory estimates use the inherited sizes. A size that the model does not define is 1.
     """
 
     settings: str = "{}"  # text of ``config.json``
@@ -256,7 +255,7 @@ class TransformersArchitecture(GPTArchitecture):
 def layer_flags(
     layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
 ) -> list[int] | None:
-    """Return 1 for each layer in ``layers``, else 0 (``invert``: reversed). None for no layers."""
+    """Return 1 for layers in ``layers``, else 0, or the reverse. None if ``layers`` is empty."""
     flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
     return flags if layers else None
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class AlgorithmEntry(NamedTuple):
-    """A training algorithm."""
+    """A training algorithm and its files."""
 
     name: str  # part of the names of its script, command and configuration
     summary: str  # for `aligner --help`
@@ -18,27 +18,27 @@ class AlgorithmEntry(NamedTuple):
 
     @property
     def recipe(self) -> str:
-        """Name of its small recipe for a CPU, in conf/recipes/."""
+        """Name of the small recipe for a CPU in conf/recipes/."""
         return "grpo_tiny_cpu" if self.name == "reinforce" else f"{self.name}_tiny_cpu"
 
     @property
     def page(self) -> str:
-        """File name of its page in docs/."""
+        """File name of the algorithm's page in docs/."""
         return f"{self.name}.md"
 
     @property
     def script(self) -> str:
-        """Name of its script in examples/, without the suffix."""
+        """Name of the algorithm's script in examples/, without suffix."""
         return f"train_{self.config_name}"
 
     @property
     def config_name(self) -> str:
-        """Name of its configuration in conf/, without the suffix."""
+        """Name of the algorithm's configuration in conf/, without suffix."""
         return f"gpt_{self.name}"
 
     @property
     def root_class(self) -> Any:
-        """Class of its configuration."""
+        """Class of the algorithm's configuration."""
         return imported(self.root)
 
 
@@ -83,7 +83,7 @@ ENVIRONMENT_KINDS = {
 
 
 class EstimatorEntry(NamedTuple):
-    """Estimator of advantages, a value of `trainer.ppo.advantage.estimator`."""
+    """An advantage estimator, one of the values of `trainer.ppo.advantage.estimator`."""
 
     title: str  # name of the algorithm, for reports
     compares_group: bool = False  # whether it needs at least two responses to each prompt
@@ -93,7 +93,7 @@ class EstimatorEntry(NamedTuple):
 
 
 class SurrogateEntry(NamedTuple):
-    """Surrogate objective of the policy loss, a value of `model.ppo.surrogate`."""
+    """A surrogate objective of the policy loss, one of the values of `model.ppo.surrogate`."""
 
     function: str  # import path of an `aligner.losses.policy.SurrogateFunction`
     title: str | None = None  # name of the algorithm for reports. None: the estimator's title

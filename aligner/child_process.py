@@ -65,10 +65,10 @@ _BOOT = (
 
 @dataclass(frozen=True)
 class Program:
-    """Code that child processes run, and the errors that the parent raises for it."""
+    """Code that child processes run, and the errors for its failures."""
 
     module: str  # module with the function ``load``, see `serve`
-    first: tuple[Any, ...]  # arguments of ``load``, which are pickled
+    load_arguments: tuple[Any, ...]  # are pickled
     name: str  # for error messages, such as ``reward function 'f'``
     remedy: str  # end of the error after the time limit
     error: type[AlignerError]  # raised if the child fails
@@ -78,15 +78,15 @@ class Program:
 
 
 class ChildProcess:
-    """Child process that runs a `Program`. It ends by itself if this process dies.
+    """Child process that runs a `Program`. It ends if this process dies.
 
-    All descendants of the child are killed with it, and its temporary directory is removed. If user
-    code forks and both processes answer, the second answer is ignored. ``multiprocessing`` would
-    import the training script again (spawn), or is unsafe with the threads of torch (fork).
+    With the child, all its descendants are killed and its temporary directory is removed. If user
+    code forks and both processes answer, the second answer is ignored. ``multiprocessing`` is not
+    used: "spawn" would import the training script again, and "fork" is unsafe with torch's threads.
     """
 
     def __init__(self, program: Program) -> None:
-        """Start the child and send the arguments of ``load``. Call `wait_until_ready` next."""
+        """Start the child and send it the arguments of ``load``. Then call `wait_until_ready`."""
         self._program = program
         self._message_id = 0  # id of the last message
         self._message: bytearray | None = None  # answer that `receive` has not returned yet
@@ -107,12 +107,12 @@ class ChildProcess:
         self._stop = weakref.finalize(
             self, _kill, self._child, parent_end, folder, os.getpid(), mark
         )
-        first = self._pickled((program.memory_mb, *program.first))
+        first = self._pickled((program.memory_mb, *program.load_arguments))
         with suppress(OSError):  # if the child is dead or hangs, `wait_until_ready` raises an error
             self._pipe.send(first, time.monotonic() + _START_LIMIT_S)
 
     def wait_until_ready(self) -> Any:
-        """Wait for the message "ready", and return its payload. Raises the error of the start."""
+        """Wait until ``load`` has returned in the child. Return its payload, or raise its error."""
         try:
             return self.receive(time.monotonic() + _START_LIMIT_S, _START_LIMIT_S)[1]
         except AlignerError:
@@ -121,7 +121,7 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the child runs and was not closed."""
+        """True if the child runs and `close` was not called."""
         return self._stop.alive and self._child.poll() is None
 
     @property
@@ -130,14 +130,14 @@ class ChildProcess:
         return self._child.pid
 
     def fileno(self) -> int:
-        """Return the file descriptor that becomes readable when the child answers or ends."""
+        """Return a file descriptor that becomes readable when the child answers or ends."""
         return self._pipe.socket.fileno()
 
     def ask(self, *message: Any, time_limit_s: float) -> None:
-        """Send a message, and give the child ``time_limit_s`` to answer. Call `receive` next.
+        """Send a message, to be answered within ``time_limit_s`` seconds. Then call `receive`.
 
-        Raises `DataError` if the message cannot be pickled, and the program's errors if the child
-        has died or does not receive it in time.
+        Raises `DataError` if the message cannot be pickled, and the errors of `Program` if the
+        child has died or does not accept the message in time.
         """
         self._message_id += 1
         body = self._pickled((self._message_id, *message, time_limit_s))
@@ -147,7 +147,7 @@ class ChildProcess:
             raise self._error(error, time_limit_s) from error
 
     def has_answer(self) -> bool:
-        """Return whether `receive` would return or raise an error without waiting."""
+        """Return whether `receive` would return, or raise an error, without waiting."""
         try:
             self._read(0.0)
         except Exception as error:  # `receive` raises it again
@@ -155,10 +155,10 @@ class ChildProcess:
         return True
 
     def receive(self, deadline: float, time_limit_s: float) -> tuple[str, Any]:
-        """Wait for the next answer to the last message. Returns its kind and payload.
+        """Wait for the next answer to the last message. Return (kind, payload).
 
-        ``deadline``: time, by ``time.monotonic()``, at which the child is killed.
-        ``time_limit_s``: for the error. Raises the errors of the program and of a refusal.
+        ``deadline``: time of ``time.monotonic()`` at which the child is killed. ``time_limit_s``:
+        time limit in the error message. Raises the errors of `Program`, or an error of the child.
         """
         try:
             kind, payload = self._read(deadline)
@@ -170,7 +170,7 @@ class ChildProcess:
         return kind, payload
 
     def parse(self, parse: Callable[[Any], Parsed], value: Any) -> Parsed:
-        """Return ``parse(value)`` for a payload of the child. If it fails, kill the child."""
+        """Return ``parse(value)`` for a payload of the child. If it raises, kill the child."""
         try:
             return parse(value)
         except Exception as error:  # an invalid answer may cause any exception
@@ -181,7 +181,7 @@ class ChildProcess:
         self._stop()
 
     def _read(self, deadline: float) -> tuple[str, Any]:
-        """Return kind and payload of an answer to the last message. Drop answers to others."""
+        """Return (kind, payload) of an answer to the last message. Skip answers to earlier ones."""
         while True:
             if self._message is None:
                 self._message = self._pipe.receive(self._program.most_bytes, deadline)
@@ -193,7 +193,7 @@ class ChildProcess:
                 raise TimeoutError
 
     def _error(self, error: Exception, time_limit_s: float) -> AlignerError:
-        """Kill the child after ``error``, and return the program's error to raise instead."""
+        """Kill the child because of ``error``. Return the error of `Program` to raise instead."""
         if isinstance(error, TimeoutError):
             self.close()
             return self._program.timeout(
@@ -229,16 +229,16 @@ class ChildProcess:
 
 
 class ProcessPool:
-    """Child processes of one program, numbered by slots. They are reused for many messages."""
+    """Child processes of one program, by slot number. They answer many messages."""
 
     def __init__(self, program: Program) -> None:
-        """Start the process of slot 0. Raises the error of ``load``."""
+        """Start the process of slot 0. Raises an error of ``load``."""
         self._program = program
         self._processes = {0: ChildProcess(program)}
         self.loaded = self._processes[0].wait_until_ready()  # payload of ``ready``
 
     def start(self, slots: Sequence[int]) -> dict[int, AlignerError]:
-        """Start the processes of ``slots`` that do not run. Returns slot → error of a failure."""
+        """Start missing processes of ``slots``. Return the errors of failed processes by slot."""
         processes = self._processes
         missing = [slot for slot in slots if slot not in processes or not processes[slot].alive]
         for slot in missing:
@@ -252,7 +252,7 @@ class ProcessPool:
         return failures
 
     def kill(self, slot: int) -> None:
-        """Kill the process of ``slot`` with its descendants. `start` can start it again."""
+        """Kill the process of ``slot`` and its descendants. `start` can start it again."""
         self._processes[slot].close()
 
     def __enter__(self) -> Self:
@@ -262,7 +262,7 @@ class ProcessPool:
         self.close()
 
     def close(self) -> None:
-        """Kill all processes with their descendants."""
+        """Kill all processes and their descendants."""
         for process in self._processes.values():
             process.close()
         self._processes.clear()
@@ -273,7 +273,7 @@ class ProcessPool:
 
 
 def _parse_answer(message: bytearray) -> tuple[int, str, Any]:
-    """Return message id, kind and payload of an answer. Raises an error if it is invalid."""
+    """Return (message id, kind, payload) of an answer. Raises an error if it is invalid."""
 
     def refuse_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
@@ -299,34 +299,38 @@ class Channel:
         return pickle.loads(self._pipe.receive())
 
     def send(self, message_id: int, kind: str, payload: Any) -> None:
-        """Send an answer to a message. ``payload`` is converted by `plain`."""
+        """Send an answer to a message. `plain` converts ``payload`` to JSON types."""
         if os.getpid() != self._pid:  # user code has forked, and both processes came here
             os._exit(0)
         self._pipe.send(json.dumps(plain([message_id, kind, payload])).encode())
 
     def refuse(self, message_id: int, error: AlignerError) -> None:
-        """Send the answer "refused" with the class name and the text of an error."""
+        """Send an error as answer to a message: the name of its class, and its text."""
         self.send(message_id, "refused", (type(error).__name__, text_of(error)))
 
 
 def serve(descriptor: int, load: Callable[..., tuple[Any, Callable[..., Answers]]]) -> None:
-    """Run in the child: answer the parent's messages until the parent closes the socket or dies.
+    """Main function of the child: answer messages until the parent closes the socket or dies.
 
-    ``descriptor``: file descriptor of the inherited socket. ``load``: function that returns the
-    payload of "ready" and another function. This is called with each message, and yields kind and
-    payload of each answer. If one of them raises an `AlignerError`, the parent raises it too.
+    ``descriptor``: file descriptor of the socket. ``load``: returns a payload, which is sent as
+    first answer ("ready"), and a function ``answers``. ``answers(*message)`` yields (kind, payload)
+    for each answer to a message. If either function raises an `AlignerError`, the error is sent to
+    the parent, which raises it.
     """
-    # Load the user's code.
+    # Let no descendant outlive the parent. If memory is exhausted, the kernel kills this process
+    # before others.
     adopt_orphans()
     die_with_parent()
-    with suppress(OSError):  # if memory is exhausted, the kernel kills this process first
+    with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+    # Load the user's code. RLIMIT_DATA does not count shared memory and mapped files.
     channel = Channel(descriptor)
     try:
-        memory_mb, *first = channel.receive()
-        if memory_mb is not None:  # shared memory and mapped files do not count
-            resource.setrlimit(resource.RLIMIT_DATA, (memory_mb * 2**20,) * 2)
-        loaded, answers = load(*first)
+        memory_mb, *load_arguments = channel.receive()
+        if memory_mb is not None:
+            limit = memory_mb * 2**20
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        loaded, answers = load(*load_arguments)
     except AlignerError as error:
         channel.refuse(0, error)
         return
@@ -350,10 +354,10 @@ def serve(descriptor: int, load: Callable[..., tuple[Any, Callable[..., Answers]
 
 
 class _Pipe:
-    """Messages over a socket. A header before each message gives its length.
+    """Messages over a socket. A header before each message contains its length.
 
-    A deadline is a time by ``time.monotonic()``, 0 for not waiting, or None for no limit. After the
-    deadline, TimeoutError is raised, and received bytes are kept for the next `receive`.
+    Deadlines are times of ``time.monotonic()``. 0 means not to wait, None no limit. After a
+    deadline `TimeoutError` is raised. The next `receive` continues with the received bytes.
     """
 
     _HEADER = struct.Struct("!4sQ")
@@ -364,15 +368,14 @@ class _Pipe:
         self._received = bytearray()  # beginning of the next message, with its header
 
     def send(self, body: bytes, deadline: float | None = None) -> None:
-        """Send a message. Raises OSError if the other end is closed."""
         for part in (self._HEADER.pack(self._BEGIN, len(body)), body):
             self.socket.settimeout(_seconds_to(deadline))
             self.socket.sendall(part)
 
     def receive(self, most_bytes: int | None = None, deadline: float | None = None) -> bytearray:
-        """Return the next message. Bytes without a header, as printed output, are returned as is.
+        """Return the next message, or bytes without a header, such as printed text.
 
-        Raises EOFError if the other end is closed, OverflowError for more than ``most_bytes``.
+        Raises `EOFError` if the other end is closed, `OverflowError` for more than ``most_bytes``.
         """
         size = self._HEADER.size
         self._read_to(size, deadline)
@@ -399,7 +402,7 @@ class _Pipe:
 
 
 def _seconds_to(deadline: float | None) -> float | None:
-    """Return the seconds until a deadline, at least 1 ms, because a socket never waits for 0."""
+    """Return the seconds until a deadline, at least 1 ms, because 0 means non-blocking."""
     return None if deadline is None else max(_SHORTEST_WAIT_S, deadline - time.monotonic())
 
 
@@ -410,7 +413,7 @@ def _kill(
     owner: int,
     mark: str,
 ) -> None:
-    """Kill a child with its descendants and remove its folder, if this process started it."""
+    """Kill a child and its descendants, and remove its folder, if this is process ``owner``."""
     if os.getpid() != owner:
         return
     end.close()

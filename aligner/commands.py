@@ -47,7 +47,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script for ``aligner COMMAND …``. ``arguments``: by default those of the process."""
+    """Run the script of ``aligner COMMAND …``. ``arguments``: by default those in ``sys.argv``."""
     name, *options = (sys.argv[1:] if arguments is None else arguments) or ["help"]
     if name in ("-h", "--help", "help"):
         print(usage())
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def shipped(folder: str) -> Path:
-    """Return the path of ``conf`` or ``examples``, in the package or next to it in a checkout."""
+    """Return the path of the folder ``conf`` or ``examples``, in the package or the checkout."""
     package = Path(aligner.__file__).parent
     inside = package / folder
     return inside if inside.is_dir() else package.parent / folder

@@ -72,11 +72,11 @@ class EnvironmentTimeoutError(EnvironmentCallError, TimeoutError):
 
 
 class CallbackError(AlignerError, RuntimeError):
-    """A callback of ``trainer.callbacks`` raised an error. The message names both."""
+    """A callback of ``trainer.callbacks`` raised an error."""
 
 
 class NonFiniteError(AlignerError, FloatingPointError):
-    """A loss or a gradient is NaN or infinite, and ``non_finite`` tells the run to stop."""
+    """A loss or a gradient is NaN or infinite, and the option ``non_finite`` ends the run."""
 
 
 class DeviceMemoryError(AlignerError, MemoryError):
@@ -92,7 +92,7 @@ class WorkerDiedError(WorkerError):
 
 
 class DryDeviceError(AlignerError, RuntimeError):
-    """The dry device is not available, or cannot compute a value that the run reads."""
+    """The dry device (a simulated GPU) is not available, or lacks a value that the run reads."""
 
 
 class NativeCodeError(AlignerError, RuntimeError):
@@ -108,7 +108,7 @@ class MissingPackageError(AlignerError, ImportError):
 
 
 def error_class(name: str) -> type[AlignerError] | None:
-    """Return the error class called ``name``, or None if there is none."""
+    """Return the error class with the given name, or None."""
     kind = getattr(sys.modules[__name__], name, None)
     return kind if isinstance(kind, type) and issubclass(kind, AlignerError) else None
 
@@ -117,10 +117,10 @@ def error_class(name: str) -> type[AlignerError] | None:
 def raised_as(
     kind: type[AlignerError], text: str, *caught: type[Exception], remedy: str = ""
 ) -> Iterator[None]:
-    """Convert exceptions of the block to ``kind``, with ``text``, the cause and ``remedy``.
+    """Context manager: convert exceptions to ``kind``, with ``text``, the cause and ``remedy``.
 
-    ``caught``: classes of exceptions to convert, by default all. Errors of this library are
-    converted only if their class is in ``caught``.
+    ``caught``: classes of exceptions to convert, by default all. An `AlignerError` is converted
+    only if ``caught`` contains its class.
     """
     try:
         yield
@@ -136,7 +136,7 @@ def raised_as(
 def json_object(
     content: bytes, kind: type[AlignerError], text: str, remedy: str = ""
 ) -> dict[str, Any]:
-    """Return the JSON object in ``content``. Raises ``kind`` like `raised_as` if there is none."""
+    """Parse a JSON object. Raises ``kind``, with ``text`` and ``remedy``, if this fails."""
     with raised_as(kind, text, ValueError, RecursionError, remedy=remedy):
         value = json.loads(content)
         if not isinstance(value, dict):
@@ -146,10 +146,7 @@ def json_object(
 
 @contextlib.contextmanager
 def training_step(step: int) -> Iterator[ContextVar[int]]:
-    """Set `current_step` in the block, for errors of models, which count only their own updates.
-
-    Yields the variable of the step, which a loop over steps can set.
-    """
+    """Context manager: set `current_step`, and yield its variable for a loop over steps."""
     token = _step.set(step)
     try:
         yield _step

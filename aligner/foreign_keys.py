@@ -8,7 +8,7 @@ IGNORED: dict[str, None] = {}  # keys without effect in this run, for the start-
 
 
 def table(rows: list[tuple[str, Any, str]]) -> str:
-    """Return rows of key, value and remedy as a text table with titles."""
+    """Return (key, value, remedy) of each row as lines of a text table with a header."""
     cells = [("their key", "value", "what to use")]
     cells += [(key, shown(value)[:40], remedy) for key, value, remedy in rows]
     widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
@@ -18,7 +18,7 @@ def table(rows: list[tuple[str, Any, str]]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the text of a value for messages: ``null``, ``true``, ``[0.5,2]``, unquoted text."""
+    """Return a value as text for messages, such as ``null``, ``true`` or ``[0.5,2]``."""
     if isinstance(value, tuple | list):
         return f"[{','.join(map(shown, value))}]"
     if isinstance(value, float) and float(f"{value:g}") == value:
@@ -29,7 +29,7 @@ def shown(value: Any) -> str:
 
 
 def as_override(value: Any) -> str:
-    """Return a value in the grammar of Hydra's overrides, for ``key=value`` on a command line."""
+    """Return a value in hydra's syntax, for an argument ``key=value`` of a command."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{as_override(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):

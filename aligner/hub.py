@@ -15,7 +15,7 @@ _DATA_FILES = (".parquet", ".jsonl", ".json", ".csv")
 
 
 def hub_remedy(path: str, kind: str = "model") -> str:
-    """Return advice for the error about a missing ``path`` that may be a name on the hub, or ""."""
+    """Return advice for a missing ``path`` that could be a name on Hugging Face's hub, else ""."""
     name = _NAME.fullmatch(path)
     if name is None or (path.endswith((".nemo", ".gguf", *_DATA_FILES)) and "*" not in path):
         return ""
@@ -29,7 +29,7 @@ def hub_remedy(path: str, kind: str = "model") -> str:
 
 
 def _snapshot(name: str, kind: str, patterns: list[str], info: ValidationInfo) -> str | None:
-    """Return a repository's folder in the local cache, or None. Download it with download=true."""
+    """Return a repository's folder in the hub's cache, or None. May download it."""
     from huggingface_hub import snapshot_download
 
     downloads = bool(info.context and info.context["download"])
@@ -51,7 +51,7 @@ def _snapshot(name: str, kind: str, patterns: list[str], info: ValidationInfo) -
 
 
 def _local_model(path: str, info: ValidationInfo) -> str:
-    """Return the cached directory of a model for ``owner/name``. Return other paths unchanged."""
+    """Return the cached folder of a model named ``owner/name``. Return other paths unchanged."""
     name = _NAME.fullmatch(path)
     if name is None or name[2] or path.endswith(".nemo") or os.path.exists(path):
         return path
@@ -60,7 +60,7 @@ def _local_model(path: str, info: ValidationInfo) -> str:
 
 
 def _local_data(path: str, info: ValidationInfo) -> str:
-    """Return the cached files for ``owner/name`` or ``owner/name/PATTERN``, else ``path``."""
+    """Return the cached files of ``owner/name`` or ``owner/name/PATTERN``, else ``path``."""
     name = _NAME.fullmatch(path)
     if name is None or os.path.exists(path) or glob(path, recursive=True):
         return path

@@ -23,11 +23,11 @@ Kind = Literal["function", "class"]
 
 
 def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[..., Any]:
-    """Import the function or class ``name``.
+    """Import the function or class ``name`` and return it.
 
     ``name``: ``package.module:function``, ``package.module.function`` or
-    ``path/to/file.py:function``. ``key``: configuration key of the name, for errors. Raises
-    `ConfigError` if the object cannot be imported.
+    ``path/to/file.py:function``. ``key``: configuration key for the error message. ``kind``:
+    "function" or "class". Raises `ConfigError` if the object cannot be imported.
     """
     module_path, attribute = _split(name, key)
     module = _import_module(module_path, name, key)
@@ -44,9 +44,9 @@ def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[.
 
 
 def import_without(module: str, *packages: str) -> None:
-    """Import ``module`` as if the optional ``packages`` were not installed, which saves time.
+    """Import ``module`` while optional ``packages`` cannot be imported, which saves time.
 
-    Packages that are already imported stay available. Later imports find all packages.
+    This does not affect packages that are already imported, nor later imports.
     """
     if module in sys.modules:
         return
@@ -59,7 +59,7 @@ def import_without(module: str, *packages: str) -> None:
 
 
 class _HidingFinder(DistributionFinder):
-    """Import finder that hides packages, so that imports of them fail."""
+    """Import finder that makes imports of some packages fail."""
 
     def __init__(self, packages: set[str]) -> None:
         self._packages = packages
@@ -67,7 +67,6 @@ class _HidingFinder(DistributionFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raise `ModuleNotFoundError` for a hidden package. Return None for others."""
         del path, target
         if name.partition(".")[0] in self._packages:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -76,7 +75,6 @@ class _HidingFinder(DistributionFinder):
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterable[Distribution]:
-        """Raise `PackageNotFoundError` for a hidden package. Return () for others."""
         if context is not None and context.name in self._packages:
             raise PackageNotFoundError(context.name)
         return ()
@@ -89,11 +87,11 @@ def check_call(
     remedy: str,
     positional: int = 0,
 ) -> None:
-    """Raise `ConfigError` if ``call`` does not accept these arguments.
+    """Raise `ConfigError` if ``call`` does not accept arguments with these names.
 
     ``keywords``: names of keyword arguments. ``positional``: number of positional arguments. The
-    message begins with ``subject``, the configuration key and its value, and ends with ``remedy``.
-    A function of unknown signature is accepted.
+    message is ``subject`` (configuration key and value), the problem, and ``remedy``. Functions
+    without a known signature are accepted.
     """
     try:
         signature = inspect.signature(call)
@@ -110,8 +108,8 @@ def construct(
 ) -> Any:
     """Return ``factory(**kwargs)`` for a user's class. Raises `ConfigError` if this fails.
 
-    ``name``: beginning of the message, the configuration key and its value. ``remedy``: end of the
-    message if the signature does not match.
+    ``name``: start of the error message, the configuration key and its value. ``remedy``: end of
+    the message if the signature does not match.
     """
     check_call(factory, kwargs, f"{name}: its constructor", remedy)
     with user_errors(name, f"its constructor with the arguments {dict(kwargs)}"):
@@ -120,10 +118,10 @@ def construct(
 
 @contextlib.contextmanager
 def user_errors(name: str, call: str) -> Iterator[None]:
-    """Convert exceptions of user code in the block to a `ConfigError`.
+    """Context manager: convert exceptions of user code to `ConfigError`.
 
-    The message names the configuration key and its value (``name``), the code that is called
-    (``call``), and the exception with its file and line.
+    The message contains ``name`` (configuration key and value), ``call`` (the code that raised),
+    and the exception with file and line.
     """
     try:
         yield
@@ -135,7 +133,7 @@ def user_errors(name: str, call: str) -> Iterator[None]:
 
 
 def accepted_keywords(function: Callable[..., Any], names: Iterable[str]) -> set[str]:
-    """Return those of ``names`` that ``function`` accepts as keyword arguments."""
+    """Return the elements of ``names`` that ``function`` accepts as keyword arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a function of C
@@ -199,7 +197,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the beginning of an error's text, even if its ``__str__`` raises an error."""
+    """Return the first part of an error's text, even if its ``__str__`` raises."""
     try:
         text = str(error)
     except Exception as failure:

@@ -89,9 +89,9 @@ OPTIONAL_PACKAGES = (
 
 
 def require_extra(extra: str, purpose: str) -> None:
-    """Raise `MissingPackageError` if a package of an extra in pyproject.toml is not installed.
+    """Raise `MissingPackageError` if a package of the extra (pyproject.toml) is not installed.
 
-    ``purpose``: subject of the message, such as the setting that needs the packages.
+    ``purpose``: what needs the packages, as the subject of the message.
     """
     packages = [package for package in OPTIONAL_PACKAGES if package.extra == extra]
     missing = [package.name for package in packages if not _is_installed(package)]
@@ -114,10 +114,10 @@ TRIED = {
 
 
 def check_versions(installed: Callable[[str], str | None] | None = None) -> None:
-    """Raise `VersionError` if a package in `SUPPORTED` is installed in another version.
+    """Raise `VersionError` if a package in `SUPPORTED` is installed in an unsupported version.
 
-    ``installed``: function that returns the version of a package, by default of this environment. A
-    pre-release counts as its release, because NVIDIA's images contain such builds of torch.
+    ``installed``: function from a package's name to its version, by default of this environment. A
+    pre-release counts as its release, because NVIDIA's images contain pre-releases of torch.
     """
     for name, version, low, high in _outside(SUPPORTED, installed or _version):
         raise VersionError(
@@ -127,7 +127,7 @@ def check_versions(installed: Callable[[str], str | None] | None = None) -> None
 
 
 def untried_versions(installed: Callable[[str], str | None] | None = None) -> list[str]:
-    """Return a text about each package in `TRIED` that is installed in another version."""
+    """Return a message for each package in `TRIED` that is installed in an untested version."""
     return [
         f"{name} {version} is installed (tested: {low} or newer, below {high})"
         for name, version, low, high in _outside(TRIED, installed or _version)
@@ -138,7 +138,7 @@ def _outside(
     ranges: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
     installed: Callable[[str], str | None],
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, version, first and end of the range for each package outside its range."""
+    """Yield (name, version, lowest, end) for each package whose version is not in its range."""
     for name, (first, end) in ranges.items():
         version = installed(name)
         if version is None:  # a package without metadata is accepted
@@ -150,7 +150,7 @@ def _outside(
 
 @dataclass(frozen=True)
 class PackageStatus:
-    """Whether a package is installed, and its version, None if unknown."""
+    """Whether a package is installed, and its version, or None if unknown."""
 
     package: OptionalPackage
     is_installed: bool
@@ -158,7 +158,7 @@ class PackageStatus:
 
 
 def find_packages(packages: tuple[OptionalPackage, ...] = OPTIONAL_PACKAGES) -> list[PackageStatus]:
-    """Return the status of the packages for the start-up report. No package is imported."""
+    """Return the status of optional packages for the start-up report, without importing them."""
     found = [(package, _is_installed(package)) for package in packages]
     return [
         PackageStatus(package, is_installed, _version(package.name) if is_installed else None)
@@ -193,7 +193,7 @@ _PACKAGES = (
 
 
 def describe_environment(device: str) -> dict[str, str]:
-    """Return name → text about command, packages and machine, but no environment variables."""
+    """Return texts about the command, the machine and the versions of packages."""
     return {
         "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
         "device": device,

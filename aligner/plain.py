@@ -19,10 +19,10 @@ _MOST_SHOWN = 200  # characters of a value that is neither number nor text
 def plain(value: Any, depth: int = 0) -> Any:
     """Convert ``value`` to None, bool, int, float, str, list and dict, without subclasses.
 
-    Members of enumerations become their values, arrays and their scalars lists and numbers, tuples
-    and sets lists, and keys of mappings text. Floats that are not finite become ``"NaN"``,
-    ``"Infinity"`` or ``"-Infinity"``. Integers of more than 64 bits, other objects, and values
-    deeper than 64 levels become the beginning of their ``repr``. Lone surrogates become ``?``.
+    Enumeration members become their values. Arrays become lists or numbers, tuples and sets become
+    lists, and keys become strings. NaN and infinity become ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``. Integers of more than 64 bits, other objects, and values nested more than 64
+    levels deep become the start of their ``repr``. Unpaired surrogates become ``?``.
     """
     # Convert scalars with methods of the base class, so that no code of a subclass runs.
     if value is None or isinstance(value, bool):
@@ -34,10 +34,13 @@ def plain(value: Any, depth: int = 0) -> Any:
         return integer if integer.bit_length() <= _LONGEST_INTEGER else shown(integer)
     if isinstance(value, float):
         number = float.__float__(value)
-        special = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-        return number if math.isfinite(number) else special
+        if math.isfinite(number):
+            return number
+        if math.isnan(number):
+            return "NaN"
+        return "Infinity" if number > 0 else "-Infinity"
 
-    # Convert containers.
+    # Convert containers. A key may be a scalar or an enumeration member.
     if depth < _DEEPEST:
         if isinstance(value, Enum):
             return plain(value.value, depth + 1)
@@ -52,7 +55,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value's ``repr``, even if its ``__repr__`` raises an error."""
+    """Return the start of a value's ``repr``, even if its ``__repr__`` raises."""
     try:
         text = repr(value).encode(errors="replace").decode()
     except Exception:  # a class whose ``__repr__`` raises, or an integer of thousands of digits
@@ -63,10 +66,10 @@ def shown(value: Any) -> str:
 def as_float32(
     value: Any, subject: str, error: type[AlignerError], *, may_be_infinite: bool = False
 ) -> float:
-    """Return a number as float. It may be a member of an enumeration or a one-element array.
+    """Return a number, an enumeration member or a one-element array as float.
 
-    Raises ``error``, whose message begins with ``subject``, for other values and for numbers that
-    are not finite in float32. With ``may_be_infinite``, too large numbers become infinity instead.
+    ``error`` is raised for other values and if the number is not finite in float32. Its message
+    begins with ``subject``. With ``may_be_infinite``, too large numbers become infinity instead.
     """
     number = value.value if isinstance(value, Enum) else value
     try:

@@ -23,15 +23,15 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """On Linux, become the parent of descendants whose parent dies, so that they can be found."""
+    """On Linux, become the parent of descendants whose parent dies, so that they can be killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_tree(pid: int) -> None:
-    """Kill process ``pid``, its process group and descendants. Remove their scratch folders.
+    """Kill process ``pid``, its process group and its descendants. Remove their scratch folders.
 
-    If ``pid`` is already dead, only its group is killed. Use `kill_marked` for its descendants.
+    If ``pid`` is already dead, only its group is killed. Its descendants need `kill_marked`.
     """
     folder = None
     with suppress(psutil.Error):
@@ -56,7 +56,7 @@ def kill_children() -> None:
 
 
 def _kill_all(list_processes: Callable[[], Iterable[psutil.Process]]) -> None:
-    """List and kill processes until all are dead, for at most `LONGEST_KILL_S`."""
+    """List and kill processes repeatedly until all are dead, for up to `LONGEST_KILL_S` seconds."""
     deadline, alive = time.monotonic() + LONGEST_KILL_S, True
     while alive and time.monotonic() < deadline:
         alive = False
@@ -70,7 +70,7 @@ def _kill_all(list_processes: Callable[[], Iterable[psutil.Process]]) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all processes in whose environment `MARK` has this value."""
+    """Kill all processes whose environment variable `MARK` has the value ``mark``."""
 
     def marked() -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
@@ -82,7 +82,7 @@ def kill_marked(mark: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Start a thread that kills this process and its descendants once the parent is dead."""
+    """Start a thread that kills this process and its descendants when its parent dies."""
     parent = os.getppid()
     # If the parent dies after it suspended this process to kill it (`kill_tree`), the kernel sends
     # SIGCONT, so that the thread continues.

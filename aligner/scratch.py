@@ -20,10 +20,9 @@ _removals: list["subprocess.Popen[bytes]"] = []
 
 
 class ScratchFolder:
-    """Folder in the temporary directory. `close` removes it."""
+    """A new temporary folder, which `close` removes."""
 
     def __init__(self) -> None:
-        """Create the folder. The first call in a process removes folders of dead processes."""
         _remove_leftovers_once(tempfile.gettempdir())
         new_path = tempfile.mkdtemp(prefix=_NEW + _PREFIX)
         self._lock = os.open(new_path, _FOLDER)
@@ -33,7 +32,7 @@ class ScratchFolder:
         os.rename(new_path, self.path)  # visible to `remove_leftovers` only after it is locked
 
     def close(self) -> None:
-        """Remove the folder and its content. May be called once."""
+        """Remove the folder and its content. Call this only once."""
         os.close(self._lock)
         _remove(self.path)
 

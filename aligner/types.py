@@ -50,10 +50,10 @@ PAD_VALUES: Mapping[str, int] = {"kept_ids": -1}
 
 
 class Denominators(NamedTuple):
-    """Counts over the global batch on all data-parallel ranks, the denominators of mean losses.
+    """Token and sequence counts of a global batch, over all data-parallel ranks, for mean losses.
 
     ``valid_tokens`` = sum(token_mask * sample_mask), ``valid_seqs`` = sum(sample_mask). Both are
-    float32 scalars of at least 1, so that the loss of a batch without valid tokens is 0, not NaN.
+    float32 scalars and at least 1, so that a batch without valid tokens has the loss 0, not NaN.
     """
 
     valid_tokens: Tensor
@@ -61,13 +61,13 @@ class Denominators(NamedTuple):
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs of a model for each token of a micro-batch.
+    """Outputs of a model for the tokens of a micro-batch.
 
-    ``values_or_logprobs``: float32 [B, S], log-probs of a policy, values of a critic or rewards of
-    a reward model. A reward model with K attributes has [B, S, K]. If the batch contains
-    ``teacher_topk_indices``, [B, S, k] log-probs of these tokens.
-    ``entropy``: float32 [B, S], entropy of the distribution that token t was sampled from, or None.
-    Values outside ``token_mask`` are arbitrary, but finite.
+    ``values_or_logprobs``: float32 [B, S]: log-probs of a policy, values of a critic, or rewards of
+    a reward model ([B, S, K] for K attributes). If the batch has ``teacher_topk_indices``:
+    log-probs of these tokens, [B, S, k]. ``entropy``: float32 [B, S], entropy of the distribution
+    from which token t was sampled, or None. Where ``token_mask`` is 0, values are arbitrary but
+    finite.
     """
 
     values_or_logprobs: Tensor
@@ -78,19 +78,19 @@ class TokenOutputs(NamedTuple):
 class LossFunction(Protocol):
     """Function that computes the loss and metrics of one micro-batch.
 
-    The loss is the micro-batch's summand of the global loss, for example ``sum(mask * x) /
+    The loss is the micro-batch's share of the global loss, such as ``sum(mask * x) /
     denominators.valid_tokens``. Losses and metrics are summed over micro-batches and data-parallel
     ranks. Metrics whose names end in ``_max`` or ``_min`` are combined by maximum or minimum.
     """
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss reads ``outputs.entropy``."""
+        """True if the loss reads ``outputs.entropy``."""
         ...
 
     @property
     def rows_per_group(self) -> int:
-        """Number of adjacent rows that the loss compares. They must stay in one micro-batch."""
+        """Number of adjacent rows that the loss compares, which must be in the same micro-batch."""
         ...
 
     def __call__(
@@ -98,7 +98,7 @@ class LossFunction(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute loss and metrics of one micro-batch.
 
-        ``batch``: the columns that the loss reads, such as ``token_mask`` float32 [B, S] and
-        ``sample_mask`` float32 [B]. Returns a scalar loss and name → metric, a detached scalar.
+        ``batch``: columns that the loss reads, such as ``token_mask`` float32 [B, S] and
+        ``sample_mask`` float32 [B]. Returns (scalar loss, dict from metric to detached scalar).
         """
         ...

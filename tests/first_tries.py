@@ -13,6 +13,8 @@ SAMPLING = (
     *("model.ppo.num_rollout_samples=16", "model.ppo.num_rollouts_per_prompt=4"),
     "model.ppo.length_params.max_length=4",
 )
+# For runs with data and rewards of their own.
+LENGTHS = [value for value in SAMPLING if not value.startswith(("reward.", "data."))]
 
 
 def python_run(command, folder, installed, **variables):

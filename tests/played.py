@@ -5,10 +5,17 @@ import re
 from documented import blocks, commands
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from aligner.environments.pool import Call, EnvironmentPool
+from aligner.algorithms.rollout.endpoint import EndpointRollouts
+from aligner.environments.pool import Call, EnvironmentPool, Failure
 
 PAGE = "docs/environments_adapters.md"
 ADAPTERS = "aligner_environments"
+
+
+def answers_of(pool, calls):
+    """Make calls of different slots at the same time, each with its own time limit."""
+    pairs = zip(calls, pool.begin(calls), strict=True)
+    return [sent if isinstance(sent, Failure) else pool.receive(call, sent) for call, sent in pairs]
 
 
 def write_files(folder):
@@ -40,7 +47,7 @@ class Game:
         self.pool.close()
 
     def call(self, what, argument=None, limit_s=60.0):
-        return self.pool.call([Call(0, what, argument, limit_s)])[0]
+        return answers_of(self.pool, [Call(0, what, argument, limit_s)])[0]
 
     def begin(self):
         answer = self.call("begin", (self.seed, self.columns))
@@ -51,3 +58,28 @@ class Game:
         answer = self.call("step", {"role": "assistant", "content": text})
         assert hasattr(answer, "value"), answer
         return answer.value
+
+
+def kept_batches(monkeypatch):
+    """A list that gets each batch of conversations with agents which a run collects."""
+    batches, collect = [], EndpointRollouts.collect
+
+    def keeping(*arguments, **named):
+        batches.append(collect(*arguments, **named))
+        return batches[-1]
+
+    monkeypatch.setattr(EndpointRollouts, "collect", keeping)
+    return batches
+
+
+def turns_of(batch):
+    """Of each row its turns: ids before it, ids that were sampled, their log-probs, the reward."""
+    names = ("input_ids", "generation_logprobs", "turn_rewards", "turn_ids")
+    for ids, logprobs, rewards, turn_ids in zip(*(batch[name] for name in names), strict=True):
+        turns = []
+        for turn in range(1, int(turn_ids.amax()) + 1):
+            places = (turn_ids == turn).nonzero().flatten()
+            assert places.diff().eq(1).all()
+            one = (ids[: places[0]], ids[places], logprobs[places], rewards[places[-1]])
+            turns.append([column.tolist() for column in one])
+        yield turns

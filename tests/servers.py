@@ -2,11 +2,12 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -32,6 +33,7 @@ def started(
 
     ``ready``: regular expression of a line, whose first group is the address. ``env``: variables
     beside this process's own. After 240 s the server is killed, so that no test waits for ever.
+    The processes that the server starts are in its group (`os.killpg`), and are killed with it.
     """
     process = subprocess.Popen(
         command,
@@ -40,8 +42,14 @@ def started(
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        start_new_session=True,
     )
-    watchdog = threading.Timer(240, process.kill)
+
+    def kill() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    watchdog = threading.Timer(240, kill)
     watchdog.start()
     try:
         assert process.stdout is not None
@@ -49,5 +57,5 @@ def started(
         yield next(match[1] for match in found if match), process
     finally:
         watchdog.cancel()
-        process.kill()
+        kill()
         process.wait(10)

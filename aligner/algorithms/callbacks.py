@@ -85,7 +85,6 @@ class Callbacks:
     """Callbacks of a run. All ranks must call the methods together, except `failed`."""
 
     def __init__(self, names: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> None:
-        """Store ``callbacks`` (empty except on rank 0). ``names``: ``key=path`` of each."""
         self._names, self._callbacks = list(names), list(callbacks)
         # Key of each callback's state: its path, and how often the path occurs before.
         paths = [name.partition("=")[2] for name in names]

@@ -21,9 +21,9 @@ class AbandonedError(AlignerError):
 
 
 class BackgroundTask:
-    """A call of ``work`` in a thread called ``name``. Python waits for its end before it exits.
+    """Call of ``work`` in a thread named ``name``. The process does not exit before its end.
 
-    ``work`` receives an event, and must raise `AbandonedError` soon after the event is set.
+    ``work(stop)`` must raise `AbandonedError` soon after the event ``stop`` is set.
     """
 
     def __init__(self, work: Callable[[threading.Event], None], name: str) -> None:
@@ -46,12 +46,12 @@ class BackgroundTask:
         return not self._thread.is_alive()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most ``seconds`` for the end of the call. Return whether it is finished."""
+        """Wait for the end of the call, at most ``seconds`` if given. Return `is_finished`."""
         self._thread.join(seconds)
         return self.is_finished
 
     def stop(self, seconds: float | None = None) -> bool:
-        """Cancel the call, and wait at most ``seconds``. Return whether it is finished."""
+        """Set the event ``stop`` and wait, see `wait`. Return `is_finished`."""
         self._stop.set()
         return self.wait(seconds)
 
@@ -82,14 +82,14 @@ class CopyMemory:
         return 0 if self._memory is None else len(self._memory)
 
     def clear(self, size: int) -> None:
-        """Discard all copies, and allocate memory if there are fewer than ``size`` bytes."""
+        """Discard all copies. Enlarge the memory to ``size`` bytes if it is smaller."""
         self._used = 0
         if size > self.size:
             self._memory = None  # both allocations together may not fit
             self._memory = accelerator.copy_memory(size)
 
     def touch(self, stop: threading.Event) -> None:
-        """Write to every page, so that the system maps it now. ``stop`` raises `AbandonedError`."""
+        """Write to all pages, so that they are allocated. Raises `AbandonedError` on ``stop``."""
         if self._memory is None:
             return
         address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
@@ -99,7 +99,7 @@ class CopyMemory:
             ctypes.memset(address + start, 0, min(_TOUCHED, self.size - start))
 
     def take(self, count: int) -> Tensor:
-        """Return the next ``count`` unused bytes as uint8 [count], with a storage of its own."""
+        """Return the next ``count`` unused bytes as a uint8 tensor [count] with its own storage."""
         if count == 0:
             return torch.empty(0, dtype=torch.uint8)
         assert self._memory is not None
@@ -107,7 +107,7 @@ class CopyMemory:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=start)
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Start copying ``tensors`` [...] to host memory. Return the contiguous copies."""
+        """Return contiguous copies of ``tensors`` [...], valid after `accelerator.synchronize`."""
         if not tensors:
             return []
         if any(copy() is not None for copy in self._copies):
@@ -121,5 +121,5 @@ class CopyMemory:
 
 
 def aligned(count: int) -> int:
-    """Return the number of bytes that `CopyMemory.take` uses for ``count`` bytes."""
+    """Return ``count`` bytes rounded up to the alignment of `CopyMemory.take`."""
     return -(-count // _ALIGNMENT) * _ALIGNMENT

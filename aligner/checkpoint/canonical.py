@@ -49,7 +49,7 @@ _PREFIX = re.compile(r"^(model\.)?(module\.)*(?=\D)")
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors that are read when they are indexed, in the order of ``names``."""
+    """Mapping of ``names``, in this order, to tensors that are read when they are indexed."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = dict.fromkeys(names)
@@ -65,7 +65,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def canonical_name(key: str) -> str | None:
-    """Return the canonical form of a key, or None for a key that is ignored."""
+    """Return the canonical name for a state dict's key, or None if it is the key of no weight."""
     if _IGNORED.search(key):
         return None
     name = _PREFIX.sub("", key, count=1)
@@ -81,8 +81,8 @@ def expected_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
     """
     if not architecture.has_table:
         raise CheckpointError(
-            f"model_type={architecture.family!r} is not supported for adapters, plans and .nemo "
-            "files. Give a model of a family that docs/checkpoints.md lists"
+            f"model_type={architecture.family!r} is not supported for adapters, `aligner plan` and "
+            ".nemo files. Give a model of a family that docs/checkpoints.md lists"
         )
     hidden = architecture.hidden_size
     shapes: dict[str, Shape] = {EMBEDDING: (architecture.vocab_size, hidden)}
@@ -103,7 +103,8 @@ def expected_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
 def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tuple[str, Shape]]:
     hidden, head = architecture.hidden_size, architecture.kv_channels
     heads, groups = architecture.num_attention_heads, architecture.num_query_groups
-    norms = architecture.branch_norms
+    norms = architecture.branch_norms  # position: "before", "after" or "both"
+    # Attention input: its norm, and the projections to query, key and value.
     if norms != "after":
         yield from _norm("input_layernorm", hidden, architecture)
     qkv_bias = architecture.bias_linear or architecture.bias_qkv
@@ -133,12 +134,12 @@ def _layer_shapes(architecture: GPTArchitecture, is_dense: bool) -> Iterator[tup
     if architecture.num_moe_experts is None or is_dense:
         yield from _mlp("mlp", architecture.ffn_hidden_size, architecture)
         return
-    shared = architecture.moe_shared_expert_size
-    if shared is not None:
-        yield from _mlp("mlp.shared_experts", shared, architecture)
+    # Experts replace the MLP.
+    shared_size = architecture.moe_shared_expert_size
+    if shared_size is not None:
+        yield from _mlp("mlp.shared_experts", shared_size, architecture)
         if architecture.moe_shared_expert_gate:
             yield "mlp.shared_experts.gate_weight", (1, hidden)
-    # Experts replace the MLP.
     yield from _linear("mlp.router", architecture.num_moe_experts, hidden, bias=bias)
     if architecture.moe_router_sigmoid:
         yield "mlp.router.expert_bias", (architecture.num_moe_experts,)
@@ -185,8 +186,8 @@ def _norm(prefix: str, size: int, architecture: GPTArchitecture) -> Iterator[tup
 def check_names(names: Iterable[str], architecture: GPTArchitecture, source: str) -> None:
     """Raise `CheckpointError` if canonical ``names`` are missing or unexpected.
 
-    An output layer and a reward head are always accepted. A head may replace the output layer.
-    ``source``: name of the checkpoint, for the error.
+    An output layer and a reward head are never unexpected. If there is a reward head, the output
+    layer may be missing. ``source``: name of the checkpoint, for the error.
     """
     actual, expected = set(names), set(expected_shapes(architecture))
     if REWARD_HEAD[0] in actual:
@@ -200,7 +201,7 @@ def check_names(names: Iterable[str], architecture: GPTArchitecture, source: str
 
 
 def misfits(actual: Set[str], expected: Set[str], optional: Set[str]) -> str:
-    """Return a text about missing and unexpected names. It is empty if all names fit."""
+    """Return a text about missing and unexpected names, or "". ``optional`` names may be absent."""
     problems, limit = [], 6
     unexpected = actual - expected - optional
     for kind, names in (("missing", expected - actual), ("unexpected", unexpected)):
@@ -222,7 +223,7 @@ def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
 def split_axis(name: str) -> int | None:
     """Return the axis along which tensor parallelism splits a tensor, or None if it is unsplit.
 
-    If the outputs of a weight are split, matrix B of its adapter is split, else matrix A.
+    Of an adapter, matrix B is split if the weight's outputs are split. Otherwise A is split.
     """
     by_outputs = (
         *(".linear_qkv.", ".linear_fc1.", ".all_heads.", "_up_proj.", ".linear_q_proj."),
@@ -240,9 +241,10 @@ def split(
 ) -> Tensor:
     """Return this rank's part of a global tensor [out, in] or [out], as a view if possible.
 
-    QKV is cut between query groups. A part of a gated MLP is ``[part of gate; part of up]``. The
-    vocabulary is first padded with zero rows to `GPTArchitecture.padded_vocab_size`. Raises
-    `LayoutError` if ``tp_size`` does not divide the axis.
+    QKV is cut between query groups. Gate and up of a gated MLP are split separately, so a part is
+    ``[gate part; up part]``. The vocabulary is first padded with zero rows to
+    `GPTArchitecture.padded_vocab_size`. Raises `LayoutError` if ``tp_size`` does not divide the
+    axis.
     """
     if name in _VOCABULARY:
         rows = architecture.padded_vocab_size(tp_size) - tensor.shape[0]
@@ -263,10 +265,10 @@ def split(
 
 
 def merge(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
-    """Join the parts of all tensor-parallel ranks, in rank order. Inverse of `split`.
+    """Join the parts of all tensor-parallel ranks. Inverse of `split`.
 
-    ``parts``: of equal shape and dtype, [out / tp, in] or [out, in / tp] by `split_axis`. Returns
-    the global tensor [out, in] without padding rows.
+    ``parts``: tensors of equal shape and dtype in rank order, [out / tp, in] or [out, in / tp].
+    Returns the global tensor [out, in], without the rows that pad the vocabulary.
     """
     axis = split_axis(name)
     is_unsplit_head = name == REWARD_HEAD[0] and parts[0].shape[1] == architecture.hidden_size
@@ -297,11 +299,11 @@ def origin_of_rows(
     tp_rank: int,
     tp_size: int,
 ) -> Tensor:
-    """Find the rows (or columns) of this rank's part in ``count`` parts of another layout.
+    """Find each row (or column) of this rank's part in a file with another tensor-parallel size.
 
-    ``shape``: shape of each of the ``count`` parts, with size ``s`` along the split axis. Returns
-    int64 ``[n]``, for each row of this rank's part: ``s`` times the index of the part that contains
-    the row, plus the row's index in it. Padding rows have -1.
+    The file has ``count`` parts of shape ``shape``, with ``s`` rows each. Returns int64 ``[n]`` for
+    the n rows of this rank's part: ``part * s + row``, where row ``row`` of the file's part
+    ``part`` has the values. Rows that pad the vocabulary have -1.
     """
     axis = split_axis(name)
     assert axis is not None
@@ -314,10 +316,10 @@ def origin_of_rows(
 
 
 def runs_of_rows(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield ranges of rows that are adjacent in one of the source parts, without padding.
+    """Yield runs of rows that are adjacent in one part of the file. Padding rows are skipped.
 
-    A range is (first row, index of the source part, first row in the source part, number of rows).
-    ``origin``: int64 [rows], result of `origin_of_rows`. ``size``: rows of a source part.
+    A run is (first row, index of the file's part, first row in that part, number of rows).
+    ``origin``: int64 [n], result of `origin_of_rows`. ``size``: number of rows of a file's part.
     """
     part = torch.div(origin, size, rounding_mode="floor")
     is_adjacent = (origin.diff() == 1) & (part.diff() == 0)

@@ -48,27 +48,28 @@ def hf_to_nemo(source: StrPath, target: StrPath) -> str:
     """Convert a Hugging Face directory or a ``.gguf`` file to a ``.nemo``."""
     model = read_hf(source)
     save_nemo(target, model.weights, model.architecture, model.tokenizer_files)
-    return written(target, describe(model.architecture))
+    return _summary(target, describe(model.architecture))
 
 
 def nemo_to_hf(source: StrPath, target: StrPath) -> str:
     """Convert a ``.nemo`` to a Hugging Face directory."""
     with open_nemo(source) as nemo:
         save_hf(target, nemo.weights, nemo.architecture, nemo.tokenizer_files, nemo.config)
-        return written(target, describe(nemo.architecture))
+        return _summary(target, describe(nemo.architecture))
 
 
 def merge_lora(model: StrPath, adapters: StrPath, target: StrPath) -> str:
     """Merge a run's adapters into its initial model, and write the result as a ``.nemo``.
 
     ``model``: ``.nemo``, Hugging Face directory or ``.gguf`` file of the initial model.
+    ``adapters``: adapters file of the run.
     """
     with open_model(model) as nemo:
         lora = read_adapters(adapters, nemo.architecture)
         merged = MergedWeights(nemo.weights, lora)
         files = nemo.tokenizer_files
         save_nemo(target, merged, nemo.architecture, files, extra_config=lora.nemo_keys)
-        return written(target, f"{describe(nemo.architecture)}, with {_adapters(lora)} merged in")
+        return _summary(target, f"{describe(nemo.architecture)}, with {_adapters(lora)} merged in")
 
 
 def lora_to_peft(
@@ -83,7 +84,7 @@ def lora_to_peft(
         architecture = source.architecture
     lora = read_adapters(adapters, architecture)
     save_peft(target, lora, architecture, base_model)
-    return written(target, _adapters(lora))
+    return _summary(target, _adapters(lora))
 
 
 def describe(architecture: GPTArchitecture) -> str:
@@ -98,8 +99,7 @@ def describe(architecture: GPTArchitecture) -> str:
     )
 
 
-def written(target: StrPath, contents: str) -> str:
-    """Return the summary of a conversion, with the size of ``target`` on the disk."""
+def _summary(target: StrPath, contents: str) -> str:
     path = Path(target)
     files = path.rglob("*") if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files if file.is_file())

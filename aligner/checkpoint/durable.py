@@ -30,7 +30,7 @@ def readable_bytes(count: float) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the number of bytes that an ordinary user can still write on the disk of ``path``."""
+    """Return the bytes that a user without privileges can still write on the disk of ``path``."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
@@ -41,7 +41,7 @@ def storage_error(
 ) -> StorageError:
     """Return the error of a failed write to ``path``, with a remedy and the ``errno`` of ``cause``.
 
-    ``size``: number of bytes to be written. ``note``: text at the end of the message.
+    ``size``: number of bytes that the file needs. ``note``: text at the end of the message.
     """
     text = str(cause)
     if not isinstance(cause, StorageError):
@@ -62,7 +62,7 @@ def storage_error(
 
 @contextlib.contextmanager
 def storing(path: Path, size: int | None = None, note: str = "") -> Iterator[None]:
-    """Convert an `OSError` that the block raises to the `storage_error` of ``path``."""
+    """Raise an `OSError` of the ``with`` block as `storage_error`, which has the same arguments."""
     try:
         yield
     except OSError as error:
@@ -110,7 +110,7 @@ class _File(io.FileIO):
         return total
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to ``offset``. The checksum is lost."""
+        """Move to ``offset``. ``checksum`` becomes None."""
         self.checksum = None
         return super().seek(offset, whence)
 
@@ -119,10 +119,10 @@ class _File(io.FileIO):
 def durable_file(
     path: Path, size: int | None = None, stop: threading.Event | None = None
 ) -> Iterator[Any]:
-    """Open ``path`` for writing, and flush the file to the disk after the block.
+    """Yield ``path``, open for writing bytes, and flush the file to the disk after the block.
 
-    ``size``: final number of bytes, for errors. ``stop``: event after which writing raises
-    `AbandonedError`. Raises `StorageError` for a failed write.
+    ``size``: expected bytes of the file, for errors. ``stop``: once this event is set, writing
+    raises `AbandonedError`. Raises `StorageError` for a failed write.
     """
     file: _File | None = None
     try:
@@ -138,7 +138,7 @@ def durable_file(
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Any]:
-    """Open a `durable_file` with a temporary name, and rename it to ``path`` after the block."""
+    """Yield a `durable_file` with a temporary name, and rename it to ``path`` after the block."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -155,7 +155,7 @@ def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterat
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` durably as indented JSON, from which floats are read exactly."""
+    """Write ``value`` as indented JSON, which keeps floats exact, and flush it to the disk."""
     with durable_file(path) as file:
         file.write((json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 

@@ -84,22 +84,24 @@ def load_weights(
         source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
         if source not in weights:
             raise CheckpointError(
-                f"the checkpoint lacks {name} of the model. Give a checkpoint with an output layer"
+                f"the checkpoint lacks {name}, which the model needs. Give a checkpoint with an "
+                "output layer"
             )
-        # Equal shapes mean that experts are not split. The vocabulary is an exception: a part may
-        # be as large as the whole because of padding.
-        is_unsplit = shapes[source] == parameter.shape and source not in (EMBEDDING, OUTPUT_LAYER)
-        coordinates = (0, 1) if is_unsplit else (tp_rank, tp_size)
+        # A parameter of global shape is whole, as experts are. The vocabulary is always split: a
+        # padded part can have as many rows as the global tensor.
+        is_vocabulary = source in (EMBEDDING, OUTPUT_LAYER)
+        is_whole = shapes[source] == parameter.shape and not is_vocabulary
+        rank, size = (0, 1) if is_whole else (tp_rank, tp_size)
         if isinstance(weights, LazyWeights):
-            tensor = weights.share(source, *coordinates)
+            tensor = weights.share(source, rank, size)
         else:
             tensor = weights[source]
             check_shape(source, tensor.shape, shapes[source])
-            tensor = split(source, tensor, architecture, *coordinates)
+            tensor = split(source, tensor, architecture, rank, size)
         check_shape(f"{name} on tensor rank {tp_rank}", tensor.shape, tuple(parameter.shape))
         parameter.copy_(tensor)
     if isinstance(weights, LazyWeights):
-        weights.check()
+        weights.check()  # checksums, which threads computed during the copies
 
 
 class GatheredTensors(LazyTensors):
@@ -190,7 +192,7 @@ class GatheredTensors(LazyTensors):
         return self._origins[self._local_name(name)][0]
 
     def _empty(self, name: str) -> Tensor:
-        """Return an uninitialised global tensor that another stage's values are received in."""
+        """Return an uninitialised global tensor, to receive the values of another stage."""
         _, shape, dtype = self._origins[self._local_name(name)]
         if self._expert(name) is None:
             count = 1 if self._tp is None else self._tp.size()
@@ -211,12 +213,12 @@ class GatheredTensors(LazyTensors):
         return merge(name, parts, self._architecture)
 
     def _expert(self, name: str) -> tuple[int, int] | None:
-        """Return an expert's rank and its number on this rank, or None for other weights."""
+        """Return an expert's expert-parallel rank and its index there, None for other weights."""
         match = EXPERT.search(name)
         return None if match is None or self._ep is None else divmod(int(match[1]), self._experts)
 
     def _local_name(self, name: str) -> str:
-        """Return the name of this rank's expert with the same local number as ``name``."""
+        """Return ``name``, for an expert with the number of this rank's expert at its index."""
         expert = self._expert(name)
         if self._ep is None or expert is None:
             return name

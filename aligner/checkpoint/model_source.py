@@ -28,11 +28,11 @@ def open_model(
     *,
     trusted: bool = False,
 ) -> Iterator[ModelSource]:
-    """Open a `.nemo` (file or unpacked directory), a Hugging Face directory or a `.gguf` file.
+    """Yield the model at ``path``: `.nemo` file or directory, Hugging Face directory, `.gguf` file.
 
-    ``backend``: value of ``policy.backend`` for this model, or None. ``adapted``: whether LoRA
-    adapters are added. With the dtensor backend, transformers then builds the model. ``trusted``:
-    whether Python code in a directory may run (``trust_remote_code``).
+    ``backend``: value of ``policy.backend`` for this model, or None. ``adapted``: whether the model
+    gets LoRA adapters. ``trusted``: whether Python code in a directory may run
+    (``trust_remote_code``).
 
     Raises `CheckpointError` if ``path`` does not exist, has another format, or is damaged.
     """
@@ -58,7 +58,7 @@ def is_built_by_transformers(
     *,
     trusted: bool = False,
 ) -> bool:
-    """Return whether transformers builds the model at ``path``. Arguments: see `open_model`."""
+    """Return whether transformers builds the model, not this library. Arguments: `open_model`'s."""
     file = Path(path) / "config.json"
     return file.is_file() and lacks_table(read_json(file), backend, adapted, trusted=trusted)
 
@@ -66,7 +66,7 @@ def is_built_by_transformers(
 def lacks_table(
     settings: Mapping[str, Any], backend: str | None, adapted: bool, *, trusted: bool
 ) -> bool:
-    """Return `is_built_by_transformers` for ``settings``, the content of a ``config.json``."""
+    """Return whether transformers must build the model whose ``config.json`` is ``settings``."""
     families: Collection[str] = FAMILIES
     if backend == "dtensor":
         families = () if adapted else _DTENSOR_FAMILIES

@@ -143,7 +143,7 @@ _TUNING = (
 
 
 def remedy(key: str) -> str | None:
-    """Return what to use instead of a key of NeMo-Aligner, or None if the tables lack the key."""
+    """Return what replaces a key of NeMo-Aligner, or None for an unknown key."""
     if key.startswith("critic."):  # NeMo-Aligner's configuration of the critic calls it model
         key = "model." + key.removeprefix("critic.")
     ppo_key = _ppo_key(key)
@@ -158,7 +158,7 @@ def remedy(key: str) -> str | None:
 
 
 def is_inert(key: str, value: Any) -> bool:
-    """Return whether a key with this value has no effect. Some such keys are added to `IGNORED`."""
+    """Return whether a key with this value has no effect. Adds some of these keys to `IGNORED`."""
     if key in _TUNING:
         IGNORED[key] = None
         return True

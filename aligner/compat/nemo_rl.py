@@ -138,7 +138,7 @@ _BETAS = {"0": 0.9, "1": 0.999}  # defaults if only one of the two is set
 
 @dataclass(frozen=True)
 class PublishedRole:
-    """A policy or value model of NeMo-RL, as configuration sections of this library."""
+    """A policy or value model with NeMo-RL's settings, as configuration of this library."""
 
     model: ModelConfig
     backend: Backend = "megatron"
@@ -154,7 +154,7 @@ class PublishedRole:
     dense_only: tuple[tuple[str, Any, str], ...] = ()
 
     def check_experts(self, num_experts: int | None) -> None:
-        """Raise `ConfigError` if the model has experts and ``dense_only`` is not empty."""
+        """Raise `ConfigError` if the model has experts, which ``dense_only`` settings exclude."""
         if num_experts is not None and self.dense_only:
             raise ConfigError(
                 f"the model has {num_experts} experts, for which these settings are not supported\n"
@@ -163,14 +163,13 @@ class PublishedRole:
 
 
 def published_role(values: Section, name: Literal["policy", "value"] = "policy") -> PublishedRole:
-    """Convert settings in the form of `PolicyConfig` (``name="policy"``) or `ValueConfig`.
+    """Convert NeMo-RL's settings of a policy or value model. See `PolicyConfig`, `ValueConfig`.
 
-    Keys that only tune an implementation are ignored, with a warning and a line in the start-up
-    report.
+    Keys that only tune the implementation are ignored. A warning and the start-up report list them.
 
     Raises:
-        ConfigError: keys or values are not supported (the message lists all in a table), or not
-            exactly one backend is enabled.
+        ConfigError: a key or value is not supported (the message has a table of all of them), or
+            not exactly one backend is enabled.
     """
     role, notes = read_role(values, name)
     if role is None:
@@ -184,7 +183,7 @@ def published_role(values: Section, name: Literal["policy", "value"] = "policy")
 def read_role(
     values: Section, name: Literal["policy", "value"] = "policy"
 ) -> tuple[PublishedRole | None, Notes]:
-    """Convert settings like `published_role`. Return no role if ``Notes.refused`` has keys."""
+    """Convert settings like `published_role`. If ``Notes.refused`` has keys, the role is None."""
     if isinstance(values, DictConfig):
         values = OmegaConf.to_container(values, resolve=True)  # type: ignore[assignment]
     notes, backend = Notes(name), _backend(values, name)
@@ -244,8 +243,8 @@ def _backend(values: Section, name: str) -> Backend:
     if megatron == dtensor:
         both = "both are" if megatron else "neither is"
         raise ConfigError(
-            f"{name}.megatron_cfg.enabled, {name}.dtensor_cfg.enabled: {both} true. Set exactly "
-            "one of them to true"
+            f"one of {name}.megatron_cfg.enabled and {name}.dtensor_cfg.enabled must be true, but "
+            f"{both} true. Set exactly one of them to true"
         )
     return "megatron" if megatron else "dtensor"
 
@@ -269,7 +268,7 @@ def _settings(
 
 
 def _translated_value(path: str, value: Any) -> Any:
-    """Return this library's value for a value of NeMo-RL. Raises `ConfigError` if it is unknown."""
+    """Convert the value of NeMo-RL's key ``path``. Raises `ConfigError` if it is not supported."""
     if path.endswith(".env_vars") and isinstance(value, Mapping):
         return {variable: str(text) for variable, text in value.items()}
     if path in _VALUES:

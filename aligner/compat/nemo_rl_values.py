@@ -90,10 +90,10 @@ _REMEDIES = {
 
 @dataclass
 class Notes:
-    """Keys in NeMo-RL's section ``name`` that this library lacks.
+    """Keys that this library lacks in the section ``name`` of NeMo-RL.
 
-    ``ignored`` lists keys. ``experts`` (refused for mixtures of experts) and ``refused`` list key,
-    value and what to use.
+    ``ignored``: keys without effect. ``refused``: (key, value, remedy) of unsupported keys.
+    ``experts``: the same for keys that only mixtures of experts do not support.
     """
 
     name: str
@@ -102,14 +102,15 @@ class Notes:
     refused: list[tuple[str, Any, str]] = field(default_factory=list)
 
     def refuse(self, path: str, value: Any, remedy: str) -> None:
-        """Add the key ``path`` of the section to the refused keys."""
+        """Add a key to the refused keys. ``path``: dotted key within the section."""
         self.refused.append((f"{self.name}.{path}", value, remedy))
 
 
 def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
-    """Add a key that this library lacks to the ignored or refused keys, unless it is switched off.
+    """Add a key to the ignored or refused keys, unless its value switches it off.
 
-    ``known``: keys of this library in the same section, for hints about misspelt keys.
+    ``path``: dotted key within the section. ``known``: keys of this library in the same section,
+    which are suggested for misspelt keys.
     """
     full, is_neutral = f"{notes.name}.{path}", is_off(value)
     # The first table that contains the key decides. Misspelt keys are refused at any value.
@@ -129,43 +130,49 @@ def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
 
 
 def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
-    """Convert a learning-rate schedule of NeMo-RL's dtensor backend, with the maximum rate ``lr``.
+    """Convert the learning-rate schedule of NeMo-RL's dtensor backend. ``lr``: maximum rate.
 
     ``entries``: one of torch's schedules, or several that follow each other at ``milestones``:
-    ``LinearLR`` up to factor 1 (the warm-up, which starts from 0 here), then a ``LinearLR`` from 1,
-    a ``CosineAnnealingLR`` or a ``ConstantLR`` of 1. Others are refused.
+    first ``LinearLR`` up to factor 1 (warm-up, which starts from 0 in this library), then
+    ``LinearLR`` from 1, ``CosineAnnealingLR`` or ``ConstantLR`` of 1. Others are refused.
     """
     parts = [entries] if isinstance(entries, Mapping) else list(entries)
-    schedule, begin = SchedConfig(), 0
+    schedule = SchedConfig()
+    warmup_steps = 0
     for part in (part for part in parts if "name" in part):
         # Missing arguments have torch's defaults.
-        kind, kwargs = part["name"].rsplit(".", 1)[-1], part.get("kwargs") or {}
-        first, last = kwargs.get("start_factor", 1 / 3), kwargs.get("end_factor", 1.0)
+        kind = part["name"].rsplit(".", 1)[-1]
+        kwargs = part.get("kwargs") or {}
+        start, end = kwargs.get("start_factor", 1 / 3), kwargs.get("end_factor", 1.0)
         steps = kwargs.get("total_iters", 5)
+        is_first_decay = schedule.name == "constant"
+        # A factor of 1 changes nothing.
         if kind == "ConstantLR" and kwargs.get("factor", 1 / 3) == 1:
             continue
-        if kind == "LinearLR" and first == last == 1:
+        if kind == "LinearLR" and start == end == 1:
             continue
         # Accept a warm-up, then one decay.
-        if kind == "LinearLR" and first < last == 1 and part is parts[0]:
+        if kind == "LinearLR" and start < end == 1 and part is parts[0]:
+            warmup_steps = steps
             schedule = replace(schedule, warmup_steps=steps)
-            notes.ignored.append(f"{notes.name}.scheduler start_factor={first}")
-            begin = steps
-        elif kind == "LinearLR" and last < first == 1 and schedule.name == "constant":
-            schedule = replace(schedule, name="linear", max_steps=begin + steps, min_lr=lr * last)
-        elif kind == "CosineAnnealingLR" and schedule.name == "constant":
-            end, low = begin + kwargs["T_max"], kwargs.get("eta_min", 0.0)
-            schedule = replace(schedule, name="cosine", max_steps=end, min_lr=low)
+            notes.ignored.append(f"{notes.name}.scheduler start_factor={start}")
+        elif kind == "LinearLR" and end < start == 1 and is_first_decay:
+            max_steps = warmup_steps + steps
+            schedule = replace(schedule, name="linear", max_steps=max_steps, min_lr=lr * end)
+        elif kind == "CosineAnnealingLR" and is_first_decay:
+            max_steps, min_lr = warmup_steps + kwargs["T_max"], kwargs.get("eta_min", 0.0)
+            schedule = replace(schedule, name="cosine", max_steps=max_steps, min_lr=min_lr)
         else:
             notes.refuse("scheduler", part, "LinearLR to or from 1, ConstantLR of 1, or a cosine")
+    # The decay must begin when the warm-up ends.
     milestones = [step for part in parts for step in part.get("milestones") or ()]
-    if milestones[:1] not in ([], [schedule.warmup_steps]):
+    if milestones and milestones[0] != schedule.warmup_steps:
         notes.refuse("scheduler", {"milestones": milestones}, "milestones at total_iters")
     return schedule
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value switches its key off: null, 0, false, empty, or not enabled."""
+    """Return whether a value switches a key off: null, 0, false, empty, or ``enabled: false``."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or all(map(is_off, value.values()))
     if isinstance(value, str):

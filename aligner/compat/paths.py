@@ -128,12 +128,12 @@ _OTHER_NAMES = {
 
 
 class PublishedPaths(MetaPathFinder, InspectLoader):
-    """Finder and loader of the modules in `PATHS`, their packages, and ``aligner.examples``."""
+    """Import finder and loader for published module paths in `PATHS` and ``aligner.examples``."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module in `PATHS` or of a package that contains one, else None."""
+        """Return the spec of a published module or a package above it, None for others."""
         del path, target
         below = name.removeprefix("aligner.")
         if name == "aligner.examples" and _EXAMPLES.is_dir():
@@ -147,26 +147,26 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
         return ModuleSpec(name, self, origin=origin, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Set ``__getattr__`` of the module, which imports the target modules at first use."""
+        """Define the module's ``__getattr__``, which imports its target modules at first use."""
         targets = _targets(module.__name__)
         module.__doc__ = f"Published path of {', '.join(targets) or 'other modules'}."
         module.__dict__["__getattr__"] = partial(attribute, module.__name__)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code of the first module in `PATHS` for this path, for ``python -m``."""
+        """Return the code of the module's first target, for ``python -m``."""
         spec = find_spec(_targets(fullname)[0])
         assert spec is not None
         assert isinstance(spec.loader, InspectLoader)
         return spec.loader.get_code(spec.name)
 
     def get_source(self, fullname: str) -> None:
-        """Return None, because a module of `PATHS` has no source."""
+        """Return None, because these modules have no source file."""
 
 
 def published(module: str, name: str) -> Any:
-    """Return the object ``name`` of a published ``module``, from the first target that has it.
+    """Return the object ``name`` from the first target of ``module`` that defines it.
 
-    Raises `AttributeError` if no target module in `PATHS` has it.
+    `PATHS` lists the targets of a published module. Raises `AttributeError` if none defines it.
     """
     if not name.startswith("__"):
         for target in _targets(module):
@@ -179,7 +179,7 @@ def published(module: str, name: str) -> Any:
 
 
 def current_path(text: str) -> str:
-    """Replace the earlier paths of moved modules in ``text`` by their paths now."""
+    """Replace earlier module paths in ``text`` by the current paths."""
     return _MOVED_PATH.sub(lambda path: _full_name(MOVED[path[1]]), text)
 
 
@@ -195,7 +195,7 @@ def _full_name(target: str) -> str:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return the object ``name`` (see `published`), or for ``__all__`` the names in all targets."""
+    """Return the object ``name`` of a published module, or for ``__all__`` the names it defines."""
     if name != "__all__":
         return published(module, name)
     targets = [importlib.import_module(target) for target in _targets(module)]
@@ -208,6 +208,6 @@ def attribute(module: str, name: str) -> Any:
 
 
 def install() -> None:
-    """Make the published paths importable. Modules that are files take precedence."""
+    """Make the published module paths importable. Existing module files have precedence."""
     if not any(isinstance(finder, PublishedPaths) for finder in sys.meta_path):
         sys.meta_path.append(PublishedPaths())

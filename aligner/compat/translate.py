@@ -43,15 +43,14 @@ _NO_COUNTERPART = "a key of this library (docs/published.md), or leave it out"
 
 
 def translate(path: str | Path) -> str:
-    """Return the command for the training run that a YAML file of NeMo describes.
+    """Return a command for the training run that a YAML file of NeMo-Aligner or NeMo-RL describes.
 
-    Comment lines before the command list keys that cannot be translated.
-
-    Raises:
-        ConfigError: the file cannot be read, or does not describe an algorithm of this library.
+    Comment lines before the command list keys that cannot be translated. Raises `ConfigError` if
+    the file cannot be read or has none of this library's algorithms.
     """
-    # Find the algorithm.
-    values, notes = _read(Path(path)), Notes("")
+    # Find the algorithm: a top-level section of NeMo-RL, or a section of NeMo-Aligner's trainer.
+    values = _read(Path(path))
+    notes = Notes("")
     is_nemo_rl = "policy" in values
     sections, parent = (_NEMO_RL, values) if is_nemo_rl else (_NEMO_ALIGNER, values.get("trainer"))
     section = next((name for name in sections if name in (parent or {})), None)
@@ -59,11 +58,11 @@ def translate(path: str | Path) -> str:
         label = "the file" if is_nemo_rl else "trainer"
         raise ConfigError(
             f"{path}: {label} has none of the sections {', '.join(sections)}. "
-            "Translate a configuration of one of these algorithms"
+            "Give a configuration of one of these algorithms"
         )
     algorithm, loop = sections[section]
 
-    # Translate the keys.
+    # Translate the dotted keys and their values.
     if is_nemo_rl:
         settings = dict(_from_nemo_rl(values, section, loop, notes))
     else:
@@ -71,15 +70,17 @@ def translate(path: str | Path) -> str:
         settings = {key: value for key, value in leaves.items() if not is_inert(key, value)}
         notes.ignored += [key for key in leaves if key in IGNORED]
 
-    # Write the command and the comments.
-    entry, lines = ALGORITHMS[algorithm], []
+    # Write the command, and comments about keys that it cannot have.
+    entry = ALGORITHMS[algorithm]
+    arguments = []
     for key, value in settings.items():
         try:
             check_key(key, entry.root_class)
-            lines.append(shlex.quote(f"{key}={as_override(value)}"))
+            arguments.append(shlex.quote(f"{key}={as_override(value)}"))
         except ConfigError as error:
-            notes.refused.append((key, value, str(error).partition(": ")[2]))
-    command = " \\\n    ".join([f"aligner train-{entry.name}", *lines])
+            problem = str(error).partition(": ")[2]  # without the key
+            notes.refused.append((key, value, problem))
+    command = " \\\n    ".join([f"aligner train-{entry.name}", *arguments])
     comments = table(notes.refused).splitlines() if notes.refused else []
     if notes.ignored:
         comments.append(f"  keys without effect here: {', '.join(notes.ignored)}")
@@ -110,9 +111,9 @@ def _merged(path: Path) -> DictConfig | ListConfig:
 def _from_nemo_rl(
     values: Mapping[str, Any], section: str, loop: str, notes: Notes
 ) -> Iterator[tuple[str, Any]]:
-    """Yield key (of this library) and value. Refused and ignored keys are added to ``notes``.
+    """Yield (key of this library, value). Add refused and ignored keys to ``notes``.
 
-    ``section``: algorithm in NeMo-RL. ``loop``: key of the algorithm below ``trainer`` here.
+    ``section``: section of the algorithm in NeMo-RL. ``loop``: its section below ``trainer`` here.
     """
     # Convert the models' sections.
     roles: tuple[Literal["policy"], Literal["value"]] = ("policy", "value")
@@ -124,21 +125,21 @@ def _from_nemo_rl(
             if role is not None:
                 yield from _role_settings(role, name, loop)
 
-    # Convert keys that have another name here.
+    # Convert keys that have another name here. _KEYS has placeholders for section and loop.
     leaves = dict(_leaves({key: values[key] for key in values if key not in roles}))
     for nemo_key, key in _KEYS.items():
         value = leaves.pop(nemo_key.format(a=section), None)
         if value is not None:
             yield key.format(t=loop), value
 
-    # Convert settings that depend on several keys or on the algorithm.
+    # Convert settings that depend on several keys, or on the algorithm.
     prompts = leaves.pop(f"{section}.num_prompts_per_step", None)
     if prompts is not None:
-        answers = values[section].get("num_generations_per_prompt", 1)
-        yield "model.ppo.num_rollout_samples", prompts * answers
-    clip = [leaves.pop(f"loss_fn.ratio_clip_{side}", None) for side in ("min", "max")]
-    if None not in clip:
-        yield "model.ppo.ratio_eps", clip
+        per_prompt = values[section].get("num_generations_per_prompt", 1)
+        yield "model.ppo.num_rollout_samples", prompts * per_prompt
+    clip_range = [leaves.pop(f"loss_fn.ratio_clip_{side}", None) for side in ("min", "max")]
+    if None not in clip_range:
+        yield "model.ppo.ratio_eps", clip_range
     if section == "grpo":
         yield "trainer.ppo.advantage.estimator", "grpo"
     notes.refused += [

@@ -30,7 +30,7 @@ BASES = {
 
 
 def default_tree(section: Any) -> dict[str, Any]:
-    """Return the defaults of a dataclass, or values of an instance, by key. ``???``: required."""
+    """Return the defaults of a dataclass, or the values of an instance, as a nested dict."""
     cls = section if isinstance(section, type) else type(section)
     tree: dict[str, Any] = {}
     value: Any
@@ -54,22 +54,22 @@ class ModelSource(ConfigSource):
 
     @staticmethod
     def scheme() -> str:
-        """Return the first part of the source's address."""
+        """Return ``models``, the part before ``://`` in the source's address."""
         return "models"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the defaults that ``config_path`` names, such as ``base_ppo``."""
+        """Return the default values of the configuration ``config_path``, such as ``base_ppo``."""
         tree = default_tree(imported(BASES[config_path.removesuffix(".yaml")]))
         return ConfigResult(
             self.provider, self.full_path(), OmegaConf.create(tree), {"package": None}
         )
 
     def available(self) -> bool:
-        """Return True: the source exists."""
+        """Return True, as hydra requires of an existing source."""
         return True
 
     def is_group(self, config_path: str) -> bool:
-        """Return whether a path is a folder. The only folder is the root, an empty path."""
+        """Return whether a path is a folder. Only the empty path, the root, is a folder."""
         return not config_path
 
     def is_config(self, config_path: str) -> bool:
@@ -77,7 +77,7 @@ class ModelSource(ConfigSource):
         return config_path.removesuffix(".yaml") in BASES
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return an empty list, because hydra must not offer a base for selection."""
+        """Return an empty list, because hydra must not offer these files as options."""
         return []
 
 
@@ -85,7 +85,7 @@ class ModelSearchPath(SearchPathPlugin):
     """Hydra plugin that adds `ModelSource` to every search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the source, so that a file of the same name has precedence."""
+        """Append `ModelSource` to hydra's search path. Files found earlier have precedence."""
         search_path.append(provider="aligner", path="models://")
 
 

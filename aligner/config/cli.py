@@ -43,12 +43,16 @@ def launch(
     config_name: str,
     root: type[Root] = RunConfig,  # type: ignore[assignment]
 ) -> None:
-    """Compose ``conf_dir/config_name`` with the command line, validate it and call ``command``.
+    """Load the configuration from file and command line, and call ``command`` with it.
 
-    ``command``: a function of the configuration, or its path ``package.module:function``, which is
-    imported after the composition (``--help`` does not import torch).
+    Args:
+        command: a function of the configuration, or its path ``package.module:function``. A path is
+            imported only after the arguments are checked, so that ``--help`` does not import torch.
+        conf_dir: folder of the configuration files.
+        config_name: name of the file without ``.yaml``. ``--config-name`` selects another file.
+        root: dataclass to which the configuration is converted.
 
-    An ``AlignerError`` ends the process with its message and status 2. After Ctrl-C, a training run
+    An `AlignerError` is printed and ends the process with status 2. After Ctrl-C, a training run
     saves its state and ends with status 0. A second Ctrl-C, or Ctrl-C in another command, ends the
     process with status 130. With ``HYDRA_FULL_ERROR=1`` the traceback is shown.
     """
@@ -60,9 +64,9 @@ def launch(
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir.resolve()), config_name=config_name)
     def main(composed: DictConfig) -> None:
-        sys.argv[:] = command_line  # for reports and for the start of other processes
+        sys.argv[:] = command_line  # reports and other processes need the user's arguments
         with reported_errors():
-            for section in absent:
+            for section in removed_sections:
                 OmegaConf.update(composed, section, None)
             if note := with_built_in_task(composed):
                 print(note, flush=True)
@@ -70,52 +74,53 @@ def launch(
             if not isinstance(command, str):
                 command(config)
                 return
-            # Errors of paths and signatures come before the import of torch, which takes seconds.
+            # Check import paths and signatures before torch is imported, which takes seconds.
             imported("aligner.algorithms.run.inputs:check_inputs")(config)
             if isinstance(config, BaseRunConfig) and os.environ.get("RANK", "0") == "0":
                 print("starting: importing PyTorch and megatron-core", flush=True)
             imported(command)(config)
 
+    # hydra reads sys.argv, so replace the user's arguments by arguments that hydra accepts.
     command_line = list(sys.argv)
     with reported_errors():
-        present, absent = without_sections(command_line[1:], root)
-        sys.argv[1:] = check_overrides(present, root, conf_dir)
+        arguments, removed_sections = without_sections(command_line[1:], root)
+        sys.argv[1:] = check_overrides(arguments, root, conf_dir)
     main()
 
 
 def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], list[str]]:
-    """Separate ``SECTION=null`` and ``~SECTION`` from the arguments, for sections that may be null.
+    """Separate arguments that remove optional sections of ``root``: ``X=null`` or ``~X``.
 
-    Returns the other arguments, and the names of the sections to remove after the composition.
-    Raises `ConfigError` if another argument sets a key of such a section.
+    Returns (remaining arguments, names of the removed sections). Raises `ConfigError` if a
+    remaining argument sets a key of a removed section.
     """
     # hydra would read both as options of a config group.
-    present, absent = list[str](), list[str]()
+    remaining, removed = list[str](), list[str]()
     for argument in arguments:
         spelled = re.fullmatch(r"\+{0,2}(\w+)=null|~(\w+)(=\w*)?", argument)
         name = (spelled[1] or spelled[2]) if spelled else ""
         may_be_null = type(None) in get_args(field_types(root).get(name))
-        (absent if may_be_null else present).append(name if may_be_null else argument)
-    for argument in present:
-        if argument.lstrip("+~").partition(".")[0] in absent:
+        (removed if may_be_null else remaining).append(name if may_be_null else argument)
+    for argument in remaining:
+        if argument.lstrip("+~").partition(".")[0] in removed:
             raise ConfigError(f"{argument}: its section is set to null. Remove one of the two")
-    return present, absent
+    return remaining, removed
 
 
 def check_overrides(
     arguments: Sequence[str], root: type = RunConfig, conf_dir: Path | None = None
 ) -> list[str]:
-    """Convert the command line to overrides that hydra accepts.
+    """Check command-line arguments and convert them to the syntax of hydra.
 
-    Any key of the dataclasses below ``root`` can be set, also if the composed YAML lacks the key:
-    ``key=value`` and ``+key=value`` become ``++key=value``. Options of config groups, ``~key``,
-    ``hydra.*`` and hydra's options are returned unchanged. ``conf_dir``: folder of the config
-    groups. If None, options of groups are not checked.
+    A key of the dataclasses below ``root`` may be absent from the YAML file: ``key=value`` becomes
+    hydra's ``++key=value`` (set or add). Options of config groups, ``~key``, ``hydra.*`` and
+    hydra's flags are returned unchanged. ``conf_dir``: folder with a subfolder for each config
+    group. If None, options of groups are not checked.
 
     Raises:
-        ConfigError: an argument is not an override, sets an unknown key, or selects an option that
-            its config group or this script lacks. A recipe (``--config-name``) is checked for such
-            options, too. Several errors are shown as one table.
+        ConfigError: an argument is not ``key=value``, sets an unknown key, or selects an option
+            that its config group does not contain or that this script does not support. The
+            defaults of ``--config-name`` are checked, too. The error lists all invalid arguments.
     """
     # The folders that hydra searches, ``conf_dir`` first. None if some are unknown.
     folders: list[Path] = []
@@ -158,7 +163,7 @@ def check_overrides(
 
 
 def option_value(arguments: Sequence[str], *names: str) -> str | None:
-    """Return the value of one of hydra's options, or None if the option is absent."""
+    """Return the value after one of hydra's flags, such as ``--config-name``, or None if absent."""
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in names:
@@ -167,7 +172,7 @@ def option_value(arguments: Sequence[str], *names: str) -> str | None:
 
 
 def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
-    """Yield (file, group, option) for each option that a recipe or an extended recipe selects."""
+    """Yield (file, group, option) for the group options of a recipe and files it extends."""
     names, visited = [recipe], set[Path]()
     while names:
         name = names.pop(0).removesuffix(".yaml")
@@ -195,12 +200,12 @@ def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Pa
 
 
 def _absolute(name: str, parent: str) -> str:
-    """Return the path of a config or a group that a file in the folder ``parent`` names."""
+    """Return the path of ``name``, relative to ``parent`` unless it begins with a slash."""
     return name.lstrip("/") if name.startswith("/") or not parent else f"{parent}/{name}"
 
 
 def _unescaped(argument: str) -> str:
-    """Replace ``\\n``, ``\\r`` and ``\\t`` in double quotes: YAML does, hydra does not."""
+    """Replace ``\\n``, ``\\r`` and ``\\t`` in double quotes by the character, as YAML does."""
     key, equals, value = argument.partition("=")
     characters = {"n": "\n", "r": "\r", "t": "\t"}
 
@@ -211,47 +216,50 @@ def _unescaped(argument: str) -> str:
 
 
 def _accepted(
-    argument: str, root: type, conf_dir: Path | None, folders: Sequence[Path], sweeps: bool
+    argument: str, root: type, conf_dir: Path | None, folders: Sequence[Path], allows_sweep: bool
 ) -> list[str]:
-    """Return the override for hydra in a list, which is empty if ``argument`` has no effect."""
+    """Return ``argument`` in hydra's syntax, in a list, or [] for a key without effect."""
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
         key, equals, setting = argument.partition("=")
-        text = "not key=value. A recipe is selected with --config-name recipes/NAME"
+        problem = "not key=value. A recipe is selected with --config-name recipes/NAME"
         if equals:
-            text = f"hydra cannot read it ({_short(str(error).splitlines()[0])}). Put a value with "
-            text += "spaces or any of ,:{}[]()= into inner quotes: "
-            text += f"'{key}=\"{_short(setting)}\"'"
-        raise ConfigError(f"{_short(argument)}: {text}") from error
+            problem = (
+                f"hydra cannot read it ({_short(str(error).splitlines()[0])}). Put a value with "
+                f"spaces or any of ,:{{}}[]()= into inner quotes: '{key}=\"{_short(setting)}\"'"
+            )
+        raise ConfigError(f"{_short(argument)}: {problem}") from error
     key = override.key_or_group
-    if override.is_sweep_override() and not sweeps:
+    is_sweep = override.is_sweep_override()
+    if is_sweep and not allows_sweep:
         raise ConfigError(
-            f"{argument}: several values. Write a list as '{key}=[...]', or add --multirun for a "
-            "run of each"
+            f"{argument}: several values are given. Write a list as '{key}=[...]', or add "
+            "--multirun for a run with each value"
         )
 
-    # Overrides of hydra itself, and options of config groups.
+    # hydra's own options, and options of config groups.
     if re.match(r"hydra\b", key):
         return [argument]
-    value = None if override.is_sweep_override() else override.value()
+    value = None if is_sweep else override.value()
     if not key:
         raise ConfigError(f"{_short(argument)}: the key is missing. Write key=value")
-    is_group = any((folder / key).is_dir() for folder in folders or filter(None, [conf_dir]))
-    if (is_group or override.package is not None or "/" in key) and not isinstance(value, dict):
-        if not (override.is_delete() or override.is_sweep_override()):
+    is_folder = any((folder / key).is_dir() for folder in folders or filter(None, [conf_dir]))
+    is_group = is_folder or override.package is not None or "/" in key
+    if is_group and not isinstance(value, dict):
+        if not (override.is_delete() or is_sweep):
             _check_option(argument, key, value, root, folders)
         return [argument]
 
-    # Keys of the dataclasses.
+    # Keys of the dataclasses. hydra's ++ sets a key whether the YAML file has it or not.
     if is_inert(key, value):
         return []
     check_key(key, root)
     return [argument if override.is_delete() else "++" + argument.lstrip("+")]
 
 
-def _check_option(label: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
-    """Raise `ConfigError` if the config group, or the script of ``root``, lacks the option."""
+def _check_option(origin: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
+    """Raise `ConfigError` if a config group lacks the option, or this script does not accept it."""
     if not folders:
         return
 
@@ -263,9 +271,11 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
     }
     if not files:
         groups = [path.name for folder in folders for path in folder.iterdir() if path.is_dir()]
-        near = difflib.get_close_matches(group, groups, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"The groups are the folders of {folders[0]}"
-        raise ConfigError(f"{_short(label)}: no config group {group}. {hint}")
+        similar = difflib.get_close_matches(group, groups, n=1)
+        hint = f"The groups are the folders of {folders[0]}"
+        if similar:
+            hint = f"Did you mean {similar[0]}?"
+        raise ConfigError(f"{_short(origin)}: no config group {group}. {hint}")
     options = _options_of(root, group, files, folders[0])
 
     # The selected options.
@@ -273,24 +283,18 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
         name = str(choice).removesuffix(".yaml")
         if name in options:
             continue
-        near = difflib.get_close_matches(name[:64], options, n=1)
+        similar = difflib.get_close_matches(name[:64], options, n=1)
         reason = f"{group} is a group of settings, and this is not one of its options. "
-        if near:
-            reason += f"Did you mean {near[0]}? "
         if name in files:
             reason = "this is an option of other scripts, and this script does not read it. "
-        remedy = (
-            f"Options: {', '.join(options)}. Single settings are keys below it, {group}.KEY=VALUE"
-        )
-        raise ConfigError(f"{_short(label)}: {reason}{remedy if options else 'Remove it'}")
+        elif similar:
+            reason += f"Did you mean {similar[0]}? "
+        remedy = f"Options: {', '.join(options)}. Single settings are written {group}.KEY=VALUE"
+        raise ConfigError(f"{_short(origin)}: {reason}{remedy if options else 'Remove it'}")
 
 
 def _options_of(root: type, group: str, files: Mapping[str, Path], conf_dir: Path) -> list[str]:
-    """Return the options in a config group that the script with configuration ``root`` accepts.
-
-    If scripts have an option as a default, or as the base of an option, only these scripts accept
-    the option. All scripts accept all other options.
-    """
+    """Return the options in a config group, without those that only other scripts accept."""
     name = f"{root.__module__}:{root.__qualname__}"
     scripts = {base.replace("base", "gpt") for base, path in BASES.items() if path == name}
     # Options in the defaults of this script, and of the other scripts.
@@ -315,7 +319,7 @@ def _short(text: str) -> str:
 
 
 def check_key(key: str, root: type = RunConfig) -> None:
-    """Raise `ConfigError` if a dotted key is not in the tree of dataclasses below ``root``."""
+    """Raise `ConfigError` if ``key``, such as ``model.optim.lr``, is not a key below ``root``."""
     hint: Any = root
     prefix = ""
     for name in key.split("."):
@@ -333,7 +337,7 @@ def check_key(key: str, root: type = RunConfig) -> None:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """End the process at an `AlignerError` or Ctrl-C in the block, as `launch` describes."""
+    """Context manager that prints an `AlignerError` or Ctrl-C of the block and ends the process."""
     try:
         yield
     except (AlignerError, KeyboardInterrupt) as error:

@@ -1,5 +1,6 @@
 """Placement of the workers: in the processes of the run, or in actors of a Ray cluster."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -13,10 +14,7 @@ from aligner.foreign_keys import shown
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Engine that starts the workers, and options of Ray.
-
-    The policy has ``trainer.devices`` x ``trainer.num_nodes`` workers with both engines.
-    """
+    """Engine that starts the worker processes, local or Ray, and options of Ray."""
 
     engine: Literal["local", "ray"] = "local"
     """Processes of the workers. `local`: the processes that torchrun or the script starts. `ray`:
@@ -51,16 +49,16 @@ class ClusterConfig:
     """`ray`: maximum number of restarts after the death of a worker."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for keys of the other engine, and workers that no critic layout fits."""
-        # Workers in the processes of the run.
+        """Yield an error message for the other engine's options, and invalid numbers of workers."""
+        # Local engine: all models share the processes of the run.
         layouts_differ = run.value_parallel != run.model.parallel
         if self.engine == "local":
             for name in ("address", "value_workers", "env_vars"):
                 if (value := getattr(self, name)) not in (None, {}):
-                    unset = "{} (export the variables)" if name == "env_vars" else "null"
+                    empty = "{} (export the variables)" if name == "env_vars" else "null"
                     yield (
                         f"{key}.{name}={value} needs {key}.engine=ray, but {key}.engine=local. Set "
-                        f"the engine, or set {key}.{name}={unset}"
+                        f"the engine, or set {key}.{name}={empty}"
                     )
             if layouts_differ:
                 sizes = ", ".join(
@@ -74,18 +72,20 @@ class ClusterConfig:
                 )
             return
 
-        # Workers in actors of Ray.
+        # Ray: each worker is an actor.
         if self.value_workers is not None and self.colocated:
             yield (
                 f"{key}.value_workers={self.value_workers}: a colocated critic has as many workers "
                 f"as the policy. Set {key}.colocated=false, or {key}.value_workers=null"
             )
-        size, workers = run.value_parallel.model_parallel_size, run.value_world_size
+        workers = run.value_world_size
+        size = run.value_parallel.model_parallel_size
         is_set = self.value_workers is not None
-        if workers % size and (is_set or layouts_differ):  # otherwise `check_layout` refuses it
+        # If neither workers nor layout are the critic's own, `check_layout` checks the policy's.
+        if workers % size and (is_set or layouts_differ):
             source = f"{key}.value_workers" if is_set else "trainer.devices x trainer.num_nodes"
             owner = "the critic's layout" if layouts_differ else "the layout of policy and critic"
             yield (
                 f"{source}={workers} is not a multiple of tensor x pipeline x context = {size}, "
-                f"{owner}. Use {-(-workers // size) * size}"
+                f"{owner}. Use {math.ceil(workers / size) * size}"
             )

@@ -14,14 +14,14 @@ from aligner.config.parse import defaults_of, field_types, join, section_in
 
 @dataclasses.dataclass(frozen=True)
 class ReadIf:
-    """Condition under which a run reads a field. Other runs accept only the field's default."""
+    """Condition under which a field has an effect. Otherwise only its default value is accepted."""
 
     condition: Callable[[Any], bool]  # of the complete configuration
     reason: str  # why others do not read it, after the key and value in a message
 
 
 def broken_rules(section: Any, key: str, run: Any) -> Iterator[str]:
-    """Yield a message for each rule that a section or one of its subsections breaks."""
+    """Yield the error messages of the method ``problems`` of a section and of its subsections."""
     if hasattr(section, "problems"):
         yield from section.problems(key, run)
     for field in dataclasses.fields(section):
@@ -31,7 +31,7 @@ def broken_rules(section: Any, key: str, run: Any) -> Iterator[str]:
 
 
 def unread_options(run: Any) -> Iterator[str]:
-    """Yield a message for each option that the run does not read and that is not at its default."""
+    """Yield an error message for each option that is set but has no effect in the run."""
     yield from _unread(type(run), "", run.as_dict(), defaults_of(run), run)
 
 
@@ -49,7 +49,7 @@ def _unread(
 
 
 def changed_keys(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys at and below ``key`` whose values are not the defaults."""
+    """Yield (dotted key, value) for each value at or below ``key`` that is not its default."""
     if isinstance(value, Mapping) and isinstance(default, Mapping) and default:
         for name in value:
             yield from changed_keys(join(key, name), value[name], default.get(name))
@@ -58,6 +58,6 @@ def changed_keys(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]
 
 
 def multiples_near(number: int, step: int) -> str:
-    """Return the positive multiples of ``step`` next to ``number``, such as ``48 or 96``."""
+    """Return the positive multiples of ``step`` next to ``number`` as text, such as "48 or 96"."""
     below, above = number // step * step, -(-number // step) * step
     return f"{below} or {above}" if below else str(above)

@@ -13,7 +13,7 @@ from aligner.config.fields import Count, Positive, Source, SpecialTokensInText
 
 @dataclass(frozen=True)
 class PromptSourceConfig:
-    """One set of prompts."""
+    """Source of a set of prompts: files or generator functions."""
 
     source: Source | tuple[Source, ...]
     """Files or generator functions: one, or a list. A source is a file (`.jsonl`, `.json`, `.csv`,
@@ -97,7 +97,7 @@ class TrainingSets:
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredColumns(PromptColumns):
-    """Columns that form a prompt whose response is scored."""
+    """Columns of a prompt, and of the ground truth with which its response is scored."""
 
     ground_truth_column: StrictStr | None = "ground_truth"
     """Column of ground truths, for the reward function. `null` means no such column."""

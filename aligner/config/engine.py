@@ -13,7 +13,7 @@ from aligner.architecture import GPTArchitecture
 
 
 class EngineResources(NamedTuple):
-    """Devices and memory of engines, for their placement and for `aligner plan`."""
+    """Devices and memory of rollout engines, for their placement and for `aligner plan`."""
 
     title: str  # of the engine
     engines: int  # each samples its share of every rollout
@@ -26,17 +26,12 @@ class EngineResources(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Total number of processes: engines times devices of each."""
+        """Total number of processes: engines x devices per engine."""
         return self.engines * self.devices_of_each
-
-    @property
-    def own_workers(self) -> int:
-        """Number of engine processes on separate devices."""
-        return 0 if self.shares_devices else self.workers
 
 
 class EngineStart(NamedTuple):
-    """Arguments of `EngineConfig.start`. Comments name types whose import would be circular."""
+    """Arguments of `EngineConfig.start`. Some types are comments, to avoid circular imports."""
 
     cluster: Any  # aligner.distributed.interfaces.Cluster, for the engine's workers
     config: Any  # aligner.config.SamplingRunConfig
@@ -48,24 +43,21 @@ class EngineStart(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Base class of a rollout engine's settings. A subclass checks the settings and starts it."""
+    """Base class for the settings of a rollout engine. Its methods check and start the engine."""
 
     title: ClassVar[str] = "the engine"  # name in messages
     draws_ahead: ClassVar[bool] = False  # whether its handle is a `BackgroundGeneration`
 
     def start(self, arguments: EngineStart) -> Any:
-        """Start the engine and return its `aligner.models.interfaces.GenerationInterface`.
-
-        `prepare_for_generation` of the returned object transfers the policy's weights.
-        """
+        """Start the engine and return its `aligner.models.interfaces.GenerationInterface`."""
         raise NotImplementedError
 
     def resources(self, *, has_gpu: bool, ahead: bool) -> EngineResources | None:
-        """Return devices and memory of the engines, or None if they use the policy's processes.
+        """Return devices and memory of the engines, or None if the policy's processes generate.
 
         Args:
-            has_gpu: whether workers use GPUs.
-            ahead: whether rollouts are sampled while the policy trains.
+            has_gpu: whether the workers use GPUs.
+            ahead: whether the next rollout is sampled while the policy trains.
         """
         del has_gpu, ahead
         return None
@@ -74,13 +66,13 @@ class EngineConfig:
         """Raise `ConfigError` if the engine cannot load the model. Called before models exist."""
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield a message for each broken rule. ``key``: dotted key of the engine's settings."""
+        """Yield an error message for each invalid setting. ``key``: dotted key of the settings."""
         yield from ()
 
     def recording_problems(self, record: str, key: str, run: Any) -> Iterator[str]:
-        """Yield a message for each reason why the engine cannot record kept tokens.
+        """Yield error messages if the engine cannot record the tokens that top-k and top-p keep.
 
-        Kept tokens are those that remain after top-k and top-p. ``record``: key and value with
-        which a message begins. ``key``: the algorithm's section, such as ``model.ppo``.
+        ``record``: key and value at the start of a message. ``key``: key of the algorithm's
+        section.
         """
         yield f"{record}: {self.title} does not record filtered tokens. Set it to 0"

@@ -27,7 +27,7 @@ def _without_open_quotation(command: str) -> str:
     except ValueError as error:
         raise PydanticCustomError(
             "command",
-            "{key}={command}: {error}. Write it as a list of words",
+            "{key}={command} cannot be split into words: {error}. Write it as a list of words",
             {"command": repr(command), "error": str(error)},
         ) from error
     return command
@@ -35,7 +35,7 @@ def _without_open_quotation(command: str) -> str:
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """Section of `reward=environment`: conversations of many turns in place of single responses."""
+    """Environment for conversations of several turns, with the option `reward=environment`."""
 
     kind: Annotated[StrictStr, one_of(ENVIRONMENT_KINDS, or_path="package.module:Class")] = (
         "messages"
@@ -105,7 +105,7 @@ class EnvironmentConfig:
 
     @property
     def kind_class(self) -> Any:
-        """The `aligner.algorithms.rollout.kinds.EnvironmentKind` that ``kind`` names."""
+        """Subclass of `aligner.algorithms.rollout.kinds.EnvironmentKind` that ``kind`` selects."""
         path = ENVIRONMENT_KINDS.get(self.kind, self.kind)
         return load_function(path, key="environment.kind", kind="class")
 
@@ -116,31 +116,31 @@ class EnvironmentConfig:
 
     @property
     def environment_class(self) -> str | None:
-        """Path of the environment's class: ``factory``, or the built-in class for ``tools``."""
+        """Import path of the environment's class: ``factory``, or a built-in one for ``tools``."""
         return _TOOLS_CLASS if self.tools else self.factory
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the environment's class, without those from columns."""
+        """Keyword arguments of the environment's class: ``kwargs``, and ``tools`` if set."""
         return dict(self.kwargs, tools=list(self.tools)) if self.tools else dict(self.kwargs)
 
     @property
     def words(self) -> list[str]:
-        """Words of the command. Empty without a command."""
+        """``command`` as a list of words. Empty if there is no command."""
         return (
             shlex.split(self.command) if isinstance(self.command, str) else list(self.command or ())
         )
 
     @property
     def setting(self) -> str:
-        """Key and value that define the environment, for messages."""
+        """The option that selects the environment, as ``key=value`` for error messages."""
         if self.command is not None:
             return f"environment.command={shlex.join(self.words)!r}"
         tools = f"environment.tools={list(self.tools)}"
         return tools if self.tools else f"environment.factory={self.factory}"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for settings that the kind does not support, and for too low limits."""
+        """Yield an error message for options that exclude each other, and for too low limits."""
         yield from self.kind_class.problems(key, run)
         if not self.is_set:
             return

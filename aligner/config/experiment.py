@@ -84,7 +84,7 @@ class ExpManagerConfig:
         return bool(sections & {"data", "seed"}) or "data" in self.accept_changed
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for a path to a file, and for unknown keys in ``resume_changed``."""
+        """Yield an error message if the directory is a file, and for keys that do not exist."""
         if os.path.exists(self.explicit_log_dir) and not os.path.isdir(self.explicit_log_dir):
             yield f"{key}.explicit_log_dir={self.explicit_log_dir} is a file. Give a directory"
         for name in self.resume_changed:

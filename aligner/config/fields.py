@@ -15,7 +15,7 @@ from aligner.hub import DATA_ON_HUB, ON_HUB
 
 
 def _integer(value: Any) -> Any:
-    """Convert a float without a fraction to an integer, and refuse integers beyond 64 bits."""
+    """Convert a float without a fraction to int. Refuse an integer that exceeds 64 bits."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -36,12 +36,12 @@ REQUIRED_BY_SCRIPTS = "required by scripts"
 
 
 def aliases(spellings: Mapping[str, Any]) -> BeforeValidator:
-    """Return a validator that maps each key of ``spellings`` to its value."""
+    """Return a validator that replaces a key of ``spellings`` by its value."""
     return BeforeValidator(lambda x: spellings.get(x, x) if isinstance(x, str) else x)
 
 
 def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
-    """Return a validator for the strings in ``names``, or also paths of the form ``or_path``."""
+    """Return a validator for the strings in ``names``, or with ``or_path`` also import paths."""
 
     def check(text: str) -> str:
         if text in names or (or_path and re.search("[:.]", text)):
@@ -53,7 +53,7 @@ def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
 
 
 def not_empty(expected: str) -> AfterValidator:
-    """Return a validator that refuses blank text. ``expected``: valid text, for the error."""
+    """Return a validator that refuses blank text. ``expected``: description of valid text."""
 
     def check(text: str) -> str:
         if not text.strip():

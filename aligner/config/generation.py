@@ -17,7 +17,7 @@ from aligner.importing import load_function
 
 
 def _with_sections(cls: type) -> type:
-    """Add a field for the section of each rollout engine of the library."""
+    """Add a field to the dataclass ``cls`` for the settings of each built-in rollout engine."""
 
     def has_backend(name: str, run: Any) -> bool:
         return bool(run.generation.backend == name)
@@ -67,16 +67,12 @@ class GenerationConfig:
 
     @property
     def engine_key(self) -> str:
-        """Dotted key of the engine's settings."""
+        """Dotted key of the selected engine's settings."""
         return "generation.kwargs" if self.is_user_defined else f"generation.{self.backend}"
 
     @property
     def engine(self) -> EngineConfig | None:
-        """Settings of the engine. None means that the policy's workers sample.
-
-        Raises `ConfigError` if ``backend`` is not the path of an engine's class, or ``kwargs`` does
-        not match the fields of the class.
-        """
+        """Settings of the engine, None if the policy samples. Raises `ConfigError` if invalid."""
         if self.backend == "megatron":
             return None
         if not self.is_user_defined:
@@ -90,12 +86,12 @@ class GenerationConfig:
         return build(kind, self.kwargs, self.engine_key)
 
     def resources(self, *, has_gpu: bool) -> EngineResources | None:
-        """Return devices and memory of the engines, or None if they use the policy's processes."""
+        """Return devices and memory of the engines, or None if the policy's processes generate."""
         engine, ahead = self.engine, self.async_rollouts
         return None if engine is None else engine.resources(has_gpu=has_gpu, ahead=ahead)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for an invalid engine, and for async rollouts without a correction."""
+        """Yield an error message for invalid options of the engine and of asynchronous rollouts."""
         try:
             engine = self.engine
         except ConfigError as error:

@@ -14,7 +14,7 @@ LayerSpec = Literal["auto", "local", "transformer_engine"]
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Choice of layer implementations, which checkpoints do not contain."""
+    """Implementation of the transformer layers. Not stored in checkpoints."""
 
     spec: LayerSpec = "auto"
     fusions: bool = True
@@ -34,32 +34,29 @@ class ParallelConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Number of processes of one model replica, without expert-parallel processes."""
+        """Number of processes that hold one copy of the model, without expert parallelism."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def sequence_multiple(self) -> int:
-        """Multiple to which a sequence is padded: two chunks per context-parallel rank."""
+        """2 x context-parallel size, or 1 for size 1. Padded lengths are multiples of this."""
         return 2 * self.context if self.context > 1 else 1
 
     def row_multiple(self, sequence_length_round: int = 1) -> int:
-        """Return the multiple to which a row is padded on one context-parallel rank.
-
-        ``sequence_length_round``: the multiple that dynamic batching requires.
-        """
+        """Return a multiple of ``sequence_length_round`` that divides row lengths on every rank."""
         # Sequence parallelism splits a row over the tensor-parallel ranks.
         shares = self.tensor if self.sequence_parallel else 1
         return math.lcm(shares, sequence_length_round)
 
     def data_size(self, world_size: int) -> int:
-        """Return the data-parallel size in a world of ``world_size`` processes."""
+        """Return the data-parallel size for ``world_size`` processes."""
         return world_size // self.model_parallel_size
 
 
 def check_layout(
     architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str = "model"
 ) -> None:
-    """Raise `LayoutError` for an invalid layout, with valid sizes. ``section``: its key."""
+    """Raise `LayoutError` if a layout does not fit. ``section``: key of the layout in messages."""
     if problems := [*_layout_problems(architecture, parallel, world_size, section)]:
         raise LayoutError("\n".join(problems))
 

@@ -26,8 +26,8 @@ Section = TypeVar("Section")
 # Largest derived batches: global batches of all responses, of kept responses, and micro-batches.
 LARGEST_BATCH, LARGEST_KEPT_BATCH, LARGEST_MICRO_BATCH = 64, 16, 8
 DATA, REWARD = "data.train.source", "reward.function"
-_OWN_TASKS = "aligner.data.readers:own_tasks"
-_TASK = {
+_ENVIRONMENT_TASKS = "aligner.data.readers:own_tasks"
+_ARITHMETIC = {
     DATA: "aligner.examples.tasks.arithmetic:arithmetic_prompts",
     "data.validation.arguments": {"split": "validation", "size": 128},
     "data.validation.source": "aligner.examples.tasks.arithmetic:arithmetic_prompts",
@@ -36,7 +36,7 @@ _TASK = {
 
 
 def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
-    """Resolve interpolations, and convert hydra's configuration to the class ``root``."""
+    """Resolve the interpolations in hydra's configuration and convert it to the class ``root``."""
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -46,42 +46,45 @@ def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # ty
 
 
 def with_built_in_task(config: DictConfig) -> str:
-    """Set missing data and reward in place. Return a note for the console, empty if nothing is set.
+    """Set missing data and a missing reward in place. Return a note for the user, or "".
 
-    If the reward is missing, and the data are missing or those of the arithmetic task, this task is
-    set. If a run with an environment has no data, rows without columns are set.
+    If the reward is missing, and no data or only the arithmetic task's data are set, data and
+    reward of the built-in arithmetic task are set. If a run with an environment has no data, 1024
+    empty rows are set, because the environment provides the tasks.
     """
-    plain = OmegaConf.to_container(config)  # interpolations are not resolved yet
+    values = OmegaConf.to_container(config)  # interpolations are not resolved yet
 
-    def below(node: Any, name: str) -> Any:
-        return node.get(name) if isinstance(node, dict) else None
+    def get(section: Any, name: str) -> Any:
+        return section.get(name) if isinstance(section, dict) else None
 
-    settings = {key: reduce(below, key.split("."), plain) for key in _TASK}
-    environment = below(plain, "environment") or {}
+    # Values at the dotted keys of the task, None for absent keys.
+    settings = {key: reduce(get, key.split("."), values) for key in _ARITHMETIC}
+    environment = get(values, "environment") or {}
     provides_prompts = environment.get("factory") or environment.get("command")
     if provides_prompts and settings[DATA] == "???":
-        OmegaConf.update(config, DATA, _OWN_TASKS)
+        OmegaConf.update(config, DATA, _ENVIRONMENT_TASKS)
         return (
             f"{DATA} is not set: the environment provides tasks, and an epoch has 1024 of them "
             "(data.train.arguments.count)"
         )
-    if settings[REWARD] != "???" or current_path(str(settings[DATA])) not in ("???", _TASK[DATA]):
+    data = current_path(str(settings[DATA]))
+    if settings[REWARD] != "???" or data not in ("???", _ARITHMETIC[DATA]):
         return ""
 
-    # The task has validation data, unless the run names other data.
+    # Set the task's keys. Validation data of the user are kept.
     has_validation = settings["data.validation.source"] not in (None, "???")
-    for key, value in _TASK.items():
+    for key, value in _ARITHMETIC.items():
         is_set = settings[key] not in (None, "???")
         if not is_set and not (has_validation and key.startswith("data.validation.")):
             OmegaConf.update(config, key, value, force_add=True)
     return (
-        f"built-in task: arithmetic, scored by {_TASK[REWARD]}, because {REWARD} is not set. To "
-        f"train on your data: {DATA}=FILE.jsonl {REWARD}=FILE.py:FUNCTION"
+        f"built-in task: arithmetic, scored by {_ARITHMETIC[REWARD]}, because {REWARD} is not set. "
+        f"To train on your data: {DATA}=FILE.jsonl {REWARD}=FILE.py:FUNCTION"
     )
 
 
 def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
-    """Convert a nested mapping to the class ``root``. Raises `ConfigError` if it is invalid."""
+    """Convert nested values to the class ``root``. Raises `ConfigError` if values are invalid."""
     config = build(root, values)
     if isinstance(config, BaseRunConfig):
         config = derive_batches(config, values)
@@ -94,11 +97,11 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
 
 
 def derive_batches(config: Run, values: Mapping[str, Any]) -> Run:
-    """Return ``config`` with computed batch sizes where they are null in ``values``.
+    """Return ``config`` with computed batch sizes where ``values`` contains null or no size.
 
-    A step's samples are divided into the fewest equal global batches of at most 64 samples. A
-    micro-batch is the largest divisor up to 8 of a data-parallel rank's share. If no size fits, the
-    default is kept and `check_config` raises an error.
+    The samples of a step are divided into the smallest number of equal global batches of at most 64
+    samples. The micro-batch size is the largest divisor of a data-parallel rank's share, at most 8.
+    If no size divides evenly, the default is kept and `check_config` raises an error.
     """
     model = _with_batches(config, "model", values, config.trainer.world_size)
     config = replace(config, model=model)
@@ -127,7 +130,7 @@ def _with_batches(
 
 
 def _global_batch(config: BaseRunConfig) -> int | None:
-    """Divide a step's samples into the fewest equal batches. Return their size, None if none."""
+    """Return the size of the largest equal batches into which a step's samples divide, or None."""
     if isinstance(config, RSRunConfig):
         rs = config.model.rs
         learned = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
@@ -145,7 +148,7 @@ def _global_batch(config: BaseRunConfig) -> int | None:
 
 
 def check_config(config: BaseRunConfig | AskConfig) -> None:
-    """Raise one `ConfigError` that names all invalid combinations of values."""
+    """Raise a `ConfigError` that lists all invalid combinations of values."""
     if isinstance(config, BaseRunConfig):
         refuse([*broken_rules(config, "", config), *unread_options(config)])
     else:
@@ -153,14 +156,14 @@ def check_config(config: BaseRunConfig | AskConfig) -> None:
 
 
 def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:
-    """Convert a mapping to the ``DictConfig`` that NeMo's base class requires."""
+    """Convert a mapping to ``DictConfig``, as NeMo's base class requires."""
     return values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
 
 
 def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) -> dict[str, Any]:
-    """Convert a mapping, possibly hydra's, to a dict without interpolations and missing values.
+    """Convert a mapping or ``DictConfig`` to a dict. Resolves interpolations, omits missing values.
 
-    ``keys``: the keys to convert. Other keys are left out, and their interpolations may be invalid.
+    ``keys``: top-level keys to convert. None means all. Other keys may have invalid interpolations.
     """
     selected = [key for key in values if keys is None or key in keys]
     if not isinstance(values, DictConfig):
@@ -183,6 +186,6 @@ def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) 
 def section_of(
     kinds: Sequence[type[Section]], values: Mapping[str, Any], prefix: str = "model"
 ) -> Section:
-    """Convert ``values`` to the first class in ``kinds`` with all keys, or else to ``kinds[0]``."""
+    """Convert ``values`` to the first class in ``kinds`` with all their keys, or ``kinds[0]``."""
     kind = next((kind for kind in kinds if set(values) <= set(field_types(kind))), kinds[0])
     return build(kind, values, prefix)

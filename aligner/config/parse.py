@@ -70,10 +70,10 @@ _TEXTS = {
 
 
 def build(cls: type[T], values: Any, prefix: str = "") -> T:
-    """Validate ``values`` and convert them to ``cls``: a dataclass, a ``TypedDict`` or a type.
+    """Validate ``values`` and convert them to ``cls``, a dataclass, ``TypedDict`` or other type.
 
-    ``prefix``: dotted key of ``values``. Raises one `ConfigError` for all invalid values, unknown
-    keys, and missing required keys (also those with ``???``, omegaconf's mark).
+    ``prefix``: dotted key of ``values``, for messages. Raises a `ConfigError` that lists all
+    invalid values, unknown keys and missing required keys. The value ``???`` counts as missing.
     """
     missing: list[str] = []
     if isinstance(values, Mapping):
@@ -89,7 +89,7 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
 
 
 def check_fields(values: Any) -> None:
-    """Raise `ConfigError` if values of a dataclass do not match the types of its fields."""
+    """Raise `ConfigError` if field values of a dataclass instance do not match their types."""
     hints, problems = field_types(type(values)), []
     for field in dataclasses.fields(values):
         try:
@@ -100,7 +100,7 @@ def check_fields(values: Any) -> None:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise one ``ConfigError`` with all messages, if there are any."""
+    """Raise a `ConfigError` that lists the messages in ``problems``, if there are any."""
     messages = list(dict.fromkeys(problems))
     if len(messages) > 1:
         lines = "".join(f"\n- {message}" for message in messages)
@@ -117,7 +117,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _without_inert(values: Mapping[Any, Any], prefix: str, missing: list[str]) -> dict[Any, Any]:
-    """Return ``values`` without keys that have no effect. Move keys with ``???`` to ``missing``."""
+    """Return ``values`` without keys that have no effect. Keys with ``???`` go to ``missing``."""
     settings = {}
     for name, value in values.items():
         key = join(prefix, name)
@@ -138,7 +138,7 @@ field_types: Callable[[Any], Mapping[Any, Any]] = cache(_field_types)
 
 
 def arms_of(hint: Any) -> Iterator[Any]:
-    """Yield the types that a value may have: ``hint``, or the members of a union."""
+    """Yield the members of a union, recursively. A type that is no union is yielded itself."""
     if get_origin(hint) is Annotated:
         yield from arms_of(get_args(hint)[0])
     elif get_origin(hint) in (Union, types.UnionType):
@@ -149,13 +149,13 @@ def arms_of(hint: Any) -> Iterator[Any]:
 
 
 def section_in(hint: Any) -> type | None:
-    """Return the dataclass or ``TypedDict`` in a type ``X`` or ``X | None``, if there is one."""
+    """Return the dataclass or ``TypedDict`` in a type such as ``X | None``, or None."""
     arms = (arm for arm in arms_of(hint) if isinstance(arm, type))
     return next((arm for arm in arms if dataclasses.is_dataclass(arm) or is_typeddict(arm)), None)
 
 
 def keys_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every dotted key below a dataclass, sections included, and the type of its value."""
+    """Yield (dotted key, type) for all fields below a dataclass, sections included."""
     for name, hint in field_types(cls).items():
         yield f"{prefix}{name}", hint
         section = section_in(hint)
@@ -164,7 +164,7 @@ def keys_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def type_below(hint: Any, step: str | int) -> Any:
-    """Return the type under key or index ``step`` of a value of type ``hint``, or None."""
+    """Return the type of the item ``step`` (a key or an index) in ``hint``, or None if unknown."""
     for arm in arms_of(hint):
         origin, args, section = get_origin(arm), get_args(arm), section_in(arm)
         if arm is Any:
@@ -179,10 +179,10 @@ def type_below(hint: Any, step: str | int) -> Any:
 
 
 def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str] = ()) -> str:
-    """Return the message for an unknown dotted ``key``, with the most similar keys.
+    """Return the error message for an unknown dotted ``key``, with suggestions.
 
-    ``known``: names of the keys in its section ``prefix``. ``elsewhere``: dotted keys of other
-    sections, to which the last name may belong.
+    ``known``: names of the keys in the section ``prefix``. ``elsewhere``: dotted keys of other
+    sections, where the user may have meant to set the value.
     """
     if (text := remedy(key)) is not None:
         return f"{key}: {text}"
@@ -256,7 +256,7 @@ def _problem(cls: Any, error: Mapping[str, Any], prefix: str) -> _Problem:
 
 
 def _key_and_type(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
-    """Return the dotted key and the type of the value at ``path``, a location in an error."""
+    """Return (dotted key, type) of the value at ``path`` below ``key``, whose type is ``hint``."""
     for step in path:
         below = type_below(hint, step)
         if below is not None:
@@ -282,7 +282,7 @@ def _words(error: Mapping[str, Any], key: str, hint: Any) -> dict[str, Any]:
 
 
 def _range(hint: Any) -> str:
-    """Describe the interval of a number, as the end of "must be". Return "" for no interval."""
+    """Return the interval of a number as text, such as " at least 0". Empty without an interval."""
     if isinstance(hint, Interval):
         low: Any = hint.ge if hint.gt is None else hint.gt
         high: Any = hint.le if hint.lt is None else hint.lt
@@ -293,7 +293,7 @@ def _range(hint: Any) -> str:
 
 
 def defaults_of(config: Any) -> dict[str, Any]:
-    """Return the defaults of a dataclass as JSON values by key. Required keys are left out."""
+    """Return the defaults of a dataclass as nested JSON values. Required keys are left out."""
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value, default = getattr(config, field.name), default_of(field)
@@ -313,9 +313,10 @@ def default_of(field: "dataclasses.Field[Any]") -> Any:
 def without_new_defaults(
     current: Mapping[str, Any], saved: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return ``current`` without keys that ``saved`` lacks and that have their default value.
+    """Return ``current`` without default values of keys that ``saved`` does not contain.
 
-    The keys of a section that is null in ``saved`` are kept: that section was switched off.
+    Such keys are newer than the saved configuration. If a section is null in ``saved``, the user
+    had switched it off, so its keys are kept.
     """
     result: dict[str, Any] = {}
     for key, value in current.items():
@@ -329,7 +330,7 @@ def without_new_defaults(
 
 
 def join(prefix: str, key: Any) -> str:
-    """Return the dotted key of ``key`` below ``prefix``, which may be empty."""
+    """Return ``prefix.key``, or ``key`` if the prefix is empty."""
     return f"{prefix}.{key}" if prefix else str(key)
 
 

@@ -1,5 +1,6 @@
 """Sources of rewards."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -43,7 +44,7 @@ class RewardModelConfig:
     docs/reward.md#one-backbone-with-the-critic."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for workers that no layout fits, and for a critic that cannot share."""
+        """Yield an error message for invalid numbers of workers, or an unsuitable critic."""
         # Separate workers.
         size = run.model.parallel.model_parallel_size
         if self.workers is not None and run.cluster.engine != "ray":
@@ -52,41 +53,42 @@ class RewardModelConfig:
             yield (
                 f"{key}.workers={self.workers} is not a multiple of tensor x pipeline x context = "
                 f"{size}, the layout that the reward model shares with the policy. Use "
-                f"{-(-self.workers // size) * size}"
+                f"{math.ceil(self.workers / size) * size}"
             )
 
-        # Backbone of the critic.
+        # One backbone with the critic.
         if not self.share_body_with_critic:
             return
-        key = f"{key}.share_body_with_critic=true"
+        setting = f"{key}.share_body_with_critic=true"
         if run.critic is None:
-            yield f"{key} needs a critic, but this run has none. Set it to false"
+            yield f"{setting} needs a critic, but this run has none. Set it to false"
         if run.value_parallel != run.model.parallel:
             yield (
-                f"{key} needs a critic in the policy's layout, but the layouts differ. Set the "
+                f"{setting} needs a critic in the policy's layout, but the layouts differ. Set the "
                 "critic's sizes to null, or share_body_with_critic to false"
             )
         if run.policy.backend != "megatron":
             yield (
-                f"{key} needs megatron-core models, but policy.backend={run.policy.backend}. Set "
-                "it to false, or policy.backend=megatron"
+                f"{setting} needs megatron-core models, but policy.backend={run.policy.backend}. "
+                "Set it to false, or policy.backend=megatron"
             )
         if run.model.peft.lora is not None:
             yield (
-                f"{key} needs a critic whose weights are all trained, but "
+                f"{setting} needs a critic whose weights are all trained, but "
                 "model.peft.peft_scheme=lora. Set it to false, or model.peft.peft_scheme=null"
             )
-        for name, unset in (("workers", None), ("offload_weights", False)):
+        for name, default in (("workers", None), ("offload_weights", False)):
             if value := getattr(self, name):
                 yield (
-                    f"reward.model.{name}={shown(value)} needs separate workers, but {key} uses "
-                    f"the critic's. Set {name}={shown(unset)}, or share_body_with_critic=false"
+                    f"reward.model.{name}={shown(value)} needs separate workers, but {setting} "
+                    f"uses the critic's. Set {name}={shown(default)}, or "
+                    "share_body_with_critic=false"
                 )
 
 
 @dataclass(frozen=True)
 class RewardServerConfig:
-    """A server of `examples/serve_reward_model.py`, or of another program with its protocol."""
+    """A server with the HTTP protocol of `examples/serve_reward_model.py`."""
 
     url: Annotated[StrictStr, not_empty("one such as http://host:5555")]
     """Address of the server, such as `http://host:5555`."""
@@ -110,7 +112,7 @@ class RewardServerConfig:
     """Number of requests at the same time."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for two tokens, and for waits beyond the other processes' time limit."""
+        """Yield an error message for two tokens, and for waits above ``cluster.timeout_s``."""
         if self.token_env is not None and self.token_file is not None:
             yield f"{key}.token_env and {key}.token_file are both set. Set one of them to null"
         longest, limit = self.retry_for_s + self.timeout_s, run.cluster.timeout_s
@@ -124,7 +126,7 @@ class RewardServerConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Source of rewards: a Python function, a reward model, a server, or an environment."""
+    """Source of rewards: a Python function, a reward model, a server or an environment."""
 
     kind: Literal["function", "model", "server", "environment"] = "function"
     """Source of rewards: `function`, `model`, `server` (docs/reward.md) or `environment`."""
@@ -157,8 +159,8 @@ class RewardConfig:
     reward is the weighted sum of the attributes."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if the source's section is missing, or another section is set."""
-        # Function, reward model and server.
+        """Yield an error message if the section of ``kind`` is missing, or another one is set."""
+        # The section of the selected source must be set, and no other.
         examples = {
             "function": "reward.function=my_rewards.py:reward",
             "model": "reward=model reward.model.restore_from_path=REWARD.nemo",
@@ -177,7 +179,7 @@ class RewardConfig:
             kinds = f"{key}.kind=model or server, not {self.kind}"
             yield f"{key}.attribute_weights needs {kinds}. Set it to null"
 
-        # Environment.
+        # Rewards of an environment.
         if (self.kind == "environment") != run.environment.is_set:
             yield (
                 f"{key}.kind={self.kind} and {run.environment.setting} do not match. Set both "

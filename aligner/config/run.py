@@ -60,55 +60,55 @@ class BaseRunConfig:
 
     @property
     def critic(self) -> CriticConfig | None:
-        """The section of the critic, which only `RunConfig` has."""
+        """Section of the critic, or None. Only `RunConfig` has a critic."""
         return None
 
     @property
     def loop(self) -> Any:
-        """The algorithm's section of ``trainer``, a `LoopConfig`."""
+        """Section of the algorithm in ``trainer``, an instance of `LoopConfig`."""
         return getattr(self.trainer, self.section.removeprefix("trainer."))
 
     @property
     def value_parallel(self) -> ParallelConfig:
-        """Layout of the critic."""
+        """Parallel layout of the critic. Without a critic, the policy's layout."""
         model = self.model if self.critic is None else self.critic.with_layout(self.model)
         return model.parallel
 
     @property
     def monitor(self) -> str:
-        """Metric that determines the best run state."""
+        """Name of the metric that decides which run state is the best."""
         return self.exp_manager.monitor or "val_rollouts/accuracy"
 
     @property
     def value_world_size(self) -> int:
-        """Number of worker processes of the critic. 0 without a critic."""
+        """Number of worker processes of the critic, 0 without a critic."""
         workers = self.cluster.value_workers or self.trainer.world_size
         return 0 if self.critic is None else workers
 
     @property
     def generation_world_size(self) -> int:
-        """Number of workers on separate devices that only generate."""
+        """Number of engine processes on devices that the policy does not use."""
         return 0
 
     @property
     def reward_world_size(self) -> int:
-        """Number of separate workers of a reward model."""
+        """Number of separate worker processes of a reward model."""
         return 0
 
     @property
     def trained_roles(self) -> dict[str, TrainedModelConfig | CriticConfig]:
-        """Sections of the roles that are trained, by their keys."""
+        """Sections of the trained models, by key: ``model`` and, with a critic, ``critic``."""
         roles = {"model": self.model, "critic": self.critic}
         return {name: section for name, section in roles.items() if section is not None}
 
     @property
     def algorithm(self) -> str:
-        """Name of the algorithm."""
+        """Title of the algorithm, such as "Rejection sampling"."""
         return algorithm_of(self.as_dict()).name
 
     @property
     def section(self) -> str:
-        """Key of the algorithm's section: ``trainer.ppo``, ``trainer.sft``, …"""
+        """Dotted key of the algorithm's section: ``trainer.ppo``, ``trainer.sft``, …"""
         return f"trainer.{algorithm_of(self.as_dict()).section}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,15 +121,11 @@ class BaseRunConfig:
         return False
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for each global batch that the data-parallel ranks do not divide."""
+        """Yield an error message for each global batch that cannot be split over the processes."""
         return self.share_problems(self.trainer.world_size, self.value_world_size)
 
     def share_problems(self, world_size: int, value_world_size: int = 0) -> Iterator[str]:
-        """Yield an error for each global batch that the data-parallel ranks do not divide.
-
-        ``world_size``, ``value_world_size``: processes of policy and critic. With token budgets
-        every size is valid.
-        """
+        """Yield an error message for each global batch that these process counts cannot split."""
         for role, section in self.trained_roles.items() if not self.model.token_budgets else ():
             # The critic may have another layout and other workers.
             is_critic = role == "critic"
@@ -171,18 +167,18 @@ class SamplingRunConfig(BaseRunConfig):
 
     @property
     def generation_world_size(self) -> int:
-        """Number of workers on separate devices that only generate."""
+        """Number of engine processes on devices that the policy does not use."""
         resources = self.generation.resources(has_gpu=True)
-        return 0 if resources is None else resources.own_workers
+        return 0 if resources is None or resources.shares_devices else resources.workers
 
     @property
     def reward_world_size(self) -> int:
-        """Number of separate workers of a reward model."""
+        """Number of separate worker processes of a reward model."""
         return 0 if self.reward.model is None else self.reward.model.workers or 0
 
     @property
     def monitor(self) -> str:
-        """Metric that determines the best run state."""
+        """Name of the metric that decides which run state is the best."""
         # Without a verifier, accuracy would be the share of a reward model's scores of at least 1.
         if self.exp_manager.monitor is None and self.reward.function is None:
             return "val_rollouts/rewards"
@@ -194,12 +190,12 @@ class SamplingRunConfig(BaseRunConfig):
         return self.environment.is_set
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield also an error for each token budget that the longest sequence exceeds."""
+        """Yield the messages of the base class and of `length_problems`."""
         yield from super().problems(key, run)
         yield from self.length_problems(self.data.max_prompt_length or 1)
 
     def length_problems(self, longest_prompt: int) -> Iterator[str]:
-        """Yield a message for each token budget that the longest possible sequence exceeds."""
+        """Yield an error message for each token limit that prompt and response may exceed."""
         response = self.model.rollout.length_params.max_length
         longest = longest_prompt + response
         for name, tokens in self.model.token_limits.items():
@@ -221,7 +217,7 @@ class RunConfig(SamplingRunConfig):
     """The critic. `null` means no critic."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield also an error if a rollout is not a multiple of the global batch."""
+        """Yield the base class's messages, and one if global batches do not divide rollouts."""
         yield from super().problems(key, run)
         samples = self.model.ppo.num_rollout_samples
         for role, section in self.trained_roles.items():
@@ -241,7 +237,7 @@ class RSRunConfig(SamplingRunConfig):
     trainer: RSTrainerConfig = field(default_factory=RSTrainerConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield also an error if the selected responses are not a multiple of the global batch."""
+        """Yield an error message if selected responses do not divide into global batches."""
         yield from super().problems(key, run)
         rs, batch = self.model.rs, self.model.global_batch_size
         selected = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
@@ -262,11 +258,11 @@ class SupervisedRunConfig(BaseRunConfig):
 
     @property
     def rows_per_example(self) -> int:
-        """Number of adjacent rows that form an example."""
+        """Number of adjacent rows in a batch that form one example."""
         return 1
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield also an error for batches that split examples, and for too small token budgets."""
+        """Yield an error message for batches that split examples, and for low token limits."""
         yield from super().problems(key, run)
         for name in ("micro_batch_size", "global_batch_size"):
             if (size := getattr(self.model, name)) % self.rows_per_example:
@@ -278,7 +274,7 @@ class SupervisedRunConfig(BaseRunConfig):
         yield from self.length_problems(self.data.max_length or 1)
 
     def length_problems(self, longest: int) -> Iterator[str]:
-        """Yield a message for each token budget that rows of ``longest`` tokens exceed."""
+        """Yield an error message for each token limit that rows of ``longest`` tokens exceed."""
         multiple = self.model.length_multiple
         for name, tokens in self.model.token_limits.items():
             rows = self.rows_per_example if name.endswith("train_mb_tokens") else 1
@@ -320,7 +316,7 @@ class DPORunConfig(SupervisedRunConfig):
 
     @property
     def rows_per_example(self) -> int:
-        """Number of adjacent rows that form an example."""
+        """2 for pairs of responses, 1 for KTO."""
         return 2 if self.trainer.dpo.is_paired else 1
 
 
@@ -333,5 +329,5 @@ class RewardRunConfig(SupervisedRunConfig):
 
     @property
     def rows_per_example(self) -> int:
-        """Number of adjacent rows that form an example."""
+        """2 for pairs of responses, 1 for regression."""
         return 1 if self.trainer.reward_model.loss == "regression" else 2

@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Sampling options for a run's validation prompts. None means as in rollouts."""
+    """Sampling options for validation prompts. None means the value of the rollouts' option."""
 
     samples_per_prompt: Count = 1
     """Responses to each prompt. Above 1, `mean_at_n`, `pass_at_k` and `maj_at_k` are measured, each
@@ -53,7 +53,7 @@ class ValidationConfig:
     `validation.sets.NAME.source=...`. Their metrics are `val_sets/NAME/*`."""
 
     def sampling_options(self, rollout: RolloutConfig) -> SamplingOptions | None:
-        """Return length limits and sampling options, or None if they equal those of ``rollout``."""
+        """Return length limits and sampling options, or None if they equal those in ``rollout``."""
         keys = ("temperature", "top_k", "top_p", "use_greedy")
         changes = {key: value for key in keys if (value := getattr(self, key)) is not None}
         length, sampling = rollout.length_params, replace(rollout.sampling_params, **changes)
@@ -64,7 +64,7 @@ class ValidationConfig:
         return None if is_same else options
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield the errors of `answer_problems`."""
+        """Yield the error messages of `answer_problems`."""
         greedy = self.use_greedy
         if greedy is None:
             greedy = run.model.rollout.sampling_params.use_greedy
@@ -86,7 +86,7 @@ class AnswerSamplingConfig(SamplingParams, LengthParams):
 
     @property
     def sampling_options(self) -> SamplingOptions:
-        """The options as `SamplingOptions`, the form that engines take."""
+        """Length limits and sampling options in the form that engines accept."""
         return SamplingOptions(
             LengthParams(max_length=self.max_length, min_length=self.min_length),
             SamplingParams(**{key.name: getattr(self, key.name) for key in fields(SamplingParams)}),
@@ -96,7 +96,10 @@ class AnswerSamplingConfig(SamplingParams, LengthParams):
 def answer_problems(
     key: str, samples_per_prompt: int, greedy: bool, sets_key: str, sets: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield an error for several greedy samples of a prompt, and for invalid names of sets."""
+    """Yield an error message if several samples are greedy, and for invalid names of sets.
+
+    ``key`` and ``sets_key``: dotted keys of the section with ``greedy`` and of ``sets``.
+    """
     if greedy and samples_per_prompt > 1:
         yield (
             f"{key}.samples_per_prompt={samples_per_prompt} with use_greedy=true samples identical "

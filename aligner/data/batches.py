@@ -26,17 +26,15 @@ def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool = True) -> np
 class Mixture:
     """Mixture of several sources by weight. An epoch has as many items as the sources together.
 
+    ``names``, ``sizes`` and ``weights``: name, number of items and relative weight of each source.
     A source is read in endless passes, each shuffled anew. If its weight gives ``n`` items per
-    epoch, epoch e contains the items ``e * n`` to ``(e + 1) * n - 1`` of all its passes.
+    epoch, epoch e gets the items ``e * n`` to ``(e + 1) * n - 1`` of this endless sequence. Raises
+    `DataError` if an epoch would contain no item of a source.
     """
 
     def __init__(
         self, names: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
     ) -> None:
-        """Compute how many items of each source, which has ``sizes`` items, an epoch contains.
-
-        Raises `DataError` if an epoch contains no item of a source. ``names`` are for this error.
-        """
         ends = np.rint(np.cumsum(weights) / np.sum(weights) * sum(sizes)).astype(np.int64)
         self.sizes, self.counts = list(sizes), np.diff(ends, prepend=0).tolist()
         for name, size, count in zip(names, self.sizes, self.counts, strict=True):
@@ -124,10 +122,11 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. The batch size may differ.
+        """Continue from ``state``, a result of `state_dict`. The batch size may differ.
 
-        If ``size``, ``seed`` or ``shuffle`` differ, raise `DataError`. With ``may_change``,
-        continue at the same position of the new order, or in the next epoch if it is shorter.
+        Raises `DataError` if ``size``, ``seed`` or ``shuffle`` differ. With ``may_change``, it
+        continues at the same position of the new order instead, or at the next epoch if the new
+        order is shorter.
         """
         for name in ("size", "seed", "shuffle"):
             if state[name] != getattr(self, name) and not self.may_change:
@@ -154,7 +153,7 @@ def sequential_batches(size: int, batch_size: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. ``id`` is the index of its row in the source, dropped rows included."""
+    """One prompt. ``id`` is the index of its row in the source, counting dropped rows."""
 
     id: int
     text: str  # text of ``ids``, with the chat template applied

@@ -56,7 +56,7 @@ def parse_conversation(value: Sequence[Any]) -> list[Message]:
 
 
 def parse_tools(columns: Mapping[str, Any], column: str | None) -> Tools | None:
-    """Return the tools (JSON schemas) in a row's ``column``, a list or JSON text, or None."""
+    """Return the tools in ``columns[column]``, a list of JSON schemas or its JSON text, or None."""
     value = None if column is None else columns.get(column)
     value = _parsed_json(value, f"column {column!r} is")
     if value is not None and not (
@@ -70,7 +70,6 @@ def parse_tools(columns: Mapping[str, Any], column: str | None) -> Tools | None:
 
 
 def _parsed_json(value: Any, subject: str) -> Any:
-    """Parse JSON text. Return None for empty text, and other values unchanged."""
     if not isinstance(value, str):
         return value
     with raised_as(DataError, f"{subject} text that is not JSON", ValueError, RecursionError):
@@ -84,42 +83,46 @@ def _parse(value: Sequence[Any]) -> list[Message]:
 
 
 def _parse_message(message: Any, index: int) -> Message:
-    location, problem = f"chat message {index}", ""
+    location = f"chat message {index}"
+    required = {"role", "content"}
     if isinstance(message, Mapping) and message.keys() == {"from", "value"}:  # ShareGPT's form
         text = f"{location}: from={message['from']!r} is none of {', '.join(_ROLES)}"
         with raised_as(DataError, text, KeyError, remedy="write it with role and content"):
             message = {"role": _ROLES[message["from"]], "content": message["value"]}
     # Remove keys with null, which tables store for all messages if one message has the key.
-    columns = message if isinstance(message, Mapping) else {}
-    parsed = {
+    items = message.items() if isinstance(message, Mapping) else ()
+    fields = {
         key: value
-        for key, value in columns.items()
-        if key in ("role", "content") or (value is not None and (key, value) != ("tool_calls", []))
+        for key, value in items
+        if key in required or (value is not None and (key, value) != ("tool_calls", []))
     }
-    if parsed.get("tool_calls") and parsed.get("content") is None:
-        parsed["content"] = ""
+    if fields.get("tool_calls") and fields.get("content") is None:
+        fields["content"] = ""
     # Check keys and types.
-    wrong = [k for k in _OPTIONAL if k in parsed and not isinstance(parsed[k], _OPTIONAL[k])]
-    if not {"role", "content"} <= parsed.keys() <= {"role", "content", *_OPTIONAL}:
-        actual = sorted(map(str, message)) if parsed else type(message).__name__
+    problem = ""
+    present = _OPTIONAL.keys() & fields.keys()
+    wrong_types = [k for k in _OPTIONAL if k in present and not isinstance(fields[k], _OPTIONAL[k])]
+    if not required <= fields.keys() <= {*required, *_OPTIONAL}:
+        actual = sorted(map(str, message)) if fields else type(message).__name__
         problem = (
             f" must have exactly the keys role and content, and optionally {', '.join(_OPTIONAL)}, "
             f"got {actual}"
         )
-    elif not all(isinstance(parsed[part], str) for part in ("role", "content")):
+    elif not all(isinstance(fields[key], str) for key in required):
         problem = ": role and content must be text"
-    elif wrong:
-        problem = f": {wrong[0]} must be {'a list' if _OPTIONAL[wrong[0]] is list else 'text'}"
+    elif wrong_types:
+        key = wrong_types[0]
+        problem = f": {key} must be {'a list' if _OPTIONAL[key] is list else 'text'}"
     if problem:
         raise DataError(f"{location}{problem}")
     # Templates expect the arguments of calls as mappings.
-    if "tool_calls" in parsed:
-        parsed["tool_calls"] = [_parse_call(call, location) for call in parsed["tool_calls"]]
-    return parsed
+    if "tool_calls" in fields:
+        fields["tool_calls"] = [_parse_call(call, location) for call in fields["tool_calls"]]
+    return fields
 
 
 def _parse_call(call: Any, location: str) -> dict[str, Any]:
-    """Return a call with its arguments, which may be JSON text in data, as a mapping."""
+    """Return a tool call whose arguments, a mapping or JSON text in the data, are a mapping."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(
@@ -153,7 +156,7 @@ def render(
     *,
     open_answer: bool = True,
 ) -> str:
-    """Return the chat as text. ``open_answer``: add the template's generation prompt."""
+    """Return a chat as text. ``open_answer``: append the chat template's generation prompt."""
     options = {} if tools is None else {"tools": tools}
     return tokenizer.apply_chat_template(messages, add_generation_prompt=open_answer, **options)
 
@@ -161,16 +164,16 @@ def render(
 def check_all_used(
     tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None = None
 ) -> None:
-    """Raise `DataError` if the template ignores tools, calls, reasoning or unusual roles.
+    """Raise `DataError` if the chat template ignores tools, calls, reasoning or unusual roles.
 
-    The template ignores a part if the chat without the part is rendered to equal text.
+    A part is ignored if the chat without the part is rendered to the same text.
     """
     # Any template renders a chat without tools, optional keys and unusual roles.
     unusual = sorted({message["role"] for message in messages} - set(_KNOWN_ROLES))
     if len(unusual) > _MAX_OTHER_ROLES:
         raise DataError(
-            f"the chat has messages of {len(unusual)} roles other than {', '.join(_KNOWN_ROLES)}. "
-            f"At most {_MAX_OTHER_ROLES} are supported. Rename roles, or remove messages"
+            f"the chat has {len(unusual)} roles other than {', '.join(_KNOWN_ROLES)}, but at most "
+            f"{_MAX_OTHER_ROLES} are supported. Rename roles, or remove messages"
         )
     has_optional = any(_OPTIONAL.keys() & message for message in messages)
     if not unusual and tools is None and not has_optional:
@@ -207,13 +210,13 @@ def check_all_used(
         ignored.append("reasoning_content")
     if ignored:
         raise DataError(
-            f"the tokenizer's chat template ignores {' and '.join(ignored)}. Use a model whose "
-            "template renders it, write it into the content, or remove it from the messages"
+            f"the tokenizer's chat template ignores {' and '.join(ignored)}. Remove this from the "
+            "messages, write it into their content, or use a model whose template renders it"
         )
 
 
 def opened_tag(opening: str) -> str | None:
-    """Return the tag that ends a generation prompt, such as ``<think>``, or None without one."""
+    """Return the tag that ends ``opening``, a generation prompt, such as ``<think>``, or None."""
     last = opening.rstrip().rpartition("<")[2]
     is_tag = last.endswith(">") and last[:-1].isidentifier()
     return f"<{last}" if is_tag else None

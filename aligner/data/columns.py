@@ -29,32 +29,34 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 def recognise(
     row: DataRow, data: Any, keys: Collection[str]
 ) -> tuple[Any, Callable[[DataRow], list[DataRow]], list[str]]:
-    """Find the columns for ``keys``, keys of the section ``data``, in a source's first ``row``.
+    """Find out by a source's first ``row`` which columns the source has for ``keys``.
 
-    Returns a copy of ``data`` with the names of the columns, a function that converts a row of the
-    source to rows with these columns, and a text about each recognised column.
+    ``keys``: keys of the configuration section ``data`` that name columns. Returns a copy of
+    ``data`` with the names of the columns, a function that converts a row of the source to rows
+    with these columns, and a text about each recognised column.
     """
     names_by_key = {key: _column_name(row, data, key) for key in keys}
     # Use complete chats or text if there is no response.
     if getattr(data, "messages_column", "") is None and _lacks(names_by_key, "response_column"):
         chats = [name for name in _CHATS if isinstance(row.columns.get(name), list)]
-        is_text = isinstance(row.columns.get("text"), str)
+        has_text = isinstance(row.columns.get("text"), str)
         if data.text_column is None and len(chats) == 1:
             names_by_key = {"messages_column": chats[0]}
-        elif data.text_column is None and is_text and _lacks(names_by_key, "prompt_column"):
+        elif data.text_column is None and has_text and _lacks(names_by_key, "prompt_column"):
             names_by_key = {"text_column": "text"}
     names = {
         key: name for key, name in names_by_key.items() if name not in (None, getattr(data, key))
     }
     texts = [f"data.{key}={name}" for key, name in names.items()]
-    # Copy a recognised ground truth, because reward functions may read its old column too.
+    # A step converts a row. The first copies the ground truth to its default column, because reward
+    # functions may also read it in the column of the source.
     steps: list[Callable[[DataRow], list[DataRow]]] = []
     if truth := names.pop("ground_truth_column", None):
         steps.append(lambda row: [_with(row, {data.ground_truth_column: row.get(truth)})])
     # Split the prompt off the responses of a pair, and convert pairs to labelled responses.
     pair = [row.get(getattr(data, f"{name}_column", "")) for name in ("chosen", "rejected")]
-    is_text = "chosen_column" in keys and all(isinstance(answer, str) for answer in pair)
-    if is_text and _lacks(names_by_key, "prompt_column"):
+    is_text_pair = "chosen_column" in keys and all(isinstance(answer, str) for answer in pair)
+    if is_text_pair and _lacks(names_by_key, "prompt_column"):
         texts.append("the prompt is the common beginning of both responses")
         steps.append(lambda row: [_without_common_prompt(row, data)])
     is_labelled = any(not _lacks(names_by_key, f"{name}_column") for name in ("response", "label"))
@@ -68,13 +70,13 @@ def recognise(
             ]
         )
 
-    def rows(row: DataRow) -> list[DataRow]:
-        result = [row]
+    def convert(row: DataRow) -> list[DataRow]:
+        rows = [row]
         for step in steps:
-            result = [new for old in result for new in step(old)]
-        return result
+            rows = [new for old in rows for new in step(old)]
+        return rows
 
-    return replace(data, **names) if names else data, rows, texts
+    return replace(data, **names) if names else data, convert, texts
 
 
 def _lacks(names_by_key: Mapping[str, str | None], key: str) -> bool:
@@ -82,7 +84,7 @@ def _lacks(names_by_key: Mapping[str, str | None], key: str) -> bool:
 
 
 def _column_name(row: DataRow, data: Any, key: str) -> str | None:
-    """Return the name of the row's column for ``key``, or None if it has none or several."""
+    """Return the name of the row's column for ``key``, or None if there are none or several."""
     name: str | None = getattr(data, key)
     default = next(field.default for field in fields(data) if field.name == key)
     if name != default or name is None or name in row.columns or row.get(name) is not None:

@@ -44,15 +44,16 @@ class Dataset(Generic[T]):
     ) -> None:
         """Create a data set of ``items``.
 
-        ``dropped_too_long``: number of items that were too long. ``recognised``: texts about
-        recognised columns. ``mixture``: order of the items, if their sources have weights.
+        ``dropped_too_long``: number of items that were dropped, because they were too long.
+        ``recognised``: third result of `recognise`, for each source. ``mixture``: order of the
+        items, if their sources have weights.
         """
         self.items = items
         self.dropped_too_long, self.recognised, self.mixture = dropped_too_long, recognised, mixture
 
     @classmethod
     def load(cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: Any) -> Self:
-        """Read, check and tokenize ``source`` with the settings of the section ``data``.
+        """Read, check and tokenize ``source`` with the settings ``data``, a configuration section.
 
         Raises `DataError` if there are no rows, a row is invalid (the message names file, line and
         columns), or all items are too long.
@@ -76,12 +77,12 @@ class Dataset(Generic[T]):
 
         Args:
             source: files or a generator function, see `aligner.data.readers.read_rows`.
-            make: function ``(row, index, data=data)`` that returns the item of a row. The names of
-                recognised columns are set in its ``data``.
-            data: section of the configuration with the names of the columns.
+            make: function ``make(row, index, data=section)`` that returns the item of a row.
+                ``section`` is a copy of ``data`` with the names of recognised columns.
+            data: configuration section with the names of the columns.
             keys: keys of ``data`` that name required columns (see `aligner.data.columns`).
-            longest: maximum number of tokens of an item, or None without a limit.
-            key: key of the setting ``longest``, for messages.
+            longest: maximum number of tokens of an item, or None for no limit.
+            key: configuration key that sets ``longest``, for messages.
 
         Raises:
             DataError: there are no rows, a row is invalid, or all items are too long.
@@ -126,7 +127,7 @@ class Dataset(Generic[T]):
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: Any) -> T:
-        """Return the item of ``row``, which has the number ``index`` in the source.
+        """Return the item of ``row``, whose index in the source is ``index``.
 
         Raises `DataError`, with the row's location, if the row is invalid.
         """
@@ -188,9 +189,10 @@ class Split(Generic[D]):
 
 
 def check_section(data: Any, tokenizer: Tokenizer) -> None:
-    """Raise an error if the settings of the section ``data`` make every row invalid.
+    """Check settings of the configuration section ``data`` that could make every row invalid.
 
-    `ConfigError` for ``max_length`` below 2, `TokenizerError` for ``add_bos`` without a BOS token.
+    Raises `ConfigError` if ``max_length`` is below 2, and `TokenizerError` if ``add_bos`` is true
+    and the tokenizer has no BOS token.
     """
     longest = getattr(data, "max_length", None)
     if longest is not None and longest < 2:

@@ -30,7 +30,7 @@ MISMATCHED = "mismatched_"  # prefix of the columns of mismatched examples in a 
 
 @dataclass(frozen=True)
 class Pair(Examples):
-    """Chosen and rejected example of one prompt. ``rewards``: reward of the chosen and rejected."""
+    """Chosen and rejected response to one prompt. ``rewards``: the rewards of both."""
 
     chosen: Example
     rejected: Example
@@ -47,7 +47,7 @@ class PairDataset(Dataset[Pair]):
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: PairDataConfig) -> Pair:
-        """See `Dataset.make`."""
+        """Return the pair of ``row``. For arguments and errors see `Dataset.make`."""
         # Both responses must continue the same prompt.
         chosen = make_example(row, index, tokenizer, data, "chosen_column")
         rejected = make_example(row, index, tokenizer, data, "rejected_column")
@@ -108,7 +108,7 @@ class Labelled(Examples):
 
 
 class LabelledDataset(Dataset[Labelled]):
-    """All labelled responses, in the order of their source. A pair becomes two of them."""
+    """All labelled responses, in the order of their source. A pair gives two labelled responses."""
 
     keys = ("prompt_column", "response_column", "label_column", "chosen_column")
 
@@ -116,7 +116,7 @@ class LabelledDataset(Dataset[Labelled]):
     def load(
         cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: PreferenceDataConfig
     ) -> Self:
-        """Read, check and tokenize ``source``, see `aligner.data.dataset.Dataset.load`."""
+        """Read ``source`` as `Dataset.load` does, and add a mismatched example to each response."""
         responses = super().load(source, tokenizer, data)
         examples = [row.example for row in responses.items]
         responses.items = [
@@ -129,7 +129,7 @@ class LabelledDataset(Dataset[Labelled]):
     def make(
         cls, row: DataRow, index: int, tokenizer: Tokenizer, data: PreferenceDataConfig
     ) -> Labelled:
-        """See `Dataset.make`. `load` replaces the mismatched example once all rows are read."""
+        """Return the response of ``row`` as `Dataset.make` does. `load` sets ``mismatched``."""
         label = converted(row, data.label_column, _label, "true or false (or 1 or 0)")
         example = make_example(row, index, tokenizer, data)
         return Labelled(example, label, mismatched=example)
@@ -138,9 +138,9 @@ class LabelledDataset(Dataset[Labelled]):
 def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
     """Collate labelled responses to a batch.
 
-    The batch has the columns of `collate_examples` for the labelled examples, and with the prefix
-    `MISMATCHED` for the mismatched examples. ``desirable`` float32 [B] is 1 if the response is
-    desirable, else 0.
+    The batch has the columns of `collate_examples` for the labelled examples. The same columns with
+    the prefix `MISMATCHED` contain the mismatched examples. ``desirable``, float32 [B], is 1 if the
+    response is desirable, else 0.
     """
     batch = collate_examples([row.example for row in rows], pad_id)
     mismatched = collate_examples([row.mismatched for row in rows], pad_id)
@@ -152,10 +152,10 @@ def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
 def _mismatched(
     examples: Sequence[Example], index: int, longest: int | None, source: PromptSourceConfig
 ) -> Example:
-    """Join the prompt at ``index`` with the nearest earlier fitting response to another prompt."""
+    """Join a prompt with the nearest earlier response to another prompt that fits ``longest``."""
     prompt = examples[index].prompt_ids
     for step in range(1, len(examples)):
-        candidate = examples[index - step]  # before the first row comes the last
+        candidate = examples[index - step]  # a negative index continues from the end
         start, end = candidate.learned[-1]
         length = len(prompt) + end - start
         if candidate.prompt_ids != prompt and (longest is None or length <= longest):
@@ -163,8 +163,8 @@ def _mismatched(
             return Example(examples[index].id, ids, [(len(prompt), len(ids))])
     raise DataError(
         f"data: {source.source}: row {examples[index].id + 1} has a prompt of {len(prompt)} "
-        f"tokens, and no response to another prompt fits into max_length={longest} with it. Raise "
-        "max_length, remove the row, or give rows with different prompts"
+        f"tokens. Together with a response to another prompt, it exceeds max_length={longest}, or "
+        "all prompts are equal. Raise max_length, remove the row, or give other prompts"
     )
 
 
@@ -192,7 +192,7 @@ class RatedDataset(Dataset[Rated]):
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: RewardDataConfig) -> Rated:
-        """See `Dataset.make`."""
+        """Return the rated response of ``row``. For arguments and errors see `Dataset.make`."""
         example, columns = make_example(row, index, tokenizer, data), data.attribute_columns
         ratings = tuple(
             None
@@ -211,9 +211,9 @@ class RatedDataset(Dataset[Rated]):
 def collate_rated(rated: Sequence[Rated], pad_id: int) -> BatchedDataDict:
     """Collate rated examples to a batch with the columns of `collate_examples` and ratings.
 
-    ``attributes``: float32 [B, K], the ratings, 0 if unknown. ``attribute_mask``: float32 [B, K], 1
-    for known ratings. Sequences are padded to more than K tokens, because a column [B, S] would be
-    treated as one value per token.
+    ``attributes``: float32 [B, K], ratings of K attributes, 0 if unknown. ``attribute_mask``:
+    float32 [B, K], 1 for known ratings, else 0. Sequences are padded to more than K tokens, because
+    the trainer treats a column [B, S] as one value per token.
     """
     batch = collate_examples([row.example for row in rated], pad_id)
     is_rated = [[rating is not None for rating in row.ratings] for row in rated]

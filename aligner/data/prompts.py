@@ -45,7 +45,7 @@ class PromptDataset(Dataset[Prompt]):
         *,
         has_ground_truth: bool = True,
     ) -> Self:
-        """See `Dataset.load`. ``has_ground_truth``: whether rows have ``ground_truth_column``."""
+        """See `Dataset.load`. ``has_ground_truth``: rows must have ``data.ground_truth_column``."""
         truth_column = None
         if isinstance(data, ExampleDataConfig):
             key, longest = "max_length", data.max_length
@@ -65,7 +65,7 @@ class PromptDataset(Dataset[Prompt]):
 
     @property
     def column_names(self) -> frozenset[str]:
-        """Names of the rows' columns, except prompt and ground truth. A row may lack some."""
+        """Names of all rows' columns except prompt and ground truth. A row may lack columns."""
         return frozenset(name for prompt in self.items for name in prompt.columns)
 
 
@@ -85,7 +85,8 @@ class EpisodeDataset(PromptDataset):
     ) -> Self:
         """Read all rows of ``source``. The environment receives every column.
 
-        ``longest_prompt``: maximum number of tokens of a prompt. ``ground_truth_column``: for logs.
+        ``longest_prompt``: maximum number of tokens of a prompt that the environment builds.
+        ``ground_truth_column``: column with the ground truth to log, or None.
         """
 
         def episode(row: DataRow, index: int, data: Any) -> Prompt:
@@ -103,10 +104,10 @@ class EpisodeDataset(PromptDataset):
 
 
 def columns_of_rows(sets: Mapping[str, PromptDataset | None]) -> dict[str, str | None]:
-    """Return for each column in the rows of ``sets`` the name of a row that lacks the column.
+    """Find out which columns of the data are missing in a row.
 
-    ``sets``: configuration key → data set. Returns column → text such as "row 3 of data.train", or
-    None if all rows have the column.
+    ``sets``: configuration key → data set. Returns name of a column → the first row without it, as
+    text such as "row 3 of data.train", or None if all rows have the column.
     """
     rows = [
         (key, prompts[index])
@@ -141,15 +142,14 @@ def make_prompt(
         if ground_truth_column is not None and ground_truth is None:
             state = "null" if ground_truth_column in row.columns else "missing"
             raise DataError(
-                f"column {ground_truth_column!r} is {state}. Name another column with "
-                "data.ground_truth_column, or set data.ground_truth_column=null if the data has "
-                "none"
+                f"column {ground_truth_column!r} is {state}. Set data.ground_truth_column to "
+                "another column, or to null if the data has no ground truths"
             )
         clash = sorted(RESERVED_COLUMNS & columns.keys())
         if clash:
             raise DataError(
-                f"columns {clash} have the names of arguments of the reward function. Rename the "
-                "columns"
+                f"columns {clash} have names that are reserved for arguments of reward functions. "
+                "Rename the columns"
             )
         # Render and tokenize the prompt.
         messages = None if isinstance(raw, str) else parse_messages(raw)
@@ -183,6 +183,6 @@ def check_plain_text(data: PromptColumns) -> None:
     for key in ("system_prompt", "chat_template_kwargs"):
         if getattr(data, key) not in (None, {}):
             raise DataError(
-                f"data.{key} is set, but the row is plain text, which has no place for it. Set "
-                "data.chat=true to treat plain text as a user message, or remove the key"
+                f"data.{key} is set, but the row is plain text and not a chat. Set data.chat=true "
+                "to treat plain text as a user message, or remove the key"
             )

@@ -31,7 +31,7 @@ class DataRow(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """Text with the names of the columns, for the end of an error."""
+        """List of the columns' names, as the last sentence of an error message."""
         return f"Columns found: {sorted(self.columns)}"
 
     def get(self, name: str) -> Any:
@@ -72,8 +72,8 @@ def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Ite
         return
     if arguments:
         raise ConfigError(
-            f"data: arguments {sorted(arguments)} are set, but {source} is a file and not a "
-            "generator function. Remove the arguments"
+            f"data: the arguments {sorted(arguments)} are for a generator function, but {source} "
+            "is a file. Remove the arguments"
         )
     for file in files:
         yield from map(_check_text, _READERS[file.suffix](file))
@@ -91,21 +91,21 @@ def source_files(source: str | Path) -> list[Path] | None:
     """
     path, name = Path(source).expanduser(), str(source)
     if not path.exists() and ":" in name and not name.endswith(tuple(_READERS)):
-        return None
-    # Find the files of a pattern, of a directory, or one file.
+        return None  # module:function
+    # Find the files, and the error text for the case that there are none.
     files: list[Path] = []
     if not path.exists() and any(character in name for character in "*?["):
         matches = sorted(glob(str(path), recursive=True))
         files = [file for match in matches for file in source_files(match) or ()]
         problem = f"no file matches {name}. Correct the pattern{hub_remedy(name, 'dataset')}"
-    elif path.is_dir() and (path / "dataset_dict.json").is_file():
+    elif path.is_dir() and (path / "dataset_dict.json").is_file():  # of datasets.save_to_disk
         splits = sorted(str(file.parent) for file in path.glob("*/state.json"))
         problem = f"{path} contains several splits. Give the path of one: {', '.join(splits)}"
-    elif (path / "state.json").is_file():  # of datasets.save_to_disk
+    elif (path / "state.json").is_file():  # one split of datasets.save_to_disk
         damage = (ValueError, KeyError, TypeError)
         with raised_as(DataError, f"data: {path / 'state.json'} names no files", *damage):
-            parts = json.loads((path / "state.json").read_text())["_data_files"]
-            return [path / part["filename"] for part in parts]
+            entries = json.loads((path / "state.json").read_text())["_data_files"]
+            return [path / entry["filename"] for entry in entries]
     elif path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
         problem = f"directory {path} contains no .jsonl and no .parquet file"
@@ -134,7 +134,7 @@ def _from_jsonl(path: Path) -> Iterator[DataRow]:
 
 
 def _from_json(path: Path) -> Iterator[DataRow]:
-    """Yield the objects of a JSON list or, as in many files of the hub, of JSON Lines."""
+    """Yield the objects of a JSON list, or of JSON Lines, which many .json files contain."""
     with path.open("rb") as file:
         is_list = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if not is_list:
@@ -207,9 +207,9 @@ def _check_text(row: DataRow) -> DataRow:
                     part.encode()
                 except UnicodeEncodeError as error:
                     raise DataError(
-                        f"{row.location}: column {name!r} contains half a character "
-                        f"(\\u{ord(part[error.start]):x} without its other half). Write the "
-                        "complete character, or remove it"
+                        f"{row.location}: column {name!r} contains half a character, the single "
+                        f"surrogate \\u{ord(part[error.start]):x}. Write the complete character, "
+                        "or remove it"
                     ) from error
     return row
 
@@ -233,9 +233,10 @@ def take(row: DataRow, name: str, kind: type | tuple[type, ...], key: str) -> An
 
 
 def converted(row: DataRow, name: str, convert: Callable[[Any], V | None], expected: str) -> V:
-    """Return ``convert`` of the value in column ``name``. Text values of CSV are parsed as JSON.
+    """Return the result of ``convert`` for the value in column ``name``.
 
-    Raises `DataError` if ``convert`` returns None. ``expected``: allowed values, for this error.
+    Values of CSV files are first parsed as JSON. Raises `DataError` if ``convert`` returns None.
+    ``expected``: text about the allowed values, for this error.
     """
     value = row.get(name)
     if row.is_text and isinstance(value, str):
@@ -280,7 +281,8 @@ def _from_parquet(path: Path) -> Iterator[DataRow]:
 
 
 def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove keys with null from messages and tools, which Arrow adds to entries of a list."""
+    # Arrow gives all entries of a list the same keys, with null where an entry had no such key.
+    # Remove these keys from messages and tools.
     return {name: _without_nulls(value, in_chat=False) for name, value in columns.items()}
 
 

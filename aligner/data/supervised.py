@@ -59,10 +59,11 @@ class Examples:
 
 @dataclass(frozen=True)
 class Example(Examples):
-    """One token sequence. ``id`` is the index of its row in the source, dropped rows included.
+    """One token sequence. ``id`` is the index of its row in the source, counting dropped rows.
 
-    ``ids`` are the tokens. ``learned`` contains [start, end) of each range of tokens in the loss.
-    ``ref_logprobs``: the reference model's log-probs of the N learned tokens, float32 [N], or None.
+    ``ids`` are the tokens. ``learned`` contains the (start, end) of each range of tokens in the
+    loss, without ``end``. ``ref_logprobs``: the reference model's log-probs of the N learned
+    tokens, float32 [N], or None.
     """
 
     id: int
@@ -105,7 +106,7 @@ class ExampleDataset(Dataset[Example]):
     def make(
         cls, row: DataRow, index: int, tokenizer: Tokenizer, data: ExampleDataConfig
     ) -> Example:
-        """See `make_example`."""
+        """Return the example of ``row``, see `make_example`."""
         return make_example(row, index, tokenizer, data)
 
 
@@ -143,27 +144,27 @@ def make_example(
             response = treat(response, location=column, is_answer=True)
             ids, learned = encode_pair(tokenizer, prompt, response)
         else:
-            # Chat. The system prompt is added to the messages that are not learned.
-            num_answers = len(chat) - context
+            # Chat. A system prompt, if one is prepended, counts as context, which is not learned.
+            num_later = len(chat) - context
             chat = with_system(treat(chat, location="messages"), data.system_prompt)
             tools = treat(parse_tools(row.columns, data.tools_column), location="tools")
             check_all_used(tokenizer, chat, tools)
-            context = len(chat) - num_answers
-            ids, learned = encode_chat(tokenizer, chat, learn, tools, context=context)
+            ids, learned = encode_chat(tokenizer, chat, learn, tools, context=len(chat) - num_later)
     if data.add_bos:
-        without_bos, ids = len(ids), with_bos(tokenizer, ids)
-        shift = len(ids) - without_bos
-        learned = [(start + shift, end + shift) for start, end in learned]
+        ids_with_bos = with_bos(tokenizer, ids)
+        shift = len(ids_with_bos) - len(ids)
+        ids, learned = ids_with_bos, [(start + shift, end + shift) for start, end in learned]
     return Example(index, ids, learned)
 
 
 def encode_pair(
     tokenizer: Tokenizer, prompt: str, response: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Encode ``prompt + response + EOS``. Returns the ids and [start, end) of response and EOS.
+    """Encode ``prompt + response + EOS``. Returns the ids, and the range of response and EOS.
 
-    The prompt is tokenized alone, as when a model is prompted with it. If the response ends with a
-    token of ``end_ids``, no EOS is added. Raises `DataError` if the prompt has no tokens.
+    The range is a list with one (start, end), without ``end``. The prompt is tokenized alone, as
+    when a model is prompted with it. If the response ends with a token of ``end_ids``, no EOS is
+    added. Raises `DataError` if the prompt has no tokens.
     """
     prompt_ids = tokenizer.encode(prompt)
     if not prompt_ids:
@@ -176,9 +177,9 @@ def encode_pair(
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Encode ``text + EOS``. Returns the ids, and [start, end) of all tokens but the first.
+    """Encode ``text + EOS``. Returns the ids, and the range of all tokens but the first.
 
-    The first token is not learned, because no token precedes it.
+    The first token is not learned, because no token precedes it. Range: as in `encode_pair`.
     """
     ids = tokenizer.encode(text)
     if not ids:
@@ -195,20 +196,20 @@ def encode_chat(
     *,
     context: int = 0,
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Render and encode a chat. Returns the ids and [start, end) of each learned answer.
+    """Render and encode a chat. Returns the ids, and (start, end) of each learned answer.
 
-    ``learn``: learn the last or all messages of the assistant, but none of the first ``context``
-    messages. An answer starts after its generation prompt. It ends with the first token of
-    ``tokenizer.end_ids``, or with the message if the template adds no end token. The last answer
-    always ends with an end token.
+    ``learn``: whether the last or all messages of the assistant are learned. The first ``context``
+    messages are not learned. An answer starts after its generation prompt. It ends with the first
+    token of ``tokenizer.end_ids``, or with the message if the template adds no end token. The last
+    answer always ends with an end token. ``end`` is the index after this token.
 
     The generation prompt of some templates ends with a tag that finished messages lack
     (``<think>`` in R1's distillations). Then the learned text of the last message is
     ``reasoning_content`` if present, the closing tag, and ``content``.
 
     Raises `DataError` if a later message changes how the template renders earlier messages (then
-    set ``learn=last``), if the generation prompt does not precede the answer, or if an answer
-    contains an end token.
+    set ``learn=last``), if the rendered answer does not begin with its generation prompt, or if an
+    answer contains an end token.
     """
     # Remove end tokens in the data, then render and encode message by message.
     ends = {end: tokenizer.decode([end]) for end in tokenizer.end_ids}
@@ -256,26 +257,26 @@ def _without_end(tokenizer: Tokenizer, message: Message, ends: Mapping[int, str]
 def _refuse_end_tokens(
     tokenizer: Tokenizer, message: Message, index: int, ends: Mapping[int, str]
 ) -> None:
-    """Raise `DataError` if an answer contains an end token, after which it would not be learned."""
+    """Raise `DataError` if an answer contains an end token. Later tokens would not be learned."""
     parts = [message["content"], message.get("reasoning_content") or ""]
     if "tool_calls" in message:
         parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
     for end, token in ends.items():
         if any(token in part and end in tokenizer.encode(part) for part in parts):
             raise DataError(
-                f"message {index} of the chat spells the end token {token!r}, at which an answer "
-                "would end. Write the token's text in another way, or remove the row"
+                f"message {index} of the chat contains the text of the end token {token!r}, where "
+                "a sampled answer would end. Write the text in another way, or remove the row"
             )
 
 
 def _after_tag(opening: str, message: Message) -> str:
-    """Return the text of an answer after a generation prompt ``opening`` that ends with a tag."""
+    """Return the answer's text after ``opening``, a generation prompt that must end with a tag."""
     tag = opened_tag(opening)
     if tag is None:
         raise DataError(
-            f"the chat template's generation prompt ends with {opening[-40:]!r}, but it renders "
-            "finished messages without this text. Training and sampling would use different "
-            "formats. Change the template in the tokenizer's files, or use plain-text prompts"
+            f"the chat template's generation prompt ends with {opening[-40:]!r}, but the template "
+            "renders finished messages without this text. Training and sampling would use "
+            "different formats. Correct the template, or use plain-text prompts"
         )
     closing, content = f"</{tag[1:]}", message["content"]
     # Close the tag before the content.
@@ -292,7 +293,7 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDic
 
     The columns are ``input_ids`` int64 [B, S] (right-padded), ``input_lengths`` int64 [B],
     ``token_mask`` float32 [B, S] (1 for learned tokens) and ``sample_mask`` float32 [B] (all 1). If
-    the examples have reference log-probs, also ``ref_logprobs`` float32 [B, S], 0 at other tokens.
+    the examples have ``ref_logprobs``, they are a column float32 [B, S], 0 at tokens not learned.
     """
     ids, lengths = pad_right([example.ids for example in examples], pad_id)
     # Set the mask of learned tokens to 1.
@@ -318,7 +319,7 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDic
 
 
 def response_note(examples: Iterable[Example], tokenizer: Tokenizer) -> str:
-    """Return a text with the number of learned tokens, and the first example with them marked."""
+    """Return a text with the number of learned tokens, which it marks in the first example."""
     examples = list(examples)
     learned = sum(example.learned_tokens for example in examples)
     tokens = sum(example.length for example in examples)
@@ -336,7 +337,7 @@ def response_note(examples: Iterable[Example], tokenizer: Tokenizer) -> str:
 def _conversation(
     row: DataRow, data: ExampleSection, response_key: ResponseKey
 ) -> tuple[list[Message] | None, Literal["last", "all"], int]:
-    """Return `encode_chat`'s arguments for a row: messages (None: plain text), learn, context."""
+    """Return messages (None for plain text), learn and context, as `encode_chat` takes them."""
     if isinstance(data, ExampleDataConfig) and data.text_column is not None:
         return None, "last", 0
     learn = data.learn if isinstance(data, ExampleDataConfig) else "last"

@@ -45,7 +45,7 @@ def has_gpu() -> bool:
 
 @contextlib.contextmanager
 def gpus_left_to_others() -> Iterator[None]:
-    """Use the CPU in the block, because using a GPU at all costs half a GiB of its memory."""
+    """Context manager: use only the CPU. Even an idle process takes 0.5 GiB of GPU memory."""
     global _gpus_hidden
     _gpus_hidden = True
     has_gpu.cache_clear()
@@ -57,7 +57,7 @@ def gpus_left_to_others() -> Iterator[None]:
 
 
 def has_fp8() -> bool:
-    """Return whether the device can multiply 8-bit floating-point matrices."""
+    """Return whether the device supports FP8 matrix multiplication."""
     return has_gpu() and torch.cuda.get_device_capability() >= (8, 9)
 
 
@@ -79,7 +79,7 @@ def nccl_version() -> tuple[int, ...] | None:
 
 
 def activate() -> None:
-    """Set the current CUDA device, and deterministic mode after `make_deterministic`."""
+    """Select this process's GPU, and deterministic kernels if `make_deterministic` was called."""
     if not has_gpu():
         return
     torch.cuda.set_device(device())
@@ -105,7 +105,7 @@ def release_memory() -> None:
 
 
 def release_shared_memory() -> None:
-    """Call `release_memory` if other processes use the device too (`SHARED_DEVICE`)."""
+    """Call `release_memory`, if other processes use the GPU, too (`SHARED_DEVICE`)."""
     if os.environ.get(SHARED_DEVICE) == "1":
         release_memory()
 
@@ -127,7 +127,7 @@ def description() -> str:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """Description of a worker's device, for the start-up report."""
+    """A worker's device, as shown in the start-up report."""
 
     description: str
     has_gpu: bool
@@ -141,7 +141,7 @@ def device_info() -> DeviceInfo:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of a process in bytes: of torch on its GPU, or without a GPU resident host memory."""
+    """Memory of a process in bytes. Without a GPU, torch's memory is the resident host memory."""
 
     process: str  # name of the process, different from names on other machines
     device: str  # name of the device, different from names on other machines
@@ -154,7 +154,7 @@ class MemoryUse:
 
 
 def memory_use() -> MemoryUse:
-    """Return the memory use of this process."""
+    """Return this process's current and peak memory."""
     host = os.uname().nodename
     process = f"{host} {os.getpid()}"
     if not has_gpu():
@@ -166,7 +166,7 @@ def memory_use() -> MemoryUse:
 
 
 def reset_peak_memory() -> None:
-    """Reset the peaks of `memory_use`. Without a GPU, some systems refuse this silently."""
+    """Reset the peaks of `memory_use`. Without a GPU, this has no effect on some systems."""
     if has_gpu():
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -174,7 +174,7 @@ def reset_peak_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error reports a failed allocation, by its class or its text."""
+    """Return whether an error reports a failed allocation of memory, by its class or its text."""
     message = str(error).lower()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         text in message for text in ("out of memory", "can't allocate memory", "memoryerror")
@@ -187,18 +187,18 @@ def generator_state() -> Tensor | None:
 
 
 def set_generator_state(state: Tensor | None) -> None:
-    """Restore a result of `generator_state`, uint8 [bytes]. Without a GPU, nothing is done."""
+    """Restore the result of `generator_state`, uint8 [n]. Without a GPU, this has no effect."""
     if has_gpu() and state is not None:
         torch.cuda.set_rng_state(state)
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the random states of the device (``generator``) and of megatron-core (``tracker``)."""
+    """Return the random states of device (``generator``) and megatron-core (``tracker``)."""
     return {"generator": generator_state(), "tracker": dict(_rng_tracker().get_states())}
 
 
 def set_rng_state(state: Mapping[str, Any] | Tensor | None) -> None:
-    """Restore a result of `rng_state`, or of `generator_state` (see `set_generator_state`)."""
+    """Restore the result of `rng_state`, or of `generator_state` (uint8 [n] or None)."""
     if not isinstance(state, Mapping):
         set_generator_state(state)
         return
@@ -215,26 +215,22 @@ def _rng_tracker() -> Any:
 
 
 def make_deterministic() -> None:
-    """Let `activate` set deterministic mode, in this process and its child processes."""
+    """Make `activate` select deterministic kernels, in this process and its child processes."""
     os.environ[_DETERMINISTIC] = "1"
 
 
 def is_deterministic() -> bool:
-    """Return whether operations of the device are deterministic. Those of a CPU always are."""
+    """Return whether the device computes deterministically. A CPU always does."""
     return not has_gpu() or torch.are_deterministic_algorithms_enabled()
 
 
 def is_apart(tensor: Tensor) -> bool:
-    """Return whether a tensor of any shape is in GPU memory."""
+    """Return whether a tensor of any shape is in GPU memory, apart from host memory."""
     return tensor.is_cuda
 
 
 def copy_memory(size: int) -> memoryview:
-    """Allocate ``size`` bytes of host memory for copies of tensors.
-
-    With a GPU, the memory is page-locked, unless the system refuses this. Copies are then slower.
-    The memory is freed with its last view.
-    """
+    """Allocate ``size`` bytes of host memory for copies, page-locked (faster) if there is a GPU."""
     memory = private_memory(size)
     if has_gpu():
         runtime = torch.cuda.cudart()
@@ -249,12 +245,12 @@ def copy_memory(size: int) -> memoryview:
 
 
 def to_device(tensor: Tensor, where: torch.device | None = None) -> Tensor:
-    """Move a tensor [...] to the device ``where``, by default `device`, asynchronously."""
+    """Copy a tensor [...] to the device ``where``, by default `device`, without waiting."""
     return tensor.to(where or device(), non_blocking=True)
 
 
 class HostCopy:
-    """Asynchronous copies of tensors [...] in host memory, without later changes of a tensor."""
+    """Snapshot of tensors [...] in host memory, copied asynchronously."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._end: torch.cuda.Event | None = None
@@ -271,23 +267,23 @@ class HostCopy:
             self._copies = [tensor.clone() for tensor in tensors]
 
     def wait(self) -> list[Tensor]:
-        """Wait for the copies, but not for later work of the device. Returns the copies."""
+        """Wait for the copies, not for later work of the device, and return them."""
         if self._end is not None:
             self._end.synchronize()
         return self._copies
 
 
 def graph_memory() -> Any:
-    """Create a handle of memory that several CUDA graphs share. None without a GPU."""
+    """Create a memory pool that several CUDA graphs share, or None without a GPU."""
     return torch.cuda.graph_pool_handle() if has_gpu() else None
 
 
 def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
-    """Capture the kernels of ``function`` as a CUDA graph. Returns a function that launches it.
+    """Capture the kernels of ``function`` as a CUDA graph. Return a function that launches it.
 
-    Capturing runs no kernel. ``function`` must not read values of tensors on the host, and its
-    results must be written to tensors that already exist. ``memory``: result of `graph_memory`.
-    Graphs with the same ``memory`` must not run at the same time, and overwrite its contents.
+    No kernel runs during the capture. ``function`` must not read values of tensors on the host, and
+    must write its results to existing tensors. ``memory``: result of `graph_memory`. Graphs with
+    the same ``memory`` overwrite its contents, so they must not run at the same time.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -304,10 +300,7 @@ def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
 
 
 def sharing_key() -> str:
-    """Return a name of the GPU or, without a GPU, of the machine.
-
-    Processes with equal names can share memory.
-    """
+    """Return an id of the GPU, else of the machine. Processes with equal ids can share memory."""
     if has_gpu():
         return f"GPU {torch.cuda.get_device_properties(device()).uuid}"
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -315,14 +308,14 @@ def sharing_key() -> str:
 
 
 def export_tensor(tensor: Tensor) -> Any:
-    """Return a picklable CUDA IPC handle of a GPU tensor [...], for `import_tensor`."""
+    """Return a picklable CUDA IPC handle for a GPU tensor [...]. `import_tensor` opens it."""
     from torch.multiprocessing.reductions import reduce_tensor  # changes how tensors pickle
 
     return reduce_tensor(tensor)
 
 
 def import_tensor(exported: Any) -> Tensor:
-    """Open a GPU tensor of another process. ``exported``: its result of `export_tensor`."""
+    """Open a GPU tensor of another process. ``exported``: result of `export_tensor` there."""
     # The GPU may have another index in the other process.
     rebuild, arguments = exported
     values = list(arguments)
@@ -331,13 +324,13 @@ def import_tensor(exported: Any) -> Tensor:
 
 
 def gpu_profiler(action: str) -> None:
-    """Start or stop recording of the CUDA profiler, if a GPU is present."""
+    """Call ``cudaProfilerStart`` or ``cudaProfilerStop``, if there is a GPU."""
     if has_gpu():
         {"start": torch.cuda.profiler.start, "stop": torch.cuda.profiler.stop}[action]()
 
 
 class _CudaLiterals(TorchFunctionMode):
-    """Replace ``device="cuda"`` by the CPU, and let ``tensor.type()`` return CUDA type names."""
+    """Changes ``device="cuda"`` to the CPU, and the result of ``tensor.type()`` to a CUDA type."""
 
     def __torch_function__(
         self,
@@ -355,16 +348,16 @@ class _CudaLiterals(TorchFunctionMode):
 
 
 def cuda_literals() -> contextlib.AbstractContextManager[Any]:
-    """Let megatron-core's optimizer code, which creates tensors on "cuda", work without a GPU."""
+    """Context manager in which megatron-core may create tensors on "cuda" without a GPU."""
     return contextlib.nullcontext() if has_gpu() else _CudaLiterals()
 
 
 @functools.cache
 def prepare_megatron() -> None:
-    """Let megatron-core run on this machine, with or without a GPU. Later calls have no effect.
+    """Prepare megatron-core for this machine, with or without a GPU. Later calls have no effect.
 
-    Without a GPU, CPU functions replace torch.cuda's functions for the current device,
-    synchronisation and random states, which megatron-core always calls.
+    Without a GPU, functions of torch.cuda that megatron-core always calls (current device,
+    synchronisation, random states) are replaced by CPU functions.
     """
     megatron_substitutes.define_router_gemm()
     if has_gpu():
@@ -393,7 +386,7 @@ def prepare_megatron() -> None:
 
 @contextlib.contextmanager
 def deterministic_seed(seed: int) -> Iterator[None]:
-    """Seed the generators of CPU and device for the block, then restore their states."""
+    """Context manager: seed the generators of CPU and device, and finally restore their states."""
     cpu_state, device_state = torch.get_rng_state(), generator_state()
     torch.manual_seed(seed)
     try:

@@ -23,22 +23,22 @@ def mix(state: Tensor) -> Tensor:
 
 
 def combine(state: Tensor, counter: Tensor) -> Tensor:
-    """Return the hash of a hash ``state`` and an integer ``counter``, int64 [...], broadcast."""
+    """Return a hash of the hash ``state`` and the integer ``counter``, int64 [...], broadcast."""
     return mix(state + _GAMMA) ^ mix(counter + _MIX_1)
 
 
 def uniform_bits(state: Tensor) -> Tensor:
-    """Return `UNIFORM_BITS` uniform random bits from a hash ``state``. Both are int64 [...]."""
+    """Return `UNIFORM_BITS` uniform random bits for each hash in ``state``, int64 [...]."""
     return _shift_right(mix(state), 64 - UNIFORM_BITS)
 
 
 def _shift_right(state: Tensor, bits: int) -> Tensor:
-    """Shift to the right and fill with zeros. torch's operator would repeat the sign bit."""
+    """Shift to the right and fill with zeros. torch's ``>>`` would repeat the sign bit."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def counter_hash(seed: int, *counters: Tensor) -> Tensor:
-    """Return the hash of ``seed`` modulo 2**64 and of ``counters``, all int64 [...]."""
+    """Return a hash of ``seed`` modulo 2**64 and ``counters``, int64 [...], broadcast."""
     state = torch.full_like(counters[0], (seed + 2**63) % 2**64 - 2**63)
     for counter in counters:
         state = combine(state, counter)
@@ -52,12 +52,12 @@ def text_hash(*parts: object) -> int:
 
 
 class CallSeeds:
-    """Seeds for calls that get no seed, derived from ``seed`` and the number of the call."""
+    """Seeds for calls without a seed, derived from ``seed`` and the number of calls so far."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._calls = seed, 0
 
     def next(self) -> int:
-        """Return the seed of the next call."""
+        """Count a call and return its seed."""
         self._calls += 1
         return int(counter_hash(self._seed, torch.tensor(self._calls)))

@@ -26,7 +26,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed allocations below 1 GiB on its heap. Return False without glibc."""
+    """Make glibc keep freed blocks below 1 GiB for reuse. Return False without glibc."""
     if platform.libc_ver()[0] != "glibc":
         return False
     settings = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: -1, _M_TOP_PAD: 64 << 20}
@@ -38,10 +38,7 @@ def keep_freed_memory() -> bool:
 
 @functools.cache
 def reuse_pages() -> str | None:
-    """Let torch allocate tensors of 1 MiB and more from the memory of freed tensors.
-
-    Returns None, or the reason if this fails. PyTorch must be imported. Later calls have no effect.
-    """
+    """Make torch reuse freed memory of tensors of 1 MiB and more. Return why not, or None."""
     if platform.system() != "Linux":
         return f"not on {platform.system()}"
     try:
@@ -53,7 +50,7 @@ def reuse_pages() -> str | None:
 
 
 class _Mapped(mmap.mmap):
-    """Memory map. ``unlock`` is called before the memory is freed."""
+    """Memory map. Calls ``unlock``, if set, before the memory is freed."""
 
     unlock: Callable[[], object] | None = None
 
@@ -63,7 +60,7 @@ class _Mapped(mmap.mmap):
 
 
 def private_memory(size: int, extra_flags: int = 0) -> memoryview:
-    """Map ``size`` bytes of zeros. They are freed with their last view."""
+    """Allocate ``size`` bytes of zeros with mmap. They are freed with their last view."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | extra_flags
     return memoryview(_Mapped(-1, max(1, size), flags=flags))
 
@@ -101,10 +98,7 @@ def total_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the bytes of host memory that can still be allocated on this machine.
-
-    Limits of control groups apply. Cached file pages, which the system can drop, are available.
-    """
+    """Return the bytes of host memory that this process can still allocate, within its cgroups."""
     available = [psutil.virtual_memory().available]
     for group in _groups():
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -116,7 +110,7 @@ def available_bytes() -> int:
 
 
 def _groups() -> Iterator[Path]:
-    """Yield the folder of this process's control group (version 2) and of each parent group."""
+    """Yield the folder of this process's control group (cgroup v2) and of each parent group."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         name = next(line[3:] for line in lines if line.startswith("0::"))

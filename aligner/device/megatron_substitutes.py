@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def define_router_gemm() -> None:
-    """Define a name that megatron-core's router reads, but only Transformer Engine defines."""
+    """Define a name of Transformer Engine that megatron-core's router reads in any case."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -18,7 +18,7 @@ def define_router_gemm() -> None:
 
 
 def fuse_gradient_norm() -> None:
-    """Let megatron-core compute gradient norms without copying one scalar per parameter."""
+    """Make megatron-core compute gradient norms without one host copy per parameter."""
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm
 
@@ -33,11 +33,7 @@ def fuse_gradient_norm() -> None:
 
 
 def free_dispatcher_of_stream() -> None:
-    """Let megatron-core's all-to-all dispatcher of tokens to experts work without a CUDA stream.
-
-    On a GPU, the stream copies token counts to the host. On a CPU, the counts are only converted to
-    lists for the collective.
-    """
+    """Make megatron-core's dispatcher of tokens to experts work without a CUDA stream."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def list_counts(

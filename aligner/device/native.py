@@ -24,32 +24,31 @@ def torch_home() -> Path:
 
 
 def compiled(source: Path) -> Path:
-    """Return the path of the shared library for a C++ file. Compiles it if it is not in the cache.
+    """Return the path of the shared library for a C++ file, which is compiled unless cached.
 
     The cache is ``$XDG_CACHE_HOME/aligner``, by default ``~/.cache/aligner``. Raises
     `NativeCodeError` if there is no compiler, or compiling fails.
     """
-    # Reuse a library of the same source and version of torch.
+    # Reuse a library that was compiled from the same source with the same version of torch.
     home = torch_home()
     version = importlib.metadata.version("torch")
     digest = hashlib.sha256(source.read_bytes() + version.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aligner"
-    target = cache / f"{source.stem}_{digest}.so"
-    if target.exists():
-        return target
-    # Compile into a separate folder, because other processes may compile at the same time.
+    cached_library = cache / f"{source.stem}_{digest}.so"
+    if cached_library.exists():
+        return cached_library
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         raise NativeCodeError("no C++ compiler was found. Install g++, or set CXX")
-    text = f"{cache} cannot be written"
-    with raised_as(NativeCodeError, text, OSError, remedy="set XDG_CACHE_HOME"):
+    # Compile into a separate folder, because other processes may compile at the same time.
+    problem = f"{cache} cannot be written"
+    with raised_as(NativeCodeError, problem, OSError, remedy="set XDG_CACHE_HOME"):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            library = Path(folder) / target.name
-            command = [
-                *(compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-I", str(home / "include")),
-                *(str(source), "-L", str(home / "lib"), "-lc10", "-ltorch_cpu", "-o", str(library)),
-            ]
+            library = Path(folder) / cached_library.name
+            flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-I", str(home / "include")]
+            libraries = ["-L", str(home / "lib"), "-lc10", "-ltorch_cpu"]
+            command = [compiler, *flags, str(source), *libraries, "-o", str(library)]
             result = subprocess.run(
                 command, capture_output=True, text=True, timeout=300, check=False
             )
@@ -57,5 +56,5 @@ def compiled(source: Path) -> Path:
                 raise NativeCodeError(
                     f"{compiler} could not compile {source.name}:\n{result.stderr[-2000:]}"
                 )
-            os.replace(library, target)
-    return target
+            os.replace(library, cached_library)
+    return cached_library

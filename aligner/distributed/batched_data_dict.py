@@ -28,14 +28,14 @@ ColumnsT = TypeVar("ColumnsT")
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
-    """Mapping from column names to columns, which are tensors ``[B, ...]`` or lists of length B.
+    """Batch of B rows: a mapping from column names to tensors ``[B, ...]`` or lists of length B.
 
-    `shard_by_batch_size` sets four attributes of a shard, which are None in other batches. They are
-    lists with one entry per global batch:
+    In shards made by `shard_by_batch_size`, four attributes are lists with one entry per global
+    batch. In other batches they are None.
 
-    * ``elem_counts_per_gb``: number of rows in this shard.
-    * ``largest_counts_per_gb``: number of rows in the largest shard.
-    * ``micro_batch_indices``: first row and end row of each micro-batch, within the global batch.
+    * ``elem_counts_per_gb``: number of rows of the global batch in this shard.
+    * ``largest_counts_per_gb``: number of rows of the global batch in the largest shard.
+    * ``micro_batch_indices``: first row and end row of each micro-batch, in the global batch.
     * ``micro_batch_lengths``: padded width of each dynamic micro-batch, or padded number of tokens
       of each packed micro-batch.
     """
@@ -53,9 +53,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     ) -> Self:
         """Concatenate the rows of batches. Tensors are right-padded in dimension 1 to equal width.
 
-        ``pad_value_dict``: padding value per column. The default is the value in
-        `aligner.types.PAD_VALUES`, else 0. A batch without rows does not affect the width. Raises
-        `DataError` for no batches, or if the columns differ.
+        ``pad_value_dict``: padding value by column. Other columns are padded with their value in
+        `aligner.types.PAD_VALUES`, else with 0. Raises `DataError` for no batches, or if the
+        columns differ. The width of a batch without rows is ignored.
         """
         if not batches:
             raise DataError("from_batches got no batches. Pass at least one batch")
@@ -85,58 +85,60 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> "list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]":
-        """Split each global batch over ``shards`` shards, one for each data-parallel rank.
+        """Split every global batch over ``shards`` shards, one for each data-parallel rank.
 
         A global batch is ``batch_size`` adjacent rows (default: all rows). Shard i contains its
         part of global batch 0, then its part of global batch 1, and so on.
 
-        Without the last two arguments, the parts of a global batch are contiguous and of equal
-        size. With ``allow_uneven_shards`` the first parts may have one row more. Returns shards.
+        Without the last two arguments, the parts of a global batch are contiguous and have the same
+        number of rows. With ``allow_uneven_shards`` the first parts may have one row more. Returns
+        a list of shards.
 
-        With ``dynamic_batching_args`` or ``sequence_packing_args``, shards get about the same
-        number of tokens and the same number of micro-batches, in any number of rows.
-        ``allow_uneven_shards`` allows a shorter last global batch. Returns shards and
-        ``sorted_indices``, with which `reorder_data` restores the row order of joined results.
+        With ``dynamic_batching_args`` or ``sequence_packing_args``, the shards have the same number
+        of micro-batches and similar numbers of tokens. Their numbers of rows may differ.
+        ``allow_uneven_shards`` allows a shorter last global batch. Returns (shards,
+        ``sorted_indices``): if results are concatenated in the order of the shards,
+        ``results.reorder_data(sorted_indices)`` restores the order of this batch.
 
         Raises:
-            ConfigError: both modes are given, or an argument of a mode is invalid.
-            DataError: rows do not divide, a column is missing, or a row exceeds the token budget.
+            ConfigError: both kinds of arguments are given, or one of their values is invalid.
+            DataError: rows cannot be split evenly, a column is missing, or a row is too long.
         """
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise ConfigError(
                 "dynamic_batching_args and sequence_packing_args are both given, but a micro-batch "
-                "is either padded or packed. Give one of the two"
+                "is either padded or packed. Give only one of them"
             )
         total = self.size
-        size = total if batch_size is None else batch_size
+        rows_per_batch = total if batch_size is None else batch_size
         if shards < 1:
             raise DataError(f"shards={shards} must be at least 1")
-        if total and (size < 1 or (total % size and not allow_uneven_shards)):
+        is_uneven = rows_per_batch < 1 or (total % rows_per_batch and not allow_uneven_shards)
+        if total and is_uneven:
             raise DataError(
-                f"{total} rows are not a multiple of the batch size {size}. Change the batch "
-                "size, or pass allow_uneven_shards=True for a shorter last batch"
+                f"{total} rows are not a multiple of the batch size {rows_per_batch}. Change the "
+                "batch size, or pass allow_uneven_shards=True for a shorter last batch"
             )
-        starts = range(0, total, max(1, size))
-        batches = [range(start, min(start + size, total)) for start in starts]
-        # With a token budget, rows are assigned to shards so that numbers of tokens are balanced.
+        starts = range(0, total, max(1, rows_per_batch))
+        batches = [range(start, min(start + rows_per_batch, total)) for start in starts]
+        # With a token limit, plan micro-batches and balance the shards' numbers of tokens.
         if dynamic_batching_args is not None:
-            return self._planned(dynamic_plan(self.data, dynamic_batching_args, batches, shards))
+            plans = dynamic_plan(self.data, dynamic_batching_args, batches, shards)
+            return self._shards_with_plans(plans)
         if sequence_packing_args is not None:
-            return self._planned(packed_plan(self.data, sequence_packing_args, batches, shards))
-        # Plain shards: contiguous runs of rows.
+            plans = packed_plan(self.data, sequence_packing_args, batches, shards)
+            return self._shards_with_plans(plans)
+        # Otherwise split each global batch into contiguous parts, one per shard.
         if not allow_uneven_shards:
-            _check_even(size, shards)
+            _check_even(rows_per_batch, shards)
         parts = [_split_evenly(batch, shards) for batch in batches]
         return self._shards([[part[shard] for part in parts] for shard in range(shards)])
 
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
-        """Split the rows into ``chunks`` equal contiguous parts and return part ``rank``.
-
-        Raises `DataError` if the number of rows is not a multiple of ``chunks``.
-        """
+        """Return part ``rank`` of ``chunks`` equal parts. Raises `DataError` for unequal parts."""
         _check_even(self.size, chunks)
         if not 0 <= rank < chunks:
-            raise DataError(f"rank={rank} is outside 0..{chunks - 1}, the range of {chunks} chunks")
+            raise DataError(f"rank={rank} of {chunks} chunks must be from 0 to {chunks - 1}")
         step = self.size // chunks
         return self.slice(rank * step, (rank + 1) * step)
 
@@ -145,10 +147,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return SlicedDataDict({key: column[start:end] for key, column in self.data.items()})
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
-        """Return batch number ``batch_idx`` of ``batch_size`` rows. The last batch may be shorter.
+        """Return rows ``batch_idx * batch_size`` and following, at most ``batch_size`` of them.
 
-        Without ``batch_size``, and in a shard with micro-batches, return the shard's part of global
-        batch ``batch_idx``.
+        In a shard, without ``batch_size`` or with planned micro-batches: return the shard's part of
+        global batch ``batch_idx``.
         """
         counts = self.elem_counts_per_gb
         if counts is not None and (batch_size is None or self.micro_batch_indices is not None):
@@ -161,7 +163,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         start = batch_idx * batch_size
         if batch_size < 1 or not 0 <= start < max(1, self.size):
             raise DataError(
-                f"batch {batch_idx} of {batch_size} rows starts outside the {self.size} rows"
+                f"batch {batch_idx} of {batch_size} rows starts outside the {self.size} rows. Give "
+                "a smaller batch_idx"
             )
         return self.slice(start, min(start + batch_size, self.size))
 
@@ -182,10 +185,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return BatchedDataDict({key: _take(column, index) for key, column in self.data.items()})
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
-        """Move row ``i`` to position ``reordered_indices[i]``, a permutation, in place."""
+        """Move row ``i`` to position ``reordered_indices[i]`` (a permutation), in place."""
         if sorted(reordered_indices) != list(range(self.size)):
             raise DataError(
-                f"reorder_data needs every index 0..{self.size - 1} once, got {reordered_indices}"
+                f"reordered_indices={reordered_indices} must contain every index from 0 to "
+                f"{self.size - 1} once"
             )
         # Row i of the result is row inverse[i] of this batch.
         inverse = torch.empty(self.size, dtype=torch.int64)
@@ -213,8 +217,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator(self, microbatch_size: int) -> "Iterator[SlicedDataDict]":
         """Yield micro-batches of ``microbatch_size`` consecutive rows. The last may be shorter.
 
-        One global batch of a shard yields as many micro-batches as that of the largest shard. Some
-        may have no rows.
+        In a shard with one global batch, all ranks yield the same number of micro-batches. A rank
+        with few rows yields empty micro-batches at the end.
         """
         rows = largest = self.size
         if self.largest_counts_per_gb is not None and len(self.largest_counts_per_gb) == 1:
@@ -225,7 +229,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict]":
-        """Yield a global batch's micro-batches, without unneeded padding in ``sequence_dim``."""
+        """Yield the micro-batches planned for a global batch, truncated in ``sequence_dim``."""
         bounds, lengths = self._only_global_batch()
         for (start, end), length in zip(bounds, lengths, strict=True):
             microbatch = self.slice(start, end)
@@ -237,12 +241,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return len(self._only_global_batch()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
-        """Yield the micro-batches of a global batch. Their sequences fit into one packed row."""
+        """Yield the planned micro-batches of one global batch. Each fits into one packed row."""
         for start, end in self._only_global_batch()[0]:
             yield self.slice(start, end)
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """Return the number of micro-batches, and the tokens of the longest packed row."""
+        """Return (number of planned micro-batches, number of tokens in the longest packed row)."""
         bounds, lengths = self._only_global_batch()
         return len(bounds), max(lengths, default=0)
 
@@ -269,7 +273,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """Return the columns as a plain dict."""
         return dict(self.data)
 
-    def _planned(self, plans: list[ShardPlan]) -> "tuple[list[SlicedDataDict], list[int]]":
+    def _shards_with_plans(
+        self, plans: list[ShardPlan]
+    ) -> "tuple[list[SlicedDataDict], list[int]]":
         rows = [[[row for part in batch for row in part.rows] for batch in plan] for plan in plans]
         shards = self._shards(rows)
         for shard, plan in zip(shards, plans, strict=True):
@@ -281,7 +287,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return shards, [row for shard in rows for batch in shard for row in batch]
 
     def _shards(self, rows: Sequence[Sequence[Sequence[int]]]) -> "list[SlicedDataDict]":
-        """Build shards from the row indices ``rows[shard][global batch]``."""
+        """Return one shard for each entry of ``rows``, which has row indices by global batch."""
         shards, largest = [], [max(map(len, batch)) for batch in zip(*rows, strict=True)]
         for batches in rows:
             indices = [row for batch in batches for row in batch]
@@ -292,7 +298,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return shards
 
     def _only_global_batch(self) -> tuple[list[list[int]], list[int]]:
-        """Return indices and lengths of micro-batches. Raises with several global batches."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             raise DataError(
                 "this batch has no micro-batches. Call shard_by_batch_size with "
@@ -309,7 +314,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
 
 
 class SlicedDataDict(BatchedDataDict[Any]):
-    """Rows of a batch: the shard of one rank, or one micro-batch."""
+    """Some rows of a batch: a shard for one rank, or a micro-batch."""
 
 
 def _check_even(batch_size: int, shards: int) -> None:
@@ -327,10 +332,10 @@ def _split_evenly(rows: range, parts: int) -> list[range]:
 
 
 def columns_of(data: BatchedDataDict, names: Sequence[str]) -> BatchedDataDict:
-    """Return the columns ``names``, and with ``input_ids`` also existing ``position_ids``.
+    """Return the columns ``names``, and if they include ``input_ids`` also ``position_ids``.
 
-    If ``token_mask`` is missing, it is 1 for every token but the first of a row. If ``sample_ids``
-    are missing, they are 0, 1, 2, ... Raises `DataError` if another column is missing.
+    A missing ``token_mask`` is 1 for all tokens except the first of each row. Missing
+    ``sample_ids`` are 0, 1, 2, ... Raises `DataError` if any other column is missing.
     """
     check_columns(data, [name for name in names if name not in _DERIVED])
     if "input_ids" in names and "position_ids" in data:

@@ -11,11 +11,11 @@ class WorkerFuture(Protocol):
     """Result of a method call that was started on several workers."""
 
     def get_results(self) -> list[Any]:
-        """Wait for the call. Return the workers' results, and equal (replicated) results once."""
+        """Wait for the call. Return the results, of replicated (equal) ones only the first."""
 
 
 class WorkerGroup(Protocol):
-    """Interface of a group of workers, which handles such as `Policy` call."""
+    """Interface of a group of workers, which role handles such as `Policy` call."""
 
     sharding_annotations: NamedSharding  # layout of the workers
     is_healthy: bool  # False between a failed call and `recover`, as workers may wait for a peer
@@ -35,13 +35,13 @@ class WorkerGroup(Protocol):
         """Call a method on every worker with its shard. Arguments: see `RayWorkerGroup`."""
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
-        """Wait for a call. Return its results in the order of the sharded axis."""
+        """Wait for a call and return its results, in the order of the shards."""
 
     def recover(self) -> bool:
-        """After a failed call, wait until workers answer again. Return whether all answered."""
+        """After a failed call, wait until the workers answer again. Return True if all do."""
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on each worker, then end the workers. False: cleanup failed."""
+        """Call ``cleanup_method`` on each worker, then end them. Return False if cleanup failed."""
 
 
 class Cluster(Protocol):
@@ -54,7 +54,7 @@ class Cluster(Protocol):
         """True if workers compute on GPUs."""
 
     def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> WorkerGroup:
-        """Construct ``worker_class`` in every worker. Arguments: see `RayVirtualCluster`."""
+        """Start a group of workers of ``worker_class``. Arguments: see `RayVirtualCluster`."""
 
     def world_size(self) -> int:
         """Return the number of workers."""

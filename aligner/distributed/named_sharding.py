@@ -24,7 +24,7 @@ class NamedSharding:
         is_integer = array.dtype != object and np.issubdtype(array.dtype, np.integer)
         if not is_integer or len(np.unique(array)) != array.size:
             raise LayoutError(
-                f"layout={layout!r} must be a rectangular array of integer ranks, each once"
+                f"layout={layout!r} must be a rectangular array with each integer rank once"
             )
         if not array.ndim == len(names) == len(set(names)):
             raise LayoutError(
@@ -66,18 +66,18 @@ class NamedSharding:
         return int(self._layout.shape[self.get_axis_index(name)])
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
-        """Return the coordinate of a rank on each axis, by axis name."""
+        """Return the coordinate of the rank ``worker_id`` on each axis, by axis name."""
         positions = np.argwhere(self._layout == worker_id)
         if not len(positions):
             raise LayoutError(f"rank {worker_id} is not in the layout {self._layout.tolist()}")
         return {name: int(i) for name, i in zip(self._names, positions[0], strict=True)}
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """Return all ranks at the given coordinates, in layout order."""
+        """Return all ranks at the given coordinates, outermost axis first."""
         return [int(rank) for rank in np.ravel(self._select(coords))]
 
     def get_ranks(self, **coords: int) -> "NamedSharding | int":
-        """Return the layout of the ranks at ``coords``, over the other axes, or a single rank."""
+        """Return the ranks at ``coords``, over the remaining axes, or an int if no axis remains."""
         selected = self._select(coords)
         if selected.ndim == 0:
             return int(selected)
@@ -104,6 +104,6 @@ class NamedSharding:
 
 
 def layout_of(pipeline: int, data: int, context: int, tensor: int) -> NamedSharding:
-    """Return the layout of megatron-core: tensor ranks adjacent, then context, data, pipeline."""
+    """Return ranks in megatron-core's order: tensor ranks are adjacent, pipeline is outermost."""
     ranks = np.arange(pipeline * data * context * tensor)
     return NamedSharding(ranks.reshape(pipeline, data, context, tensor), AXES)

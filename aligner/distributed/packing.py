@@ -23,16 +23,12 @@ def bin_count(count: int, minimum: int, multiple: int) -> int:
 
 
 def decreasing(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Sort ``indices`` by decreasing length. Equal lengths keep their order."""
+    """Sort ``indices`` by decreasing ``lengths[index]``. Equal lengths keep their order."""
     return sorted(indices, key=lambda index: -lengths[index])
 
 
 def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
-    """Repeatedly split the bin with the most tokens, until there are ``count`` bins.
-
-    A bin is split into halves of similar tokens. Raises `DataError` if there are fewer sequences
-    than ``count``.
-    """
+    """Split the bin with the most tokens, repeatedly, until there are ``count`` bins."""
     sequences = sum(len(items) for items in bins)
     if count > sequences:
         raise DataError(
@@ -59,7 +55,7 @@ def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
 
 
 def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Assign each item, longest first, to the half with fewer tokens. Keeps the items' order."""
+    """Split items into two lists: each item, longest first, goes to the list with fewer tokens."""
     halves: tuple[set[int], set[int]] = (set(), set())
     tokens = [0, 0]
     for index in decreasing(items, lengths):
@@ -70,10 +66,10 @@ def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], li
 
 
 class SequencePacker(ABC):
-    """Base class of packers, which assign sequences to bins of at most ``bin_capacity`` tokens.
+    """Base class of algorithms that assign sequences to bins of at most ``bin_capacity`` tokens.
 
-    The number of bins is at least ``min_bin_count`` and a multiple of ``bin_count_multiple``. If
-    the algorithm needs fewer bins, the fullest bins are split.
+    The number of bins is at least ``min_bin_count`` and a multiple of ``bin_count_multiple``. To
+    reach it, the fullest bins are split.
     """
 
     def __init__(
@@ -90,20 +86,16 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> Bins:
-        """Assign every index of ``lengths`` to one bin, within the capacity. Return the bins."""
+        """Assign every index of ``lengths`` to one bin within the capacity."""
 
     def pack(self, sequence_lengths: Sequence[int]) -> Bins:
-        """Assign every index of ``sequence_lengths`` to one bin. Return the bins.
-
-        Raises `DataError` if a sequence exceeds the capacity, or if there are fewer sequences than
-        required bins.
-        """
+        """Return the sequences' indices in each bin. Raises `DataError` for a too long sequence."""
         lengths = [int(length) for length in sequence_lengths]
         for index, length in enumerate(lengths):
             if not 0 <= length <= self.bin_capacity:
                 raise DataError(
                     f"sequence {index} has {length} tokens, but a packed row has at most "
-                    f"{self.bin_capacity}. Raise the token budget or drop the sequence"
+                    f"{self.bin_capacity}. Raise this limit, or drop the sequence"
                 )
         bins = self._pack(lengths)
         count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)
@@ -126,21 +118,21 @@ class ConcatenativePacker(SequencePacker):
 
 
 def at_least(key: str, value: int, least: int) -> int:
-    """Return ``value``. Raises `ConfigError`, which names ``key``, if it is below ``least``."""
+    """Return ``value``, or raise `ConfigError` naming ``key`` if it is below ``least``."""
     if value < least:
         raise ConfigError(f"{key}={value} must be at least {least}")
     return value
 
 
 class FirstFitDecreasingPacker(SequencePacker):
-    """Packer that puts each sequence, longest first, into the first bin with room."""
+    """Packer that adds each sequence, longest first, to the first bin with enough space."""
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
         return first_fit(decreasing(range(len(lengths)), lengths), lengths, self.bin_capacity)
 
 
 class FirstFitShufflePacker(SequencePacker):
-    """Packer that puts each sequence, in a random order given by ``seed``, into the first bin."""
+    """Packer that adds each sequence, in random order, to the first bin with enough space."""
 
     def __init__(
         self,
@@ -159,7 +151,7 @@ class FirstFitShufflePacker(SequencePacker):
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bins:
-    """Put each sequence, in the given order, into the first bin with room. Return the bins."""
+    """Add each sequence of ``order`` to the first bin with enough space. Return the bins."""
     room = np.full(len(order), capacity)  # of every possible bin
     bins: Bins = []
     for index in order:
@@ -175,48 +167,50 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bi
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """Packer of Johnson and Garey, "A 71/60 theorem for bin packing", 1985.
 
-    Every sequence over half the capacity opens a bin. The bin gets one medium sequence (over a
-    third of the capacity) or two small ones (over a sixth). `first_fit` packs the rest, longest
-    first.
+    Each sequence longer than half the capacity gets a bin. Such a bin also gets one medium sequence
+    (more than a third of the capacity) or two small ones (more than a sixth). `first_fit` packs the
+    rest, longest first.
     """
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
         order = decreasing(range(len(lengths)), lengths)
         third, sixth = self.bin_capacity // 3, self.bin_capacity // 6
-        # One bin per large sequence. The others wait, longest first.
+        # Open a bin for each large sequence. The others remain, longest first.
         large = [i for i in order if 2 * lengths[i] > self.bin_capacity]
-        waiting = order[len(large) :]
+        remaining = order[len(large) :]
         bins = [[index] for index in large]
-        room = [self.bin_capacity - lengths[index] for index in large]
+        free_tokens = [self.bin_capacity - lengths[index] for index in large]
 
         def longest(at_most: int, longer_than: int = -1) -> int | None:
-            position = bisect_left(waiting, -at_most, key=lambda item: -lengths[item])
-            found = waiting[position] if position < len(waiting) else None
-            return None if found is None or lengths[found] <= longer_than else found
+            position = bisect_left(remaining, -at_most, key=lambda item: -lengths[item])
+            if position == len(remaining) or lengths[remaining[position]] <= longer_than:
+                return None
+            return remaining[position]
 
         def add(bin_index: int, item: int) -> None:
-            waiting.remove(item)
+            remaining.remove(item)
             bins[bin_index].append(item)
-            room[bin_index] -= lengths[item]
+            free_tokens[bin_index] -= lengths[item]
 
-        # One medium sequence per bin.
+        # Add a medium sequence to each bin with space for one.
         for index in range(len(bins)):
-            if (item := longest(room[index], longer_than=third)) is not None:
+            if (item := longest(free_tokens[index], longer_than=third)) is not None:
                 add(index, item)
-        # Into other bins, last bin first, the smallest small sequence and the longest that fits.
+        # Add two small sequences to other bins, last bin first: the shortest and the longest that
+        # fits. If the two shortest fit together, there is a second one.
         for index in reversed(range(len(bins))):
-            small = [item for item in waiting if sixth < lengths[item] <= third][-2:]
-            fits = len(small) == 2 and sum(lengths[item] for item in small) <= room[index]
-            if len(bins[index]) == 1 and fits:
-                add(index, small[-1])
-                second = longest(min(room[index], third), longer_than=sixth)
+            shortest = [item for item in remaining if sixth < lengths[item] <= third][-2:]
+            tokens = sum(lengths[item] for item in shortest)
+            if len(bins[index]) == 1 and len(shortest) == 2 and tokens <= free_tokens[index]:
+                add(index, shortest[-1])
+                second = longest(min(free_tokens[index], third), longer_than=sixth)
                 assert second is not None
                 add(index, second)
-        # Any sequences that fit, and new bins for the rest.
+        # Fill the bins with any sequences, and open new bins for the rest.
         for index in range(len(bins)):
-            while (item := longest(room[index])) is not None:
+            while (item := longest(free_tokens[index])) is not None:
                 add(index, item)
-        return bins + first_fit(waiting, lengths, self.bin_capacity)
+        return bins + first_fit(remaining, lengths, self.bin_capacity)
 
 
 class PackingAlgorithm(Enum):
@@ -242,7 +236,7 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """Return the `SequencePacker` named ``algorithm``, in any case. Raises `ConfigError`."""
+    """Return the packer called ``algorithm`` (upper or lower case). Raises `ConfigError`."""
     if isinstance(algorithm, str):
         names = {name.value: name for name in PackingAlgorithm}
         if algorithm.lower() not in names:

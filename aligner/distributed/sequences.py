@@ -26,22 +26,22 @@ LEAST_PART = 8  # sharing must save at least 1 in LEAST_PART tokens
 
 
 class Sequences(NamedTuple):
-    """Positions and lengths of the m sequences in a batch ``[b, S]``. Both arrays are ``[m]``."""
+    """Offsets and lengths of the m sequences in a batch ``[b, S]``, each an array ``[m]``."""
 
     offsets: IntArray  # index of each sequence's first token in the flattened batch
     lengths: IntArray  # tokens
 
     @classmethod
     def rows(cls, lengths: IntArray, width: int) -> "Sequences":
-        """Return one sequence per row, of ``lengths`` ``[b]``. ``width``: ``S``."""
+        """Return one sequence per row of a batch. ``lengths``: ``[b]``. ``width``: ``S``."""
         return cls(np.arange(len(lengths)) * width, lengths)
 
     @classmethod
     def find(cls, position_ids: IntArray, lengths: IntArray) -> "Sequences | None":
-        """Find the sequences of a batch. Returns None if every row contains at most one.
+        """Find the sequences in the rows of a batch. Returns None if no row contains several.
 
-        ``position_ids``: ``[b, S]``, 0 at the start of each sequence. ``lengths``: tokens of each
-        row, ``[b]``.
+        ``position_ids``: ``[b, S]``, 0 at the start of each sequence. ``lengths``: number of tokens
+        in each row, ``[b]``.
         """
         width = position_ids.shape[1]
         is_start = (position_ids == 0) & (np.arange(width) < lengths[:, None])
@@ -56,7 +56,7 @@ class Sequences(NamedTuple):
         return cls(offsets, ends - offsets)
 
     def cut(self, input_ids: IntArray) -> IntArray:
-        """Return the sequences in token ids ``[b, S]`` as rows ``[m, L]``, right-padded with 0."""
+        """Copy the sequences from token ids ``[b, S]`` to rows ``[m, L]``, right-padded with 0."""
         tokens = input_ids.ravel()
         rows = np.zeros((len(self.offsets), int(self.lengths.max(initial=0))), input_ids.dtype)
         for row, (offset, length) in enumerate(zip(self.offsets, self.lengths, strict=True)):
@@ -66,7 +66,10 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """Tree of n runs of tokens. A sequence is a path of runs from a root. Parents come first."""
+    """Prefixes that sequences share, as a tree of n runs of tokens.
+
+    A sequence is the concatenation of the runs from a root to a node. Parents precede children.
+    """
 
     starts: IntArray  # [n] position of a run's first token in its sequences
     lengths: IntArray  # [n] number of tokens of a run
@@ -77,64 +80,65 @@ class PrefixTree:
     owned: IntArray  # [m] index of the run
 
     def num_tokens(self, multiple: int = 1) -> int:
-        """Return the total number of tokens. Each run is rounded up to a ``multiple``."""
+        """Return the total number of tokens, with each run padded to a multiple of ``multiple``."""
         return int((-(-self.lengths // multiple) * multiple).sum())
 
 
 def build_prefix_tree(
     input_ids: IntArray, lengths: IntArray, least_saved: int = LEAST_SAVED
 ) -> PrefixTree:
-    """Build the prefix tree of a batch of token ids ``[b, S]``, right-padded, and lengths ``[b]``.
+    """Build the prefix tree of token ids ``[b, S]``, right-padded, with ``lengths`` ``[b]``.
 
-    A run in k sequences saves (k - 1) times its length in tokens. A common prefix becomes a run
-    only if it saves at least ``least_saved`` tokens.
+    A run that k sequences share saves (k - 1) times its length in tokens. A common prefix becomes a
+    separate run only if this saves at least ``least_saved`` tokens.
     """
     # In lexicographic order, sequences with a common prefix are adjacent.
     order = _sorted_sequences(input_ids, lengths)
     common = _common_with_previous(input_ids[order], lengths[order])
-    runs: list[tuple[int, int, int]] = []  # start, length, parent
-    sequences: list[IntArray] = []  # sequences that contain the run, per run
+    runs: list[tuple[int, int, int]] = []  # (start, length, parent)
+    run_owners: list[IntArray] = []  # for each run, the sequences that contain the run
 
     def add(start: int, end: int, parent: int, owners: IntArray) -> int:
         if end > start:
             runs.append((start, end - start, parent))
-            sequences.append(owners)
-        return len(runs) - 1
+            run_owners.append(owners)
+        return len(runs) - 1  # index of the added run
 
-    # Depth-first over ranges [low, high) of sequences that agree in their first `depth` tokens.
+    # Visit ranges [low, high) of sequences that agree in their first `depth` tokens, depth first.
+    # `parent` is the run that ends at `depth`.
     stack = [(0, len(order), 0, -1)] if len(order) else []
     while stack:
         low, high, depth, parent = stack.pop()
-        if high - low == 1:
+        if high - low == 1:  # a single sequence: its remaining tokens are a leaf
             add(depth, int(lengths[order[low]]), parent, order[low:high])
             continue
-        # Add the common prefix as a run if sharing saves enough tokens.
-        end = int(common[low + 1 : high].min())  # length of the prefix that all of them share
+        # Add the range's common prefix, up to `end`, as a run if sharing saves enough tokens.
+        end = int(common[low + 1 : high].min())
         if (end - depth) * (high - low - 1) >= max(1, least_saved):
             parent = add(depth, end, parent, order[low:high])
             depth = end
-        # Split the range at the first token after the common prefix.
-        forks = low + 1 + np.flatnonzero(common[low + 1 : high] == end)
-        ranges = list(pairwise([low, *forks.tolist(), high]))
+        # Split the range before each sequence that differs from the previous one at `end`.
+        splits = low + 1 + np.flatnonzero(common[low + 1 : high] == end)
+        ranges = list(pairwise([low, *splits.tolist(), high]))
         stack += [(start, stop, depth, parent) for start, stop in reversed(ranges)]
     # Convert the lists to arrays.
-    counts = [len(owners) for owners in sequences]
+    counts = [len(owners) for owners in run_owners]
     starts, sizes, parents = np.array(runs, np.int64).reshape(-1, 3).T
     return PrefixTree(
         starts,
         sizes,
         parents,
-        examples=np.array([owners[0] for owners in sequences], np.int64),
-        owners=np.concatenate([np.empty(0, np.int64), *sequences]),
+        examples=np.array([owners[0] for owners in run_owners], np.int64),
+        owners=np.concatenate([np.empty(0, np.int64), *run_owners]),
         owned=np.arange(len(counts)).repeat(counts),
     )
 
 
 def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -> PrefixTree | None:
-    """Build the prefix tree of a batch. Returns None if the tree saves too few tokens.
+    """Build the prefix tree of a batch, or return None if the tree saves too few tokens.
 
     ``input_ids``: ``[b, S]``, right-padded. ``lengths``: ``[b]``. ``multiple``: runs of the tree,
-    or sequences without a tree, are padded to multiples of this length.
+    or whole sequences without a tree, are padded to its multiples.
     """
     if len(lengths) < 2:
         return None
@@ -145,7 +149,7 @@ def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -
 
 
 def _sorted_sequences(input_ids: IntArray, lengths: IntArray) -> IntArray:
-    """Return the order of sequences by token ids (lexicographic, stable), [b]."""
+    """Return the indices [b] that sort the sequences lexicographically by token ids (stable)."""
     # Non-negative integers compare like their big-endian bytes.
     rows = np.ascontiguousarray(input_ids).astype(">i8")
     keys = [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
@@ -153,7 +157,7 @@ def _sorted_sequences(input_ids: IntArray, lengths: IntArray) -> IntArray:
 
 
 def _common_with_previous(input_ids: IntArray, lengths: IntArray) -> IntArray:
-    """Return the length of each row's common prefix with the previous row, ``[b]``."""
+    """For each row, return the length [b] of its common prefix with the previous row."""
     common = np.zeros(len(lengths), np.int64)
     for row in range(1, len(lengths)):
         shorter = min(lengths[row - 1], lengths[row])
@@ -164,7 +168,7 @@ def _common_with_previous(input_ids: IntArray, lengths: IntArray) -> IntArray:
 
 
 class RowGroup(NamedTuple):
-    """Adjacent rows that are assigned to the same micro-batch."""
+    """Adjacent rows that must be in the same micro-batch."""
 
     rows: range
     tokens: int  # number of tokens to compute. Without ``shares``, the sum over rows
@@ -183,16 +187,16 @@ def prefix_groups(
 ) -> list[list[RowGroup]]:
     """Group adjacent rows with a common prefix. Returns the groups of each global batch.
 
-    A group has at most ``max_tokens`` tokens, with the prefix counted once. Its rows have at most
-    1 / ``shards`` of the tokens of the global batch, with the prefix counted in every row.
+    A group has at most ``max_tokens`` tokens, where the common prefix counts once. A group has at
+    most 1 / ``shards`` of the tokens of the global batch, where the prefix counts in every row.
 
     Args:
         input_ids: token ids ``[B, S]``, right-padded. None: ignore common prefixes.
         lengths: number of tokens of each row, ``[B]``.
         batches: row indices of each global batch.
-        rows_per_group: number of adjacent rows that always stay together.
-        multiple: prefixes, their continuations and other rows are padded to multiples of it.
-        max_tokens: token budget of a micro-batch.
+        rows_per_group: number of adjacent rows, such as a pair, that are never separated.
+        multiple: prefixes, their continuations and other rows are padded to its multiples.
+        max_tokens: maximum number of tokens in a micro-batch.
         shards: number of shards of a global batch.
     """
     common = np.zeros_like(lengths)

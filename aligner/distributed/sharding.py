@@ -20,7 +20,7 @@ from aligner.errors import DataError
 
 
 class MicrobatchPlan(NamedTuple):
-    """Row indices of one micro-batch, and its length."""
+    """Row indices of one micro-batch, and its padded length."""
 
     rows: list[int]
     length: int  # padded width of a micro-batch, or padded tokens of a packed row. 0 without rows
@@ -31,10 +31,10 @@ ShardPlan = list[list[MicrobatchPlan]]
 
 
 def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> list[list[int]]:
-    """Assign ``rows`` to shards with about equal sums of ``weights[row]``.
+    """Assign ``rows`` to shards so that the sums of ``weights[row]`` are about equal.
 
-    Longest processing time first (Graham 1969): each row, heaviest first, is assigned to the
-    lightest shard. Returns the sorted rows of each shard.
+    Longest processing time first (Graham 1969): rows in order of decreasing weight go to the shard
+    with the smallest sum. Returns the sorted rows of each shard.
     """
     parts: list[list[int]] = [[] for _ in range(shards)]
     # Weight, number of rows, shard. The number of rows breaks ties, so that empty rows spread too.
@@ -75,8 +75,8 @@ def _padded(lengths: Sequence[int], multiple: int, max_tokens: int) -> list[int]
         if length > max_tokens:
             raise DataError(
                 f"row {row} has {lengths[row]} tokens, {length} when padded to a multiple of "
-                f"{multiple}, more than max_tokens_per_microbatch={max_tokens}. Raise the token "
-                f"budget to at least {max(padded)} or drop the row"
+                f"{multiple}, more than max_tokens_per_microbatch={max_tokens}. Raise this limit "
+                f"to at least {max(padded)}, or drop the row"
             )
     return padded
 
@@ -84,9 +84,9 @@ def _padded(lengths: Sequence[int], multiple: int, max_tokens: int) -> list[int]
 class LengthGroups:
     """Partitions rows into groups of at most ``max_tokens`` tokens with the least padding.
 
-    ``padded``: padded length of every row. The tokens of a group are its number of rows times its
-    largest padded length. In an optimal partition the rows of a group are neighbours in the order
-    of lengths. Dynamic programming over the suffixes of this order finds the optimum.
+    ``padded``: padded length of every row. A group has (number of rows) x (largest padded length)
+    tokens. With rows sorted by length, the groups of an optimal partition are contiguous. Dynamic
+    programming finds the optimum.
     """
 
     def __init__(self, rows: Sequence[int], padded: Sequence[int], max_tokens: int) -> None:
@@ -103,11 +103,11 @@ class LengthGroups:
 
     @property
     def fewest(self) -> int:
-        """Minimum number of groups within the token budget."""
+        """Minimum number of groups that the token limit allows."""
         return int(self._min_groups[0])
 
     def cut(self, count: int) -> list[list[int]]:
-        """Return ``count`` groups (at most one per row) with minimum tokens, longest rows first."""
+        """Return ``count`` groups, at most one per row, with fewest tokens. Longest rows first."""
         count = min(count, len(self._rows))
         best_end = self._solve(count - self.fewest)
         groups = []
@@ -148,13 +148,13 @@ class _TokenBudget(TypedDict):
 
 
 class DynamicBatchingArgs(_TokenBudget):
-    """Arguments of ``shard_by_batch_size`` for padded micro-batches under a token budget."""
+    """Arguments of ``shard_by_batch_size`` for padded micro-batches with a limit of tokens."""
 
     sequence_length_round: int  # padded lengths are rounded up to a multiple of this value
 
 
 class SequencePackingArgs(_TokenBudget):
-    """Arguments of ``shard_by_batch_size`` for packed rows of several sequences."""
+    """Arguments of ``shard_by_batch_size`` for micro-batches of one packed row."""
 
     algorithm: str  # name of a packing algorithm
     sequence_length_pad_multiple: int  # each sequence is padded to a multiple of this value
@@ -165,7 +165,7 @@ class SequencePackingArgs(_TokenBudget):
 
 
 class MicroBatching(TypedDict, total=False):
-    """Arguments of `shard_by_batch_size` with a token budget. At most one key is set."""
+    """Keyword arguments for `shard_by_batch_size`: one of the two keys, or none."""
 
     dynamic_batching_args: DynamicBatchingArgs
     sequence_packing_args: SequencePackingArgs
@@ -174,41 +174,41 @@ class MicroBatching(TypedDict, total=False):
 def dynamic_plan(
     columns: Mapping[str, Any], args: DynamicBatchingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Plan padded micro-batches within the token budget, for each shard.
+    """Plan padded micro-batches for each shard.
 
-    Items with shared prefixes get separate micro-batches, in which they are packed. ``columns``:
-    columns of the batch. ``batches``: row indices of each global batch. Raises `DataError` if an
-    item exceeds the token budget.
+    Row groups with a shared prefix get separate, packed micro-batches. ``columns``: columns
+    of the batch. ``batches``: row indices of each global batch. Raises `DataError` if a group of
+    rows exceeds the maximum number of tokens.
     """
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
-    tokens = args["max_tokens_per_microbatch"]
-    size = args.get("rows_per_group", 1)
+    max_tokens = args["max_tokens_per_microbatch"]
     items, item_batches, row_lengths = _items(columns, args, batches, multiple, shards)
-    budget = at_least("max_tokens_per_microbatch", tokens // size, 1)
-    # Items and their weights, in tokens.
+    # An item is a group of rows that are padded to the longest of them, so limit one row's length.
+    max_row_tokens = max_tokens // args.get("rows_per_group", 1)
+    max_row_tokens = at_least("max_tokens_per_microbatch", max_row_tokens, 1)
     lengths = [max(row_lengths[row] for row in item.rows) for item in items]
-    packer = get_packer("first_fit_decreasing", tokens)
-    padded = _padded(lengths, multiple, budget)
+    padded = _padded(lengths, multiple, max_row_tokens)
+    # The weight of an item is its number of tokens.
+    packer = get_packer("first_fit_decreasing", max_tokens)
     shared = {index: item.tokens for index, item in enumerate(items) if item.shares}
-    rows_per_item = packer.bin_capacity // budget
+    rows_per_item = packer.bin_capacity // max_row_tokens
     weights = [shared.get(item, rows_per_item * length) for item, length in enumerate(lengths)]
 
-    # Items with shared prefixes are packed. Others are cut into groups of similar length.
+    # Items with shared prefixes are packed. Others are grouped by length. `shard_items` has the
+    # item indices of each shard, and the result those of each micro-batch of each shard.
     def pack_shared(indices: list[int]) -> list[list[int]]:
         packable = [index for index in indices if index in shared]
         bins = packer.pack([shared[index] for index in packable])
         return [[packable[i] for i in positions] for positions in bins]
 
-    def form(parts: list[list[int]]) -> list[list[list[int]]]:
-        packed = [pack_shared(indices) for indices in parts]
-        unshared = [[index for index in indices if index not in shared] for indices in parts]
-        groups = [LengthGroups(indices, padded, budget) for indices in unshared]
-        # All shards get the number of micro-batches of the shard that needs the most.
-        shard_parts = list(zip(packed, groups, strict=True))
-        count = max(len(bins) + group.fewest for bins, group in shard_parts)
-        return [
-            bins + group.cut(max(group.fewest, count - len(bins))) for bins, group in shard_parts
-        ]
+    def form(shard_items: list[list[int]]) -> list[list[list[int]]]:
+        packed = [pack_shared(indices) for indices in shard_items]
+        unshared = [[index for index in indices if index not in shared] for indices in shard_items]
+        groups = [LengthGroups(indices, padded, max_row_tokens) for indices in unshared]
+        # All shards get as many micro-batches as the shard that needs the most.
+        pairs = list(zip(packed, groups, strict=True))
+        count = max(len(bins) + group.fewest for bins, group in pairs)
+        return [bins + group.cut(max(group.fewest, count - len(bins))) for bins, group in pairs]
 
     def length(indices: list[int]) -> int:
         return max((padded[index] for index in indices), default=0)
@@ -219,7 +219,7 @@ def dynamic_plan(
 def packed_plan(
     columns: Mapping[str, Any], args: SequencePackingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Plan micro-batches of one packed row each, for each shard. Arguments: see `dynamic_plan`."""
+    """Plan micro-batches of one packed row each, for each shard. Arguments: as `dynamic_plan`."""
     capacity = at_least("max_tokens_per_microbatch", args["max_tokens_per_microbatch"], 1)
     multiple = at_least("sequence_length_pad_multiple", args["sequence_length_pad_multiple"], 1)
     # Items, packer, and padded lengths.
@@ -255,18 +255,18 @@ def _items(
     multiple: int,
     shards: int,
 ) -> tuple[list[RowGroup], list[range], list[int]]:
-    """Form the items. Return them, their indices per global batch, and the length of each row."""
+    """Return the row groups, their indices in each global batch, and the length of each row."""
     lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
-    size, rows = at_least("rows_per_group", args.get("rows_per_group", 1), 1), len(lengths)
-    if rows % size:
-        raise DataError(f"{rows} rows are not a multiple of rows_per_group={size}")
+    size = at_least("rows_per_group", args.get("rows_per_group", 1), 1)
+    if len(lengths) % size:
+        raise DataError(f"{len(lengths)} rows are not a multiple of rows_per_group={size}")
     for batch in batches:
         if batch.start % size or batch.stop % size:
             raise DataError(
                 f"a global batch of rows {batch.start} to {batch.stop} splits a group of {size} "
                 f"adjacent rows. Make the batch size a multiple of {size}"
             )
-    # Group rows, then number the groups over all global batches.
+    # Group the rows of each global batch.
     ids = torch.as_tensor(columns[args["input_key"]])
     groups = prefix_groups(
         ids.cpu().numpy() if args.get("shared_prefixes") else None,
@@ -277,6 +277,7 @@ def _items(
         max_tokens=args["max_tokens_per_microbatch"],
         shards=shards,
     )
+    # Number the groups over all global batches.
     bounds = accumulate((len(batch) for batch in groups), initial=0)
     items = [item for batch in groups for item in batch]
     return items, [range(start, stop) for start, stop in pairwise(bounds)], lengths

@@ -25,7 +25,7 @@ _ATTEMPT_S = 10.0  # time limit of one attempt to reserve bundles on selected no
 
 
 class RayVirtualCluster:
-    """Reserves bundles on the nodes of the connected Ray cluster, and starts worker groups."""
+    """Reserved resources (bundles) on the nodes of a Ray cluster, on which worker groups start."""
 
     engine = "ray"
 
@@ -53,14 +53,14 @@ class RayVirtualCluster:
             cpus_per_bundle: number of CPUs in a bundle.
             parallel: default model-parallel sizes of worker groups.
             seed: seed of the random generators of training workers.
-            timeout_s: time limit of calls, and of waits between workers, in seconds.
+            timeout_s: maximum time in seconds for a call, and for collectives between workers.
             log_dir: directory of logs, visible on all nodes. Default: a temporary directory.
             env_vars: environment variables, set before the workers import anything.
         """
         import ray
 
         self.name, self.timeout_s = name, timeout_s
-        # Resources of a bundle.
+        # Resources of a bundle: CPUs, and one GPU if the cluster has GPUs.
         if use_gpus is None:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             use_gpus = has_gpus and os.environ.get("ALIGNER_FORCE_CPU") != "1"
@@ -69,10 +69,11 @@ class RayVirtualCluster:
         self._counts = list(bundle_ct_per_node_list)
         self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if use_gpus else {})}
         self._env_vars = dict(env_vars or {})
-        # Workers of several groups may share a bundle and its GPU, in equal parts.
+        # A bundle has one worker of each group. Every worker gets an equal part, rounded down to
+        # Ray's smallest unit, 1e-4.
         self._max_groups = max_colocated_worker_groups
         self.shares_bundles = self._max_groups > 1
-        share = {  # Ray counts resources in units of 1e-4
+        share = {
             kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
         }
         self.worker_resources = {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)}
@@ -98,17 +99,17 @@ class RayVirtualCluster:
         Args:
             worker_class: dotted path of the class.
             name_prefix: name of the role in messages and logs.
-            layout: layout of the workers. Default: the layout of ``parallel`` on all bundles.
-            python_executable: another interpreter for the workers. They get no ``parallel`` and no
-                torch.distributed world. They start after all other groups are constructed, because
-                they measure free memory.
+            layout: ranks of the workers by axis. Default: those of ``parallel`` on all bundles.
+            python_executable: another Python interpreter for the workers. Such workers get no
+                argument ``parallel`` and do not join torch.distributed. They start last, when all
+                other groups have allocated memory, because they measure free memory.
             parallel: model-parallel sizes of this group. Default: the sizes of the cluster.
             workers_per_node: number of bundles to use on each node. Default: all.
             env_vars: environment variables of this group, which override the cluster's.
             kwargs: other arguments of the class.
 
-        Raises `LayoutError` for sizes that do not divide the workers, and `WorkerError` if
-        ``max_colocated_worker_groups`` groups exist already.
+        Raises `LayoutError` if the sizes do not divide the number of workers, and `WorkerError` if
+        the cluster already has ``max_colocated_worker_groups`` groups.
         """
         sizes = parallel or self._parallel
         if layout is None:
@@ -151,7 +152,10 @@ class RayVirtualCluster:
         return sum(self._counts)
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Return ``workers_per_node`` bundles (one number, or one per node; None: all) per node."""
+        """Return the first ``workers_per_node`` bundles of each node. None means all bundles.
+
+        ``workers_per_node``: the same number for each node, or a sequence with one number per node.
+        """
         if workers_per_node is None:
             return self.bundles
         if isinstance(workers_per_node, int):
@@ -186,7 +190,6 @@ class RayVirtualCluster:
         return True
 
     def _reserve(self) -> list[Bundle]:
-        """Reserve the bundles. Retry for up to a minute, because resources may be released."""
         deadline = time.monotonic() + min(_PLACING_S, self.timeout_s)
         while True:
             nodes = self._select_nodes()
@@ -202,7 +205,7 @@ class RayVirtualCluster:
             time.sleep(0.5)
 
     def _select_nodes(self) -> list[str] | None:
-        """Select a node with enough free resources for each count of bundles, or return None."""
+        """Return one node per count of bundles, with enough free resources, or None."""
         from ray._private.state import available_resources_per_node
 
         free = available_resources_per_node()

@@ -45,7 +45,7 @@ _NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES"}
 
 @dataclass(frozen=True)
 class Bundle:
-    """Resources on a node for one worker of each worker group."""
+    """Reserved CPUs and GPUs on a node, for one worker of each worker group."""
 
     group: Any  # Ray's placement group
     index: int  # in the placement group
@@ -53,7 +53,7 @@ class Bundle:
 
 
 class BundleCluster(Protocol):
-    """The part of `RayVirtualCluster` that worker groups use. Avoids a circular import."""
+    """Interface of `RayVirtualCluster` for worker groups. Avoids a circular import."""
 
     name: str
     timeout_s: float
@@ -63,14 +63,14 @@ class BundleCluster(Protocol):
     worker_resources: dict[str, float]
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """See `RayVirtualCluster.bundles_for`."""
+        """Return the bundles on each node. See `RayVirtualCluster.bundles_for`."""
 
 
 class RayWorkerBuilder:
-    """Class of a worker, or its dotted path, and the arguments of the constructor.
+    """A worker's class, or its dotted path, and the arguments of its constructor.
 
-    If the keyword argument ``worker_sharding_annotations`` is given, the workers of a group form a
-    torch.distributed world of this layout.
+    With the keyword argument ``worker_sharding_annotations`` (`NamedSharding`), the workers of a
+    group join one torch.distributed world with this layout.
     """
 
     def __init__(self, worker_class: str | type, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ class RayWorkerBuilder:
 
     @property
     def layout(self) -> ParallelConfig | None:
-        """Layout of the workers' torch.distributed world. None if they form no world."""
+        """Model-parallel sizes of the workers' torch.distributed world, or None without a world."""
         sharding: NamedSharding | None = self.kwargs.get("worker_sharding_annotations")
         if sharding is None:
             return None
@@ -94,10 +94,10 @@ class RayWorkerBuilder:
 
 
 class MultiWorkerFuture(list["ObjectRef"]):
-    """List of Ray's references to the results of a method call, one per worker.
+    """Results of a method call on several workers, as a list of Ray's references.
 
-    ``ray.get`` of the list returns all results, or raises `WorkerFailure`. ``calls``: reference and
-    identity of each worker. ``returned``: positions in ``calls`` that `get_results` returns.
+    ``ray.get`` of the list returns all results, or raises `WorkerFailure`. ``calls``: (reference,
+    identity) of each worker. ``returned``: indices of the calls whose results are returned.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class MultiWorkerFuture(list["ObjectRef"]):
         self.returned, self.timeout_s = returned, timeout_s
 
     def get_results(self) -> list[Any]:
-        """Wait for all workers. Return their results, and equal (replicated) results once.
+        """Wait for all workers and return their results, of replicated (equal) ones only the first.
 
         Raises:
             AlignerError: a worker raised this error. It is raised again with the same class.
@@ -139,20 +139,21 @@ class RayWorkerGroup:
         seed: int = 1234,
         python_executable: str | None = None,
     ) -> None:
-        """Start one worker on each bundle, without waiting for the construction of the workers.
+        """Start one worker on each bundle, without waiting until the workers are constructed.
 
-        `wait_until_started` or the first call raises errors of the construction.
+        Errors of a constructor are raised by `wait_until_started` and by the first call.
 
         Args:
             cluster: cluster whose bundles the workers use.
             worker_builder: class and arguments of the workers.
             name_prefix: name of the role in messages and log names.
             workers_per_node: bundles to use on each node, one value or one per node. Default: all.
-            sharding_annotations: layout of the workers. Default: only data parallel.
+            sharding_annotations: ranks of the workers by axis. Default: all are data parallel.
             env_vars: additional environment variables, set before the workers import anything.
-            parallel: model-parallel sizes of a torch.distributed world that the workers form. Each
-                gets its `ParallelState` as keyword ``parallel``. Default: the builder's layout.
-            seed: seed of the random generators in this world.
+            parallel: model-parallel sizes of a torch.distributed world that the workers join. Each
+                worker gets its `ParallelState` as argument ``parallel``. Default: the builder's
+                layout.
+            seed: seed of the workers' random generators if they join a world.
             python_executable: interpreter of the workers, with the same version of Ray.
         """
         bundles = cluster.bundles_for(workers_per_node)
@@ -205,7 +206,7 @@ class RayWorkerGroup:
                 wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> MultiWorkerFuture:
-        """Start a call with the same arguments on every worker. All results are returned."""
+        """Start a call with the same arguments on every worker. The future returns all results."""
         ranks = range(len(self._actors))
         return self._start_call(method_name, kwargs, dict.fromkeys(ranks, ()), ranks)
 
@@ -224,7 +225,7 @@ class RayWorkerGroup:
         output_is_replicated: Sequence[str],
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> MultiWorkerFuture:
-        """Start a call on each worker. Its argument ``data`` is the shard for its coordinates.
+        """Start a call on each worker. Argument ``data`` is the shard for its coordinates.
 
         Args:
             method_name: name of the method.
@@ -241,30 +242,31 @@ class RayWorkerGroup:
             if name not in sizes:
                 raise WorkerError(f"{method_name}: no axis {name!r}. The axes are {list(sizes)}")
         _check_shards(method_name, data, [sizes[name] for name in in_sharded_axes])
-        # Call every worker, except along unused axes only the worker at coordinate 0.
+        # Select the workers to call: along unused axes only those at coordinate 0.
         unused_axes = set(sizes) - set(in_sharded_axes) - set(replicate_on_axes)
-        stored: dict[tuple[int, ...], Any] = {}
-        shards: dict[int, tuple[Any, ...]] = {}
-        returned: list[int] = []
+        stored_shards: dict[tuple[int, ...], Any] = {}  # each shard is stored once
+        shards: dict[int, tuple[Any, ...]] = {}  # rank → (its shard,)
+        returned: list[int] = []  # positions of the results to return, in the order of calls
         for rank in np.ravel(self.sharding_annotations.layout).tolist():
             coordinates = self.sharding_annotations.get_worker_coords(rank)
             if any(coordinates[axis] for axis in unused_axes):
                 continue
             index = tuple(coordinates[axis] for axis in in_sharded_axes)
-            if index not in stored:
-                stored[index] = _put(functools.reduce(operator.getitem, index, data))
+            if index not in stored_shards:
+                shard = functools.reduce(operator.getitem, index, data)  # data[i][j]...
+                stored_shards[index] = _put(shard)
             if not any(coordinates[axis] for axis in output_is_replicated):
                 returned.append(len(shards))
-            shards[rank] = (stored[index],)
+            shards[rank] = (stored_shards[index],)
         return self._start_call(method_name, common_kwargs or {}, shards, returned)
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
-        """Wait for a call. Return the results of `MultiWorkerFuture.get_results`."""
+        """Wait for a call and return the results of `MultiWorkerFuture.get_results`."""
         with self._unhealthy_on_error():
             return future.get_results()
 
     def recover(self) -> bool:
-        """After a failed call, wait until workers answer again. Return whether all answered."""
+        """After a failed call, wait until the workers answer again. Return True if all do."""
         references = (actor.identity.remote() for actor in self._actors)
         calls = list(zip(references, self._identities, strict=True))
         try:
@@ -275,10 +277,7 @@ class RayWorkerGroup:
         return self.is_healthy
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on each worker, unless a call failed. Then end the processes.
-
-        Returns False if the cleanup failed.
-        """
+        """Call ``cleanup_method`` and end the workers. Return False if the cleanup failed."""
         if sys.is_finalizing():  # imports are impossible now. Ray ends the workers itself
             return False
         import ray
@@ -319,7 +318,7 @@ class RayWorkerGroup:
         shards: Mapping[int, tuple[Any, ...]],
         returned: Sequence[int],
     ) -> MultiWorkerFuture:
-        """Call a method on each rank in ``shards``, which maps ranks to (shard,) or ()."""
+        """Start a method call on each rank in ``shards``, which maps a rank to (shard,) or ()."""
         self.wait_until_started()
         common, name = _put(dict(kwargs)) if kwargs else {}, f"{self.name_prefix}.{method_name}"
         calls = [

@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return a handle method that calls ``method`` on all workers. It returns the first result."""
+    """Return a handle method that calls ``method`` on all workers, and returns the first result."""
 
     @functools.wraps(method)
     def call(handle: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,7 +46,7 @@ def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 
 def phase(method: Callable[[Any], R]) -> Callable[..., R]:
-    """Return a handle method as `on_all_workers` does. It ignores arguments, as in NeMo-RL."""
+    """Like `on_all_workers`, for methods without arguments. Ignores arguments, like NeMo-RL."""
     call = on_all_workers(method)
     return functools.wraps(method)(lambda handle, *args, **kwargs: call(handle))
 
@@ -56,11 +56,11 @@ def scored_rows(
     columns: Sequence[str],
     optional: Sequence[str] = (),
 ) -> Callable[Concatenate[Any, P], BatchedDataDict]:
-    """Return a handle method that scores the rows of a batch with all workers, in row order.
+    """Return a method of a handle, such as `Policy`, that scores a batch with all workers.
 
-    ``method``: worker method with the parameters ``data`` (a shard) and ``micro_batch_size``.
-    ``columns``: columns that the workers get (`columns_of`). ``optional``: columns that they get if
-    the batch contains them.
+    The scores have the row order of the batch. ``method``: worker method with the parameters
+    ``data`` (a shard) and ``micro_batch_size``. ``columns``: columns that the workers get
+    (`columns_of`). ``optional``: columns that they get if the batch contains them.
     """
 
     @functools.wraps(method)
@@ -83,7 +83,7 @@ def scored_rows(
 
 
 def named_arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of ``method`` by parameter name, without the first parameter (self)."""
+    """Return the arguments of a call by parameter name, without self."""
     signature = inspect.signature(method)
     signature.bind(None, *args, **kwargs)  # raises TypeError in this process, not in a worker
     return dict(zip(list(signature.parameters)[1:], args, strict=False)) | kwargs
@@ -92,7 +92,7 @@ def named_arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> di
 def start_on_all(
     group: WorkerGroup, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
 ) -> WorkerFuture:
-    """Start ``method`` with the same arguments on all workers, without waiting."""
+    """Start ``method`` with the same arguments on all workers. Return a future."""
     arguments = named_arguments(method, *args, **kwargs)
     return group.run_all_workers_single_data(method.__name__, **arguments)
 
@@ -114,22 +114,21 @@ def run_sharded(
 ) -> tuple[list[R], list[int]]:
     """Call a worker method with one shard of ``data`` per data-parallel rank.
 
-    Returns one result per rank, in order, and for each row of the joined results its index in
-    ``data``.
+    Returns (results, order): one result per rank, and for each row of the concatenated results its
+    index in ``data``.
 
-    ``batch_size``: number of rows in a global batch, which is split evenly over the ranks. None:
-    rows are independent, and shards may be uneven or empty. ``batching``: arguments for
-    micro-batches (`micro_batching`). ``kwargs``: other arguments of the method.
+    ``batch_size``: number of rows in a global batch, which is split evenly over the ranks. None
+    means that rows are independent, so shards may be uneven or empty. ``batching``: result of
+    `micro_batching`. ``kwargs``: other arguments of the method.
     """
-    shards: Any = data.shard_by_batch_size(
+    result: Any = data.shard_by_batch_size(
         group.sharding_annotations.shape["data_parallel"],
         batch_size=batch_size,
         allow_uneven_shards=batch_size is None,
         **(batching or {}),
     )
-    order = list(range(data.size))
-    if batching:
-        shards, order = shards
+    # With micro-batches, rows are moved between shards.
+    shards, order = result if batching else (result, list(range(data.size)))
     # Model-parallel ranks get the same shard and return the same result.
     future = group.run_all_workers_sharded_data(
         method.__name__,
@@ -149,25 +148,25 @@ def micro_batching(
     micro_batch_size: int | None = None,
     rows_per_group: int = 1,
 ) -> MicroBatching:
-    """Return the arguments of `shard_by_batch_size` for micro-batches with a token budget.
+    """Return the arguments of `shard_by_batch_size` for micro-batches with a limit of tokens.
 
-    The result is empty if there is no budget, if ``micro_batch_size`` is given, or if ``model`` is
-    None (the workers form micro-batches themselves). ``training``: use the budget of training, not
-    of scoring. ``rows_per_group``: number of adjacent rows that stay in one micro-batch.
+    Returns {} if there is no such limit, ``micro_batch_size`` is given, or ``model`` is None (the
+    workers form micro-batches). ``training``: use the limit for training, otherwise the limit for
+    log-probs and values. ``rows_per_group``: number of adjacent rows in the same micro-batch.
     """
     if model is None or model.token_budgets is None or micro_batch_size is not None:
         return {}
-    # Token budget of the phase.
+    # Maximum number of tokens in a micro-batch.
     budgets = model.token_budgets
-    tokens = budgets.train_mb_tokens
+    max_tokens = budgets.train_mb_tokens
     if not training and budgets.logprob_mb_tokens is not None:
-        tokens = budgets.logprob_mb_tokens
+        max_tokens = budgets.logprob_mb_tokens
     arguments: Any = {
-        "max_tokens_per_microbatch": tokens,
+        "max_tokens_per_microbatch": max_tokens,
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
         "rows_per_group": rows_per_group,
-        "shared_prefixes": model.plans_shared_prefixes,
+        "shared_prefixes": model.shared_prefixes and model.dropout == 0.0,  # not with dropout
     }
     if model.sequence_packing.enabled is True:
         arguments["algorithm"] = model.sequence_packing.algorithm
@@ -180,7 +179,7 @@ def micro_batching(
 
 @dataclass(frozen=True)
 class LocalFuture:
-    """Results of a completed call."""
+    """Results of a call that has ended."""
 
     results: list[Any]
 
@@ -190,7 +189,7 @@ class LocalFuture:
 
 
 class LocalWorkerGroup:
-    """Worker group of all processes of a torch.distributed world. Each calls its own worker."""
+    """Worker group without Ray: each process of a torch.distributed world calls its own worker."""
 
     is_healthy = True  # calls run in this process, so no worker can be left waiting
 
@@ -201,7 +200,7 @@ class LocalWorkerGroup:
         )
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> LocalFuture:
-        """Call ``method_name(**kwargs)`` on this process's worker. All processes must call this."""
+        """Call a method of this process's worker. All processes must call this together."""
         return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
 
     def run_all_workers_sharded_data(
@@ -219,21 +218,21 @@ class LocalWorkerGroup:
         is_data_parallel = list(in_sharded_axes) == ["data_parallel"] and len(data) == size
         if not is_data_parallel or set(other_axes) - set(MODEL_AXES):
             raise WorkerError(
-                f"{method_name}: got {list(in_sharded_axes)} and {other_axes} as sharded and "
-                f"replicated axes, and {len(data)} shards for {size} data-parallel ranks. Pass "
-                f"['data_parallel'], axes in {MODEL_AXES}, and a shard per rank"
+                f"{method_name}: in_sharded_axes={list(in_sharded_axes)} must be "
+                f"['data_parallel'], the other axes {other_axes} must be in {MODEL_AXES}, and one "
+                f"shard per rank is needed, got {len(data)} shards for {size} data-parallel ranks"
             )
-        # Call this process's worker, and exchange results or failures over data parallel.
+        # Call this process's worker, and exchange results or errors with data-parallel ranks.
         arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}
         if size == 1:
             return LocalFuture([getattr(self.worker, method_name)(**arguments)])
         try:
             result = to_host(getattr(self.worker, method_name)(**arguments))
         except Exception as error:
-            # Other exceptions may not be picklable, which would block the peers.
+            # The other ranks wait for this rank's result, so send the error. It must be picklable.
             text = f"{method_name} failed on rank {self.parallel.rank}: {type(error).__name__}"
-            sendable = error if isinstance(error, AlignerError) else WorkerError(f"{text}: {error}")
-            gather_objects(sendable, self.parallel.dp_group)
+            message = error if isinstance(error, AlignerError) else WorkerError(f"{text}: {error}")
+            gather_objects(message, self.parallel.dp_group)
             raise
         results = gather_objects(result, self.parallel.dp_group)
         for result in results:
@@ -250,14 +249,14 @@ class LocalWorkerGroup:
         return True
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on this process's worker. The process keeps running."""
+        """Call ``cleanup_method`` on this process's worker. Return True. The process continues."""
         if cleanup_method is not None:
             getattr(self.worker, cleanup_method)()
         return True
 
 
 class LocalCluster:
-    """Cluster of the processes that torchrun or the script started, or of this process alone."""
+    """Cluster without Ray: the processes that torchrun or the script started, or this one alone."""
 
     engine = "local"
 
@@ -281,11 +280,11 @@ class LocalCluster:
     ) -> LocalWorkerGroup:
         """Construct ``worker_class(parallel=..., **kwargs)`` in this process.
 
-        ``env_vars`` stay set after the call. Raises `LayoutError` if ``parallel`` is not the layout
-        of the processes, and `ConfigError` if ``workers_per_node`` is not their number on this
-        machine.
+        ``env_vars`` remain set after the call. Raises `LayoutError` if ``parallel`` differs from
+        the layout of the processes, and `ConfigError` if ``workers_per_node`` differs from the
+        number of processes on this machine.
         """
-        # The launcher decided the layout, so the arguments must agree with it.
+        # The processes exist already, so the arguments must agree with them.
         if parallel is not None and parallel != self.parallel.config:
             raise LayoutError(
                 f"{name_prefix}: the layout {parallel} differs from the layout of the processes, "
@@ -299,7 +298,7 @@ class LocalCluster:
                 f"{local_count} processes of this machine. Leave it out, or use a RayVirtualCluster"
             )
         os.environ.update({key: str(value) for key, value in (env_vars or {}).items()})
-        # Construct the worker in this process.
+        # "package.module.Class" is resolved as "package.module:Class".
         constructor = pkgutil.resolve_name(":".join(worker_class.rsplit(".", 1)))
         try:
             worker = constructor(parallel=self.parallel, **kwargs)
@@ -314,7 +313,7 @@ class LocalCluster:
 
 
 def to_host(value: Any) -> Any:
-    """Copy every tensor in ``value`` to host memory, so that the value can be pickled."""
+    """Return ``value`` with every tensor copied to host memory, so that it can be pickled."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):

@@ -40,7 +40,6 @@ class ToolCall(NamedTuple):
     id: str | None = None  # written by the policy
 
     def __str__(self) -> str:
-        """Return ``add(x=1)``, with long values cut and the problem appended."""
         items = self.arguments.items()
         arguments = ", ".join(f"{name}={_SHORT.repr(value)}" for name, value in items)
         return f"{self.name}({arguments})" + (f": {self.problem}" if self.problem else "")

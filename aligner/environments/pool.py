@@ -97,14 +97,6 @@ class EnvironmentPool(ProcessPool):
             )
         )
 
-    def call(self, calls: Sequence[Call]) -> list[CallAnswer | Failure]:
-        """Make calls of different slots at the same time, each with its own time limit."""
-        pairs = zip(calls, self.begin(calls), strict=True)
-        return [
-            began if isinstance(began, Failure) else self.receive(call, began)
-            for call, began in pairs
-        ]
-
     def begin(self, calls: Sequence[Call]) -> list[float | Failure]:
         """Send calls. Returns the start time of each (``time.monotonic()``), or its failure."""
         # Only a first call may start a process.

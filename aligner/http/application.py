@@ -23,7 +23,7 @@ MAX_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # total size of the bodies of all current r
 
 
 def check_bearer(request: Request, token: str | None) -> None:
-    """Raise an `HTTPException` (401) if a request lacks ``token``. None admits all requests."""
+    """Raise `HTTPException` 401 if a request's bearer token is not ``token`` (None: any)."""
     if token is None:
         return
     header = request.headers.get("Authorization", "").encode()
@@ -32,7 +32,7 @@ def check_bearer(request: Request, token: str | None) -> None:
 
 
 class Bodies:
-    """Reads the bodies of requests, with a limit on the total size of all current bodies."""
+    """Reads request bodies, and limits the bytes of all bodies in memory."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -42,10 +42,10 @@ class Bodies:
     async def read(
         self, request: Request, parse: Callable[[bytearray], Parsed]
     ) -> AsyncIterator[Parsed]:
-        """Read a request's body and yield the result of ``parse``.
+        """Async context manager: read a request's body, and yield the result of ``parse``.
 
-        Until the block ends, the body counts towards `MAX_BYTES_IN_FLIGHT`. Raises an
-        `HTTPException`: 411, 413 or 503 for the size, and 400 if ``parse`` fails.
+        In the block the body counts towards `MAX_BYTES_IN_FLIGHT`. Raises `HTTPException`: 411, 413
+        or 503 for the size, and 400 if ``parse`` fails.
         """
 
         def parsed() -> Parsed:
@@ -70,7 +70,7 @@ class Bodies:
 
 
 def blame_sender(function: Callable[..., Parsed], *arguments: Any) -> Parsed:
-    """Call ``function``, which reads a request's contents, and raise its errors as status 400."""
+    """Call ``function`` on a request's contents. Convert its errors to `HTTPException` 400."""
     try:
         return function(*arguments)
     except HTTPException:
@@ -92,12 +92,17 @@ def http_server(
     refusal: Refusal = lambda status, cause: {"error": cause},
     connections: int | None = None,
 ) -> Iterator[tuple[str, int]]:
-    """Answer requests in a thread until the block ends. The context manager yields host and port.
+    """Context manager: serve HTTP in a thread during the block, and yield (host, port).
 
-    Port 0 chooses a free port. When the block ends, the jobs in ``queue`` fail. ``setting``:
-    configuration keys and values of the address, for the error message. ``refusal``: returns the
-    body of an error response. ``connections``: maximum number of connections, which the limit of
-    open files may reduce. Raises `ConfigError` if the server cannot listen at ``address``.
+    Args:
+        address: (host, port) to listen at. Port 0 selects a free port.
+        routes: "METHOD /path" -> endpoint.
+        queue: queue of the endpoints. Its jobs fail when the block ends.
+        setting: configuration key and value of the address, for the error message.
+        refusal: function of HTTP status and cause that returns the body of an error response.
+        connections: maximum number of connections, lowered to the limit of open files.
+
+    Raises `ConfigError` if the server cannot listen at ``address``.
     """
     endpoints = ", ".join(route for route in routes if "{" not in route)
 
@@ -105,7 +110,7 @@ def http_server(
         status, cause = 500, f"{type(error).__name__}: {error}"
         if isinstance(error, HTTPException):
             status, cause = error.status_code, error.detail
-        # List the endpoints after an unknown path or method.
+        # For an unknown path or method, list the endpoints.
         if cause in ("Not Found", "Method Not Allowed"):
             cause += f": {request.method} {request.url.path[:80]!r}. There are {endpoints}"
         return JSONResponse(refusal(status, cause), status)
@@ -117,7 +122,7 @@ def http_server(
     )
     for route, endpoint in routes.items():
         method, _, path = route.partition(" ")
-        # Without a response model, answers are not validated a second time.
+        # Without a response model, FastAPI does not validate the answers.
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     with listening(app, address, refusal, setting, connections) as actual_address:
         try:

@@ -36,7 +36,7 @@ Refusal = Callable[[int, str], Any]  # returns an error response's body from sta
 
 
 class _Connection(H11Protocol):
-    """A connection for one request, with time limits that uvicorn does not have."""
+    """A connection for one request, with time limits for its arrival, which uvicorn lacks."""
 
     max_connections: int
     refusal: Refusal
@@ -57,7 +57,6 @@ class _Connection(H11Protocol):
 
     @property
     def is_arriving(self) -> bool:
-        """True until the whole request has arrived."""
         return self.cycle is None or self.cycle.more_body
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -76,13 +75,12 @@ class _Connection(H11Protocol):
                 super().data_received(data[start : start + _CHUNK_BYTES])
 
     def eof_received(self) -> None:
-        """Refuse a request whose body is incomplete. Then asyncio closes the connection."""
+        """Refuse a request whose body is incomplete, when the client closes its end."""
         if self.cycle is not None and self.cycle.more_body:
             self.conn.receive_data(b"")
             self.handle_events()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request for which h11 raises an error."""
         error = sys.exception()
         self._refuse(getattr(error, "error_status_hint", 400), f"{msg} {error}")
 
@@ -95,7 +93,7 @@ class _Connection(H11Protocol):
             self._refuse(408, f"the request did not arrive within {limit_s:g} s")
 
     def _refuse(self, status: int, cause: str) -> None:
-        """Send an error response without calling the application, and close the connection."""
+        """Send an error response without calling the application. Close the connection."""
         body = json.dumps(self.refusal(status, cause)).encode()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nConnection: close\r\n"
@@ -109,16 +107,17 @@ class _Connection(H11Protocol):
 def listening(
     app: FastAPI, address: tuple[str, int], refusal: Refusal, setting: str, connections: int | None
 ) -> Iterator[tuple[str, int]]:
-    """Serve ``app`` inside the block. See `aligner.http.application.http_server`."""
+    """Context manager: serve ``app`` in a thread, and yield (host, port). See `http_server`."""
     max_connections = _within_open_files(connections or MAX_CONNECTIONS)
-    attributes = {"refusal": staticmethod(refusal), "max_connections": max_connections}
+    # uvicorn constructs the connections, so the settings are attributes of a subclass.
+    settings = {"refusal": staticmethod(refusal), "max_connections": max_connections}
     config = uvicorn.Config(
         app,
-        http=type("Connection", (_Connection,), attributes),
+        http=type("Connection", (_Connection,), settings),
         ws="none",
         loop="asyncio",
         lifespan="off",
-        # Requests are not logged, as headers contain the token and bodies are private.
+        # No logs of requests: headers contain the token, and bodies are private.
         log_config=None,
         log_level="critical",
         access_log=False,
@@ -130,7 +129,7 @@ def listening(
         listener = socket.create_server(address)
     with listener:
         server = uvicorn.Server(config)
-        # Daemon threads do not keep the process alive.
+        # A daemon thread does not keep the process alive.
         thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
         thread.start()
         try:
@@ -141,7 +140,7 @@ def listening(
 
 
 def _within_open_files(connections: int) -> int:
-    """Raise the limit of open files, and return how many of ``connections`` are then possible."""
+    """Raise the limit of open files, and return how many of ``connections`` it then allows."""
     # The soft limit can be raised up to the hard limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = connections + _OTHER_FILES

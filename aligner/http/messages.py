@@ -12,13 +12,13 @@ Message = TypeVar("Message", bound=BaseModel)
 
 
 def parse_json(body: bytes | bytearray) -> Any:
-    """Parse ``body`` as JSON. Raises `DataError` if it is not JSON."""
+    """Parse ``body`` as JSON. Raises `DataError` if this is impossible."""
     with raised_as(DataError, f"not JSON: {bytes(body[:80])!r}", ValueError):
         return from_json(body)
 
 
 def validated(kind: type[Message], value: Any) -> Message:
-    """Return ``value`` as a ``kind``. Raises `DataError` with the first validation error."""
+    """Return ``value`` as an instance of ``kind``. Raises `DataError` for the first invalid key."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

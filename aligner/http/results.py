@@ -20,20 +20,20 @@ _DISCONNECTED = 499  # a status for a client that no longer reads
 
 
 class Results(Generic[Result]):
-    """Results of one job, created within the event loop. `put` must be the job's ``report``."""
+    """Results of one job, for a coroutine. `put` must be the job's function ``report``."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[Result | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
     def put(self, event: Result | Exception) -> None:
-        """Add a result, or an error instead of all missing results. Thread-safe."""
+        """Add a result, or an error in place of all missing results. Thread-safe."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     @contextlib.contextmanager
     def while_connected(self, request: Request) -> Iterator[None]:
-        """Within the block, end `of` if the client disconnects. The body must have been read."""
+        """Context manager in which `of` raises if the client disconnects. Read its body first."""
 
         async def report_disconnect() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -53,25 +53,27 @@ class Results(Generic[Result]):
         timeout_message: str,
         is_last: Callable[[Result], bool] = lambda result: True,
     ) -> AsyncIterator[Result]:
-        """Yield the results of a queued job until all its items have ended. Then abandon the job.
+        """Yield the results of a job until all its items have ended. Finally abandon the job.
 
-        ``deadline``: time of the event loop's clock. ``is_last``: returns whether a result is the
-        last of its item. Raises an `HTTPException`: 499 if the client disconnected, 500 if the
-        model failed, 503 after the deadline or when the server ends.
+        ``deadline``: time limit by the event loop's clock. ``timeout_message``: cause of the error
+        after the deadline. ``is_last``: whether a result is the last of its item. Raises
+        `HTTPException`: 499 if the client disconnected, 500 if the model failed, 503 after the
+        deadline or when the server ends.
         """
-        missing = len(job.items)
+        open_items = len(job.items)
         try:
-            while missing:
+            while open_items:
                 async with asyncio.timeout_at(deadline):
                     event = await self._events.get()
-                # Errors: of the client, of a server that ends, or of the model.
+                if isinstance(event, HTTPException):  # the client has disconnected
+                    raise event
+                if isinstance(event, ConnectionAbortedError):  # the server ends
+                    raise HTTPException(503, str(event))
                 if isinstance(event, Exception):
-                    status, cause = 500, f"the model failed: {type(event).__name__}: {event}"
-                    if isinstance(event, ConnectionAbortedError):
-                        status, cause = 503, str(event)
-                    is_final = isinstance(event, HTTPException)
-                    raise event if is_final else HTTPException(status, cause)
-                missing -= is_last(event)
+                    cause = f"the model failed: {type(event).__name__}: {event}"
+                    raise HTTPException(500, cause)
+                if is_last(event):
+                    open_items -= 1
                 yield event
         except (TimeoutError, asyncio.CancelledError) as error:
             is_late = isinstance(error, TimeoutError)

@@ -9,10 +9,10 @@ from aligner.errors import ConfigError, raised_as
 
 
 def read_token(variable: str | None, file: str | None, owner: str) -> str | None:
-    """Read a token from an environment variable or a file. Return None if both are None.
+    """Read an access token from an environment variable or a file. Return None without either.
 
     ``owner``: description of the server, for the error message. Raises `ConfigError` if the token
-    is missing or is not a line of printable ASCII.
+    is missing or is not one line of printable ASCII.
     """
     if variable is not None:
         token, source = os.environ.get(variable), f"token_env={variable}"
@@ -34,10 +34,7 @@ def read_token(variable: str | None, file: str | None, owner: str) -> str | None
 
 
 def new_token(file: str | None) -> str:
-    """Return a random token, and write it to ``file``, which only its owner can read.
-
-    Raises `ConfigError` if the file cannot be written.
-    """
+    """Return a random access token and write it to ``file``, if given, for the owner only."""
     token = secrets.token_urlsafe(24)
     if file is not None:
         path = Path(file).expanduser()

@@ -79,7 +79,6 @@ class UserPolicyLoss:
         self.needs_entropy = bool(getattr(self._loss, "needs_entropy", False))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the path, because other processes cannot import classes of a file by module."""
         return type(self), (self.name, self.options)
 
     def __call__(

@@ -18,8 +18,8 @@ from aligner.losses.corrections import effective_sample_size
 class RoundingGap(NamedTuple):
     """Largest difference between log-probs of sampler and trainer that rounding can cause.
 
-    ``limit``: mean absolute difference in nats, if both use the same weights and the same sampling
-    parameters. ``name``: name of the precision.
+    ``name``: name of the precision. ``limit``: mean absolute difference in nats, if both use the
+    same weights and the same sampling options.
     """
 
     name: str
@@ -33,10 +33,9 @@ ROUNDING_GAPS = {"32": RoundingGap("float32", 1e-4), "bf16": RoundingGap("bf16",
 def gap_verdict(gap: float, precision: str) -> tuple[bool, str] | None:
     """Decide whether rounding explains the log-prob ``gap`` between sampler and trainer.
 
-    ``gap``: mean absolute difference in nats, where the trainer has the weights that sampled.
-    ``precision``: value of ``trainer.precision``. Returns whether rounding explains the gap, and a
-    text that continues the words "it is". Returns None if the precision is not in `ROUNDING_GAPS`
-    or the gap is not finite.
+    ``gap``: mean absolute difference in nats, with equal weights. ``precision``: value of
+    ``trainer.precision``. Returns (whether rounding explains the gap, text that continues "The gap
+    is"), or None if the precision is not in `ROUNDING_GAPS` or the gap is not finite.
     """
     rounding = ROUNDING_GAPS.get(precision)
     if rounding is None or not math.isfinite(gap):
@@ -50,10 +49,10 @@ def gap_verdict(gap: float, precision: str) -> tuple[bool, str] | None:
 
 
 def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...]:
-    """Return a warning if rounding does not explain ``sampler/logprob_gap_mean``, else ().
+    """Return a tuple with a warning if rounding does not explain the log-prob gap, else ().
 
-    ``metrics``: metrics of a step by full name, where the trainer's log-probs were computed before
-    the step's first update.
+    ``metrics``: metrics of a step by full name. Its ``sampler/logprob_gap_mean`` must have been
+    measured before the first update of the step.
     """
     gap = metrics.get("sampler/logprob_gap_mean", math.nan)
     is_rounding, text = gap_verdict(gap, precision) or (True, "")
@@ -80,7 +79,7 @@ def reward_length_correlation(
     """Compute the Pearson correlation of reward and response length, a float32 scalar.
 
     ``rewards``: float [B]. ``lengths``: int [B], number of generated tokens. ``sample_mask``: [B],
-    1 for samples to include (None: all). The result is NaN if all rewards or all lengths are equal.
+    1 for samples to include (None: all). Returns NaN if all rewards or all lengths are equal.
     """
     included = _bool_mask(sample_mask, rewards)
     x, y = rewards[included].double(), lengths[included].double()
@@ -98,30 +97,30 @@ def repeated_ngram_fraction(
 ) -> Tensor:
     """Compute the share of n-grams that occur earlier in the same response, a scalar.
 
-    The share is ``1 - distinct n-grams / all n-grams`` of a response. The result is the mean over
-    the responses with at least ``n`` tokens, NaN if all responses are shorter.
+    The share in a response is ``1 - distinct n-grams / all n-grams``. Returns the mean over
+    responses of at least ``n`` tokens, NaN if there are none.
 
-    ``input_ids``: int64 [B, S], prompt then response. ``prompt_lengths``, ``input_lengths``
-    (prompt + response): int64 [B]. ``token_mask``: float [B, S], only for conversations: 1 for
-    generated tokens. Then only n-grams that consist of generated tokens are counted.
+    ``input_ids``: int64 [B, S], prompt then response. ``prompt_lengths``, ``input_lengths`` (prompt
+    and response): int64 [B]. ``token_mask``: float [B, S], for conversations: only n-grams whose
+    tokens all have mask 1 (generated tokens) are counted.
     """
     rows, length = input_ids.shape
     if length < n:
         return torch.tensor(math.nan)
-    # Number the distinct n-grams of the batch by growing them one token at a time. This is exact,
-    # and an index stays below B * S, so its product with the vocabulary fits int64.
+    # Give each distinct n-gram an id, by adding one token at a time. Ids stay below B * S, so the
+    # product with the vocabulary's size fits int64.
     vocabulary = int(input_ids.max()) + 1
     ngram_ids = input_ids.long()
     for offset in range(1, n):
-        grown_ids = ngram_ids[:, :-1] * vocabulary + input_ids[:, offset:]
-        _, ngram_ids = torch.unique(grown_ids, return_inverse=True)
+        longer = ngram_ids[:, :-1] * vocabulary + input_ids[:, offset:]  # (id, next token)
+        _, ngram_ids = torch.unique(longer, return_inverse=True)
     # Count the n-grams that lie inside a response.
     starts = torch.arange(ngram_ids.shape[1], device=ngram_ids.device)
     inside = (starts >= prompt_lengths[:, None]) & (starts + n <= input_lengths[:, None])
     if token_mask is not None:
         inside &= (token_mask.unfold(1, n, 1) > 0).all(-1)
     totals = inside.sum(1)
-    # One integer for (response, n-gram): sorting integers is much faster than sorting pairs.
+    # Count distinct pairs (response, n-gram id). As single integers, they are sorted much faster.
     id_count = int(ngram_ids.max()) + 1
     keys = torch.arange(rows, device=ngram_ids.device)[:, None] * id_count + ngram_ids
     distinct = torch.bincount(torch.unique(keys[inside]) // id_count, minlength=rows)
@@ -130,10 +129,10 @@ def repeated_ngram_fraction(
 
 
 def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Compute ``mean``, ``std``, ``min`` and ``max`` of the unmasked ``values``.
+    """Compute ``mean``, ``std``, ``min`` and ``max`` of the values with mask 1.
 
-    ``values``: [...], any number type. ``mask``: same shape, 1 for values to include (None: all).
-    Returns float32 scalars, all NaN if no value is included. ``std`` is unbiased, 0 for one value.
+    ``values``: [...], any number type. ``mask``: [...], same shape (None: include all). Returns
+    float32 scalars by name, NaN if no value is included. ``std`` is unbiased, 0 for one value.
     """
     included = values[_bool_mask(mask, values)].double()
     if included.numel() == 0:
@@ -146,16 +145,17 @@ def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
 def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Compute metrics of a rollout from its rewards, lengths and tokens.
 
-    Result names have no prefix. They are logged below ``train_rollouts/`` or ``val_rollouts/``.
-    Samples that are excluded from training are included, except for rewards of conversations.
+    The names in the result have no prefix ``train_rollouts/`` or ``val_rollouts/``. Samples that
+    are excluded from training count, except for the rewards of conversations.
 
     ``batch``: ``input_ids`` int64 [B, S], ``input_lengths`` and ``prompt_lengths`` int64 [B],
     ``is_end`` bool [B], ``rewards`` float32 [B]. Conversations also have ``turn_ids`` [B, S],
     ``token_mask`` [B, S] and ``sample_mask`` float32 [B].
     """
     rewards, prompt_lengths = batch["rewards"], batch["prompt_lengths"]
-    response_lengths, reward_mask, token_mask = batch["input_lengths"] - prompt_lengths, None, None
-    if "turn_ids" in batch:
+    response_lengths = batch["input_lengths"] - prompt_lengths
+    reward_mask = token_mask = None  # all samples and tokens count
+    if "turn_ids" in batch:  # in a conversation, only tokens of the policy count
         token_mask, reward_mask = batch["token_mask"], batch["sample_mask"]
         response_lengths = token_mask.sum(1).long()
     reward, length = statistics(rewards, reward_mask), statistics(response_lengths)
@@ -178,27 +178,28 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Combine metrics over the optimizer updates of a step.
+    """Combine the metrics of a step's optimizer updates.
 
-    The result is the mean over updates, for names ending in ``_max`` or ``_min`` the maximum or
-    minimum, and for ``lr`` the value of the last update. Left out are updates that were skipped
-    because of NaN or infinity, and updates in which every sample or token was masked. The result
-    counts them as ``skipped_updates`` and ``empty_updates``.
+    Each metric is averaged, except names ending in ``_max`` or ``_min`` (extremum) and ``lr`` (last
+    value). Updates skipped because of NaN or infinity, and updates without an unmasked token, are
+    excluded. The result counts them as ``skipped_updates`` and ``empty_updates``.
 
-    ``results``: what training returned in each pass over the rollout, in order. ``all_mb_metrics``
-    contains a list for each metric, with one value per update.
+    ``results``: results of the training calls, one for each pass over the rollout. Their entry
+    ``all_mb_metrics`` is a dict from metric to list, with one value per update.
     """
     values_by_name: dict[str, list[float]] = {}
     empty_updates = 0.0
     for result in results:
         metrics = dict(result["all_mb_metrics"])
-        empty_flags = metrics.pop("empty", [])  # may be absent: no update was empty
+        empty_flags = metrics.pop("empty", [])  # absent if no update was empty
         empty_updates += sum(empty_flags)
         for name, values in metrics.items():
+            # Leave out empty updates, except for the learning rate. Missing flags mean: not empty.
             nonempty = [x for x, is_empty in zip_longest(values, empty_flags) if not is_empty]
             values_by_name.setdefault(name, []).extend(values if name == "lr" else nonempty)
-    skipped = values_by_name.pop("skipped", [])
+    skipped_flags = values_by_name.pop("skipped", [])
     learning_rates = values_by_name.pop("lr", [])
+    # Means of weights w and of w² become the effective sample size.
     squares = values_by_name.pop("importance_weight_square", None)
     if squares is not None:
         weights = zip(values_by_name["importance_weight"], squares, strict=True)
@@ -207,7 +208,7 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {
         **{name: _combine(name, values) for name, values in values_by_name.items()},
         "lr": learning_rates[-1] if learning_rates else 0.0,
-        "skipped_updates": sum(skipped),
+        "skipped_updates": sum(skipped_flags),
         "empty_updates": empty_updates,
     }
 
@@ -215,8 +216,8 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def idle_roles(**passes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the roles for which all updates of a step were skipped because of NaN or infinity.
 
-    ``passes``: for each role (policy, critic), what training returned in each pass over the
-    rollout. A role without updates is not in the result.
+    ``passes``: for each role (``policy``, ``critic``) the results of the training calls, one for
+    each pass over the rollout. A role without updates is not returned.
     """
     skipped = {
         role: [flag for result in results for flag in result["all_mb_metrics"].get("skipped", [])]
@@ -226,7 +227,7 @@ def idle_roles(**passes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def count_updates(results: Sequence[Mapping[str, Any]]) -> int:
-    """Count a step's optimizer updates, with skipped updates but without empty ones."""
+    """Count a step's optimizer updates. Skipped updates count, empty updates do not."""
     passes = [result["all_mb_metrics"] for result in results]
     return sum(
         len(metrics.get("loss", [])) - int(sum(metrics.get("empty", []))) for metrics in passes

@@ -14,14 +14,14 @@ Z95 = 1.959963984540054  # standard deviations on each side that contain 95 % of
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts and its standard error (None for a single prompt)."""
+    """A mean over prompts and its standard error. The error is None for a single prompt."""
 
     value: float
     error: float | None
 
 
 def mean_over_prompts(values: Sequence[float]) -> Estimate:
-    """Compute the mean of P values, one per prompt, and ``sqrt(unbiased variance / P)``."""
+    """Return the mean of P values and its standard error, ``sqrt(unbiased variance / P)``."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
@@ -33,9 +33,9 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
 def pass_at_k(right: Sequence[float], k: int) -> float:
     """Estimate the probability that at least one of ``k`` sampled responses is right.
 
-    ``right``: verdict on each of n sampled responses, right from 0.5. With c right responses the
-    estimate is ``1 - C(n - c, k) / C(n, k)``, the unbiased estimator of Chen et al. (2021),
-    "Evaluating Large Language Models Trained on Code".
+    ``right``: scores of n sampled responses. A response is right if its score is at least 0.5. With
+    c right responses the estimate is ``1 - C(n - c, k) / C(n, k)``, the unbiased estimator of Chen
+    et al. (2021), "Evaluating Large Language Models Trained on Code".
     """
     count, hits = len(right), sum(value >= 0.5 for value in right)
     return 1.0 - math.comb(count - hits, k) / math.comb(count, k)
@@ -44,10 +44,11 @@ def pass_at_k(right: Sequence[float], k: int) -> float:
 def majority_at_k(right: Sequence[float], answers: Sequence[Hashable | None], k: int) -> float:
     """Compute the accuracy of the most frequent of ``k`` answers (self-consistency).
 
-    Wang et al. 2022. ``right``: verdict from 0 to 1 on each of n responses, with ``answers``.
-    Adjacent responses form ``n // k`` groups. The result is the mean over groups of the verdict on
-    the most frequent answer, and of equally frequent answers the mean. Responses with the answer
-    None are left out. A group of such responses has accuracy 0.
+    Wang et al. 2022. ``right``: scores from 0 to 1 of n responses. ``answers``: their final
+    answers. Each ``k`` adjacent responses form a group, whose accuracy is the score of the most
+    frequent answer, or the mean score of several equally frequent answers. Responses with the
+    answer None are ignored. A group without other answers has accuracy 0. Returns the mean over
+    groups.
     """
     starts = range(0, len(right) - k + 1, k)
     return math.fsum(
@@ -68,7 +69,7 @@ def _majority(right: Sequence[float], answers: Sequence[Hashable | None]) -> flo
 
 
 def ks_of(count: int) -> list[int]:
-    """Return the values of k to report: the powers of two up to ``count``, and ``count``."""
+    """Return the values of k to report: the powers of two up to ``count``, and ``count`` itself."""
     powers = [1 << power for power in range(count.bit_length())]
     return sorted({*powers, count})
 
@@ -76,11 +77,10 @@ def ks_of(count: int) -> list[int]:
 def answer_estimates(
     right: Sequence[Sequence[float]], answers: Sequence[Sequence[Hashable | None]]
 ) -> dict[str, Estimate]:
-    """Compute ``mean_at_n``, ``pass_at_k`` and ``maj_at_k`` for n responses to each of P prompts.
+    """Estimate ``mean_at_n``, ``pass_at_k`` and ``maj_at_k`` for n responses to each of P prompts.
 
-    ``right``: P lists of n verdicts from 0 to 1. ``answers``: P lists of n final answers. k is each
-    power of two up to n, and n. ``maj_at_k`` begins at k = 3, because two different answers have no
-    majority.
+    ``right``: P lists of n scores from 0 to 1. ``answers``: P lists of n final answers. k takes the
+    values of `ks_of`. ``maj_at_k`` begins at k = 3, because two different answers have no majority.
     """
     count = len(right[0])
     estimates = {f"mean_at_{count}": mean_over_prompts([math.fsum(row) / count for row in right])}

@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """File with one JSON object per line. Each has an integer ``step``, which never decreases.
+    """File with one JSON object per line. Its integer key ``step`` never decreases.
 
-    `append` returns after the lines are on the disk. A killed process may leave a damaged last line
-    without a newline. Readers skip damaged lines, and `truncate_after` removes them. If another
-    line than the last is damaged, `truncate_after` first copies the file within its folder.
+    `append` returns after the lines are on the disk. If a process is killed while it writes, the
+    last line may be damaged and has no newline. Readers skip damaged lines, and `truncate_after`
+    removes them. If another line than the last is damaged, `truncate_after` first copies the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class JsonLines:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append one line per record. If this raises `StorageError`, no line was appended."""
+        """Append one line per record, or none of them if this raises `StorageError`."""
         records = list(records)
         if not records:
             return
@@ -62,7 +62,7 @@ class JsonLines:
         self._end, self.last_step = self._end + len(content), steps[-1]
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines of steps after ``step``, and damaged lines."""
+        """Remove damaged lines and the lines of later steps than ``step``."""
         lines = [line for _, line in _records(self.path)]
         remaining = [line for line in lines if line.step is not None and line.step <= step]
         if remaining == lines[: len(remaining)]:
@@ -74,7 +74,6 @@ class JsonLines:
         self.last_step = remaining[-1].step if remaining else None
 
     def _rewrite(self, remaining: Sequence["_Line"]) -> None:
-        """Copy the damaged file, then write a new file with the ``remaining`` lines."""
         copy = unused_path(self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}"))
         logger.warning(
             "%s contains lines that are unreadable or out of order. The other lines are kept. The "
@@ -99,26 +98,24 @@ class JsonLines:
 
 
 def dump_line(record: Mapping[str, Any]) -> str:
-    """Return ``record`` as one line of JSON. NaN and infinity become strings."""
+    """Return ``record`` as one line of JSON, with NaN and infinity as strings."""
     return json.dumps(plain(record), allow_nan=False)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a file of JSON lines, without damaged lines. A missing file has none."""
+    """Yield the JSON object of each undamaged line. A missing file counts as empty."""
     if path.exists():
         yield from (record for record, _ in _records(path) if record is not None)
 
 
 class _Line(NamedTuple):
-    """Byte range of a line, and its step, None if the line is damaged."""
-
-    start: int
+    start: int  # index of the line's first byte
     end: int
-    step: int | None
+    step: int | None  # None for a damaged line
 
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any] | None, _Line]]:
-    """Yield the object (None if damaged) and byte range of each line that ends with a newline."""
+    """Yield (object, byte range) of each line with a newline. The object is None if damaged."""
     end = 0
     with path.open("rb") as file:
         for line in file:

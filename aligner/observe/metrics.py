@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 class MetricInfo(NamedTuple):
-    """Meaning of a metric. ``over``: what it is averaged over, or how values are combined."""
+    """Meaning of a metric. ``over``: over what it is averaged, or how its values are combined."""
 
     meaning: str
     over: str = "one number"
 
 
 def _read_tables(path: Path) -> tuple[dict[str, MetricInfo], dict[str, MetricInfo]]:
-    """Read tables of metrics. Returns metrics by full name, and prefixes for any other names."""
+    """Read Markdown tables of metrics. Return (metrics by name, metrics by prefix of the name)."""
     groups: dict[str, dict[str, MetricInfo]] = {}
     prefixes: dict[str, MetricInfo] = {}
     section: list[str] = []
@@ -56,14 +56,14 @@ METRICS, PREFIXES = _read_tables(Path(__file__).with_name("metric_names.md"))
 
 
 def describe(name: str) -> MetricInfo | None:
-    """Return the meaning of the metric with the full ``name``, or None if it is unknown."""
+    """Return the meaning of the metric with the full name ``name``, or None if it is unknown."""
     if name in METRICS:
         return METRICS[name]
     return next((info for prefix, info in PREFIXES.items() if name.startswith(prefix)), None)
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise `ConfigError` if ``metric_names.md`` does not describe a metric of ``names``."""
+    """Raise `ConfigError` if a metric of ``names`` is not described in ``metric_names.md``."""
     for name in names:
         if describe(name) is None:
             near = difflib.get_close_matches(name, METRICS, n=1)
@@ -75,11 +75,11 @@ def check_names(names: Iterable[str]) -> None:
 
 
 class PhaseTimers:
-    """Total seconds spent in named phases, which may repeat and may be nested.
+    """Total seconds of named phases, which may repeat and may be nested.
 
-    ``synchronize``: waits for the device. It is called at the start and the end of a phase, so that
-    device work counts for the phase that started it. ``on_enter``: called with the name of each
-    phase that begins. ``clock``: a monotonic clock in seconds.
+    ``synchronize``: waits for the device. It is called at both ends of a phase, so that device work
+    counts for the phase that started it. ``on_enter``: called with the name of a phase that begins.
+    ``clock``: returns a monotonic time in seconds.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PhaseTimers:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the duration of the ``with`` block to ``phase``, also if the block raises."""
+        """Context manager: add the duration of the block to ``phase``, also if it raises."""
         self._on_enter(phase)
         self._synchronize()
         start = self._clock()
@@ -106,7 +106,7 @@ class PhaseTimers:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start
 
     def flush(self) -> dict[str, float]:
-        """Return ``timers/<phase>`` and ``timers/total`` since the last flush, and reset them."""
+        """Return and reset ``timers/<phase>`` and ``timers/total``, seconds since the last call."""
         now = self._clock()
         metrics = {f"timers/{phase}": seconds for phase, seconds in self._seconds.items()}
         metrics["timers/total"] = now - self._start
@@ -116,7 +116,7 @@ class PhaseTimers:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with its response or conversation, as text. Lengths are in tokens."""
+    """A prompt with its response or conversation as text. Lengths are numbers of tokens."""
 
     step: int
     split: Literal["train", "val"]
@@ -134,13 +134,13 @@ class Sample:
 class MetricsWriter:
     """Writer of ``metrics.jsonl`` and ``samples.jsonl`` in ``folder``, and of metrics to loggers.
 
-    A line of ``metrics.jsonl`` contains ``step`` and the step's metrics by full name, sorted. A
-    line of ``samples.jsonl`` contains a `Sample`. Write the lines of a step before its run state is
-    saved, so that a resumed run finds them.
+    A line of ``metrics.jsonl`` contains ``step`` and the step's metrics by full name. A line of
+    ``samples.jsonl`` contains a `Sample`. Write the lines of a step before its run state is saved,
+    so that a resumed run finds them.
 
-    Only rank 0 writes, and locks the folder against other runs. On other ranks all methods do
-    nothing. ``loggers``: returns Lightning loggers that also get the metrics. It is called at the
-    first `write`, because importing the loggers takes seconds.
+    Only rank 0 writes, and locks the folder against other runs. On other ranks all methods have no
+    effect. ``loggers``: returns Lightning loggers, to which metrics are sent too. It is called at
+    the first `write`, because importing the loggers takes seconds.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class MetricsWriter:
         self._loggers: Sequence[Logger] | None = None
 
     def write(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Sample] = ()) -> None:
-        """Append the lines of a new ``step``. ``metrics``: numbers or one-element tensors."""
+        """Append the lines of a new ``step``. ``metrics``: name → number or scalar tensor."""
         if not self._files:
             return
         check_names(metrics)
@@ -169,7 +169,7 @@ class MetricsWriter:
             logger.log_metrics({name: float(value) for name, value in scalars.items()}, step)
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines of steps after ``step`` (-1: all lines)."""
+        """Remove the lines of later steps than ``step`` (-1: all lines)."""
         for lines in self._files:
             lines.truncate_after(step)
 
@@ -184,7 +184,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read ``metrics.jsonl``: ``step`` and metrics of each line, NaN and infinity as floats."""
+    """Return the lines of ``metrics.jsonl``: ``step`` and metrics by name."""
     return [
         {name: float(value) if isinstance(value, str) else value for name, value in line.items()}
         for line in read_lines(path)
@@ -192,7 +192,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Read ``samples.jsonl``. Lines that are not a `Sample` are skipped."""
+    """Return the lines of ``samples.jsonl``. Lines that are not a `Sample` are skipped."""
     samples = []
     for record in read_lines(path):
         with suppress(KeyError, TypeError, ValueError):
@@ -217,9 +217,9 @@ def make_loggers(
 ) -> "list[Logger]":
     """Create the TensorBoard and W&B loggers that ``exp`` requests.
 
-    They write to ``tensorboard/`` and ``wandb/`` in ``folder``. Without the package tensorboard, a
-    warning is logged and this logger left out. ``restored_step``: step at which the run is resumed,
-    TensorBoard hides later points of the interrupted run. ``config``: sent to W&B.
+    They write to ``tensorboard/`` and ``wandb/`` in ``folder``. If the package tensorboard is
+    missing, a warning replaces its logger. ``restored_step``: step at which the run is resumed.
+    TensorBoard hides later points of the interrupted run. ``config``: configuration for W&B.
     """
     loggers: list[Logger] = []
     # TensorBoard is optional even if it is configured, because it is on by default.
@@ -231,30 +231,33 @@ def make_loggers(
         else:
             from lightning.fabric.loggers import TensorBoardLogger
 
-            purge = None if restored_step is None else restored_step + 1
-            loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=purge))
-    # W&B was requested, so a missing package is an error of the check before the run.
+            first_hidden = None if restored_step is None else restored_step + 1
+            loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=first_hidden))
+    # W&B is off by default. If it is on, the check before the run refuses a missing package.
     if exp.create_wandb_logger:
         from lightning.pytorch.loggers import WandbLogger
 
-        # A resumed run reads the id, so that W&B continues the same curves.
-        identifier = folder / "wandb_id"
-        if not identifier.exists():
-            identifier.write_text(secrets.token_hex(4))
+        # A resumed run reads the id from this file, so that W&B continues the same curves.
+        id_file = folder / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
         options = {
-            **{"save_dir": folder, "id": identifier.read_text().strip(), "resume": "allow"},
-            **{"project": exp.wandb.project, "name": exp.wandb.name},
+            "save_dir": folder,
+            "id": id_file.read_text().strip(),
+            "resume": "allow",
+            "project": exp.wandb.project,
+            "name": exp.wandb.name,
             **exp.wandb.kwargs,
         }
-        mirror = WandbLogger(**options)
+        wandb_logger = WandbLogger(**options)
         if config is not None:
-            mirror.log_hyperparams(dict(config))
-        loggers.append(mirror)
+            wandb_logger.log_hyperparams(dict(config))
+        loggers.append(wandb_logger)
     return loggers
 
 
 def markdown() -> str:
-    """Return a Markdown table of all metrics."""
+    """Return all metrics as a Markdown table."""
     lines = ["| metric | meaning | over |", "|---|---|---|"]
     entries = {**METRICS, **{f"{prefix}*": info for prefix, info in PREFIXES.items()}}
     lines += [f"| `{name}` | {info.meaning} | {info.over} |" for name, info in entries.items()]

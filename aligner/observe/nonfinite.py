@@ -14,9 +14,9 @@ from aligner.errors import current_step
 
 
 def offending_rows(batch: Mapping[str, Any]) -> Tensor:
-    """Return bool [B], True for rows of ``batch`` with a NaN or infinite value in any column.
+    """Return bool [B], True for the rows of ``batch`` that contain NaN or infinity.
 
-    If no row has one, the model computed it, and all rows are True.
+    If no row does, the model computed the invalid value, and all rows are True.
     """
     rows = batch["input_ids"].shape[0]
     offending = torch.zeros(rows, dtype=torch.bool)
@@ -40,19 +40,19 @@ def write_nonfinite(
     """Write scalars and samples of an update whose loss or gradient is not finite.
 
     ``<folder>/nonfinite/step_000012_policy_update_000_rank_00000.json`` contains the scalars and,
-    for each row that `offending_rows` returns, its index, its per-sample values and its text. The
-    ``.pt`` file of the same name contains all tensors of these rows, for
-    ``torch.load(..., weights_only=True)``. Each rank writes its own files. Returns the path of the
-    JSON file.
+    for each row in `offending_rows`, its index, its per-sample values and its text. The ``.pt``
+    file of the same name contains all tensors of these rows, for ``torch.load(...,
+    weights_only=True)``. Each rank writes its own files. Returns the path of the JSON file.
 
     Args:
         folder: directory of the run.
         role: the model that was updated, ``policy`` or ``critic``.
-        scalars: values of loss, gradient norm and other scalars.
+        scalars: loss, gradient norm and other scalars.
         batch: columns of the mini-batch, such as ``input_ids`` int64 [B, S].
         texts: text of prompt and response of each row, or None.
         update: index of the mini-batch in this pass over the rollout, from 0.
-        updates: number of optimizer updates that the role has made in the run.
+        updates: number of optimizer updates of this model so far in the run.
+        rank: rank of this process, for the file's name.
     """
     # Tensors of the offending rows.
     rows = offending_rows(batch)
@@ -86,7 +86,7 @@ def write_nonfinite(
 
 
 def _sample(index: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return scalars and non-finite positions in row ``index`` of ``tensors`` [rows, ...]."""
+    """Return per-sample values, and positions of NaN or infinity, in row ``index`` of tensors."""
     values = {name: str(value[index].item()) for name, value in tensors.items() if value.ndim == 1}
     positions = {
         name: (~torch.isfinite(value[index])).nonzero()[:, 0].tolist()

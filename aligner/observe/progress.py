@@ -32,12 +32,12 @@ _HIDDEN_WITH_REWARDS = ("train_optim/loss", "train_optim/accuracy")
 
 
 class ConsoleProgress:
-    """Console output with the phase, the main metrics and the remaining time of a run.
+    """Shows the phase, the main metrics and the remaining time of a run on the console.
 
-    ``done_steps``: number of steps before a resumed run continues. ``console``: on a terminal a
-    progress bar is shown, otherwise one line per step is printed. While the bar is shown, print
-    other output through the same console. ``enabled``: False on ranks that print nothing.
-    ``clock``: a monotonic clock in seconds.
+    A terminal shows a progress bar. Print other output through the same ``console``. Without a
+    terminal, one line per step is printed. ``done_steps``: number of steps that are already done
+    when a run is resumed. ``enabled``: False on ranks that print nothing. ``clock``: returns a
+    monotonic time in seconds.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class ConsoleProgress:
             self._bar.stop()
 
     def phase(self, name: str) -> None:
-        """Show the current phase in the bar. Without a terminal do nothing."""
+        """Show the current phase in the bar. Without a terminal this has no effect."""
         if self._bar is not None:
             self._bar.update(self._task, description=name.replace("_", " "))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show metrics of the completed ``step``. Step 0 is the validation before training."""
+        """Show the metrics of a completed step. Step 0 is the validation before training."""
         now = self._clock()
         if step > self.done:
             self._seconds.append((now - self._start) / (step - self.done))
@@ -102,10 +102,10 @@ class ConsoleProgress:
             self.console.print("  ".join(parts), highlight=False, soft_wrap=True)
 
     def numbers(self, width: float = math.inf) -> str:
-        """Format the main metrics: ``reward 0.412  KL 0.0031 …``, in at most ``width`` characters.
+        """Return the main metrics as text of at most ``width`` characters.
 
-        Metrics that do not fit are left out from the end. Metrics that the current step did not
-        compute are only shown in the bar, with the step of their latest value.
+        The last metrics are left out if the text is too long. Metrics of an earlier
+        step are shown in the bar only, with that step's number.
         """
         parts = []
         has_rewards = "train_rollouts/rewards" in self._latest
@@ -121,7 +121,7 @@ class ConsoleProgress:
         return "  ".join(parts)
 
     def remaining(self) -> str:
-        """Return ``12.3 s/step  ETA 0:04:06`` from recent steps, empty before the first step."""
+        """Return ``12.3 s/step  ETA 0:04:06``, estimated from recent steps. "" before the first."""
         if not self._seconds:
             return ""
         step_s = sum(self._seconds) / len(self._seconds)
@@ -135,7 +135,7 @@ def clock_time(seconds: float) -> str:
 
 
 def sample_table(samples: Sequence[Sample]) -> Table:
-    """Build a console table of ``samples`` of one split and step. Long prompts show their ends."""
+    """Return a console table of ``samples``, with the middle of long prompts left out."""
     kind = "training" if samples[0].split == "train" else "validation"
     title = f"{kind} samples of step {samples[0].step}"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_lines=True)

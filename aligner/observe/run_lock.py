@@ -14,11 +14,11 @@ _BUSY = (errno.EACCES, errno.EAGAIN)
 
 
 class RunLock:
-    """Lock on the file ``<folder>/.lock``, until `release` or the end of the process.
+    """Lock on the file ``<folder>/.lock``, until `release` or until the process ends.
 
-    Forked children do not inherit this POSIX record lock, so a worker that survives a killed run
-    does not block the next run. On a file system without locks it has no effect. ``patience``:
-    maximum seconds to wait for the lock. Raises StorageError after that.
+    Forked children do not inherit the lock (POSIX record lock), so that a worker that survives its
+    killed run does not block the next run. On a file system without locks, it has no effect. Waits
+    up to ``patience`` seconds for the lock, then raises `StorageError`.
     """
 
     def __init__(self, folder: Path, *, patience: float = 5.0) -> None:

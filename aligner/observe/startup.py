@@ -17,7 +17,7 @@ from aligner.packages import PackageStatus
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Memory that one model needs on one process."""
+    """Memory that one model needs in one process."""
 
     name: str  # policy, critic, reference, …
     parameters: int  # number of parameters in the whole model, without adapters
@@ -31,12 +31,12 @@ class RoleMemory:
 
     @property
     def local_parameters(self) -> int:
-        """Number of parameters on this process."""
+        """Number of parameters in this process."""
         return -(-(self.parameters + self.adapter_parameters) // self.model_parallel_size)
 
     @property
     def learning_parameters(self) -> int:
-        """Number of trained parameters on this process."""
+        """Number of trained parameters in this process."""
         if not self.trainable:
             return 0
         adapters = -(-self.adapter_parameters // self.model_parallel_size)
@@ -59,18 +59,18 @@ class RoleMemory:
 
     @property
     def run_state(self) -> int:
-        """Bytes of this process's share of a run state: float32 weights and Adam's moments."""
+        """Bytes that this process writes to a run state: float32 weights and Adam's moments."""
         return -(-self.learning_parameters // self.optimizer_shards) * 12
 
     @property
     def total(self) -> int:
-        """Bytes of weights, gradients and optimizer state."""
+        """Bytes of weights, gradients and optimizer state together."""
         return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
 class TrainedRole:
-    """Batch sizes of a model that is trained on a rollout."""
+    """Batch sizes of a model that learns from rollouts."""
 
     name: str  # policy, critic
     global_batch_size: int  # samples per optimizer update, over all ranks
@@ -80,7 +80,7 @@ class TrainedRole:
 
 @dataclass(frozen=True)
 class StartupSummary:
-    """Content of the start-up report."""
+    """The content of the start-up report."""
 
     processes: int
     device: DeviceInfo  # device of the workers
@@ -110,11 +110,14 @@ def batch_arithmetic(
 ) -> list[str]:
     """Return sentences about the batches of a step. A sample is a prompt with one response.
 
-    ``passes``: number of times that ``roles`` train on a rollout. ``train_prompts``: number of
-    prompts in the training set, None for a generator of unknown length.
+    ``passes``: number of times that ``roles`` train on the same rollout. ``steps``: number of steps
+    in the run. ``train_prompts``: number of prompts in the training set, None if unknown.
     """
-    samples, per_prompt = rollout.num_rollout_samples, rollout.num_rollouts_per_prompt
-    prompts, per_rank = samples // per_prompt, samples // data_parallel_size
+    # Sampling.
+    samples = rollout.num_rollout_samples
+    per_prompt = rollout.num_rollouts_per_prompt
+    prompts = samples // per_prompt
+    per_rank = samples // data_parallel_size
     in_flight = min(per_rank, rollout.rollout_micro_batch_size)
     sentences = [
         f"A step draws {_count(prompts, 'prompt')} and samples {_count(per_prompt, 'response')} to "
@@ -122,14 +125,14 @@ def batch_arithmetic(
         f"{_count(data_parallel_size, 'data-parallel rank')}, at most {in_flight:,} of them in "
         "flight together."
     ]
-    # How each role learns from the samples.
+    # Training of each role.
     times = {1: "once", 2: "twice"}.get(passes, f"{passes} times")
     for role in roles:
         updates = passes * samples // role.global_batch_size
         ranks = role.data_parallel_size or data_parallel_size
         micro_batches = role.global_batch_size // (role.micro_batch_size * ranks)
         sentences.append(
-            f"The {role.name} goes over them {times} in batches of {role.global_batch_size:,}: "
+            f"The {role.name} trains on them {times} in batches of {role.global_batch_size:,}: "
             f"{_count(updates, 'update')} a step ({steps * updates:,} in the run), each the sum of "
             f"{_count(micro_batches, 'micro-batch', 'micro-batches')} of "
             f"{role.micro_batch_size:,} on every rank."
@@ -137,17 +140,18 @@ def batch_arithmetic(
     # The whole run.
     total = f"{_count(steps, 'step')}: {_count(steps * samples, 'sample')}"
     if train_prompts is not None:
-        epoch, remainder = divmod(train_prompts, prompts)
+        epoch_steps, remainder = divmod(train_prompts, prompts)
         total += f"; {_count(train_prompts, 'training prompt')} make an epoch of "
-        total += _count(epoch, "step")
-        total += f" and {_count(remainder, 'prompt')} left over" if remainder else ""
+        total += _count(epoch_steps, "step")
+        if remainder:
+            total += f" and {_count(remainder, 'prompt')} left over"
     return [*sentences, total + "."]
 
 
 def saving_sentence(
     roles: Sequence[RoleMemory], *, in_background: bool, processes_here: int, free_bytes: int
 ) -> str:
-    """Return a sentence about how run states are written, and the host memory that this needs."""
+    """Return a sentence about how run states are written and how much host memory this takes."""
     if not in_background:
         return "Run states are written in place (exp_manager.async_save=false)."
     size = sum(role.run_state for role in roles)
@@ -177,7 +181,7 @@ def supervised_arithmetic(
 
 
 def startup_report(summary: StartupSummary) -> Group:
-    """Build the start-up report, to be printed with ``console.print``."""
+    """Return the start-up report, for ``console.print``."""
     processes = _count(summary.processes, "process", "processes")
     memory = [_memory_line(summary), *([] if summary.is_dry else [Text(summary.run_states)])]
     packages = [_package_line(status, summary.device.has_gpu) for status in summary.packages]

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Combine scalars: keys that end in ``_max`` or ``_min`` by extremum, others by sum."""
+    """Combine scalars by key: max for keys ending in ``_max``, min for ``_min``, else sum."""
     total: dict[str, Tensor] = {}
     for part in parts:
         for key, value in part.items():
@@ -31,7 +31,7 @@ def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, float]:
-    """Combine metrics of ranks, in float64, as `combine_metrics` does. Keys must be equal."""
+    """Combine the metrics of all ranks in float64, as `combine_metrics`. Keys must be equal."""
     reduced: dict[str, float] = {}
     rules = ((dist.ReduceOp.MAX, "_max"), (dist.ReduceOp.MIN, "_min"), (dist.ReduceOp.SUM, ""))
     remaining = set(metrics)
@@ -49,10 +49,10 @@ def reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup) -> d
 def count_denominators(
     batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup
 ) -> tuple[Denominators, Tensor]:
-    """Count valid tokens and sequences of a global batch, the denominators of losses.
+    """Count a global batch's valid tokens and sequences, the denominators of its losses.
 
-    ``batch``: this rank's rows, with ``token_mask`` [B, S] and ``sample_mask`` [B]. Also returns
-    the number of this rank's valid tokens, a float64 scalar.
+    ``batch``: this rank's rows, with ``token_mask`` [B, S] and ``sample_mask`` [B]. Returns (counts
+    over all ranks, number of this rank's valid tokens as a float64 scalar).
     """
     # float64, so that the counts are exact for any layout.
     mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
@@ -66,17 +66,14 @@ def count_denominators(
 def reduce_result(
     parts: Iterable[Mapping[str, Tensor]], own_tokens: Tensor, dp_group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Combine metrics of micro-batches over all ranks, and add the global ``valid_tokens``.
-
-    ``own_tokens``: number of this rank's valid tokens, a scalar.
-    """
+    """Combine micro-batch metrics of all ranks. Add ``own_tokens`` (scalar) as ``valid_tokens``."""
     return reduce_metrics({**combine_metrics(parts), "valid_tokens": own_tokens}, dp_group)
 
 
 def broadcast_floats(
     values: Mapping[str, float] | None, source: int, group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Return the dictionary of global rank ``source`` on all ranks of ``group``."""
+    """Return on all ranks of ``group`` the ``values`` of the global rank ``source``."""
     box: list[Mapping[str, float] | None] = [values]
     if dist.get_world_size(group) > 1:
         dist.broadcast_object_list(box, src=source, group=group, device=accelerator.device())
@@ -95,7 +92,7 @@ def is_rank_zero() -> bool:
 
 
 def from_rank_zero(value: T) -> T:
-    """Return the ``value`` of rank 0, a small picklable object, on every rank."""
+    """Return rank 0's ``value`` on every rank. It must be small and picklable."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]
@@ -104,7 +101,7 @@ def from_rank_zero(value: T) -> T:
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0. Return its picklable result, or raise its error, on every rank."""
+    """Call ``action`` on rank 0. Return its picklable result, or raise its error, on every rank."""
     outcome: tuple[T | None, Exception | None] = (None, None)
     if is_rank_zero():
         try:
@@ -118,7 +115,7 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the ``value`` of each rank of ``group`` (default: all), picklable, in rank order."""
+    """Return the picklable ``value`` of each rank in ``group`` (default: all), in rank order."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[T] = [value] * dist.get_world_size(group)
@@ -129,7 +126,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def gather_first(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Concatenate ``local``, float [n, ...], of all ranks to [ranks * n, ...].
 
-    Backward sums the gradients of all ranks, and returns this rank's part.
+    Backward sums the gradients over the ranks and returns this rank's part [n, ...].
     """
     if group is None or dist.get_world_size(group) == 1:
         return local
@@ -137,7 +134,7 @@ def gather_first(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def reduce_scatter_first(gathered: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum float [ranks * n, ...] over ranks, and return this rank's [n, ...], without gradient."""
+    """Sum float [ranks * n, ...] over the ranks and return this rank's [n, ...]. No gradient."""
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1:
         return gathered
@@ -161,18 +158,18 @@ class _GatherFirst(torch.autograd.Function):
 
 
 class SumGradient(torch.autograd.Function):
-    """Identity of a replicated tensor. Backward sums the gradients of all ranks."""
+    """Identity for a tensor that is equal on all ranks. Backward sums gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return ``replicated``, float [...], which must be equal on every rank of ``group``."""
+        """Return ``replicated`` unchanged: float [...], equal on every rank of ``group``."""
         ctx.group = group
         return replicated.view_as(replicated)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """All-reduce the gradient, float [...], and return None for the group."""
+        """Return the sum over ranks of the gradient, float [...], and None for ``group``."""
         total = grad_outputs[0].clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None

@@ -17,16 +17,17 @@ Positions = TypeVar("Positions", IntArray, Tensor)
 
 
 def local_position(offset: Positions, chunk: Positions, rank: int, size: int) -> Positions:
-    """Return the position, in the full sequence, of the token at ``offset`` on ``rank``.
+    """Return the position in the full sequence of the token at ``offset`` on ``rank``.
 
-    ``chunk``: number of tokens per chunk. All are int64 arrays or tensors that broadcast.
+    ``chunk``: number of tokens per chunk. ``size``: number of ranks, each of which has two chunks.
+    ``offset`` and ``chunk`` are int64 arrays or tensors [...] that broadcast.
     """
     in_second = (offset >= chunk) * 1
     return offset + (rank + in_second * (2 * size - 2 - 2 * rank)) * chunk
 
 
 def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions, Positions]:
-    """Return the rank of a position, and its offset on this rank: inverse of `local_position`."""
+    """Return (rank, offset there) of the token at ``position``. Inverse of `local_position`."""
     index = position // chunk
     in_second = index >= size
     rank = index + in_second * (2 * size - 1 - 2 * index)
@@ -34,9 +35,9 @@ def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions,
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sum of a tensor over ranks, which all compute the same loss from the sum.
+    """Sum of a tensor over ranks, for a loss that every rank computes from the sum.
 
-    Backward therefore returns the gradient of the sum unchanged, without communication.
+    Backward returns the gradient of the sum unchanged. The ranks do not communicate.
     """
 
     @staticmethod

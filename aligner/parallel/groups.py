@@ -17,7 +17,7 @@ from aligner.errors import LayoutError
 
 @dataclass(frozen=True)
 class ParallelState:
-    """Position of this process in the parallel layout, and its process groups."""
+    """Coordinates of this process on each parallel axis, and its process groups."""
 
     config: ParallelConfig
     rank: int
@@ -36,7 +36,7 @@ class ParallelState:
 
     @property
     def layout_in_words(self) -> str:
-        """Result of `describe_layout` for this layout."""
+        """Text such as ``4 processes (tensor 2, data 2)``."""
         return describe_layout(self.config, self.world_size)
 
     @property
@@ -51,7 +51,7 @@ class ParallelState:
 
 
 def describe_layout(config: ParallelConfig, world_size: int) -> str:
-    """Describe the number of processes and the axes. Run states of equal layouts are equal."""
+    """Return text such as ``4 processes (tensor 2, data 2)``. Run states compare these texts."""
     sizes = {
         "tensor": config.tensor,
         "pipeline": config.pipeline,
@@ -67,10 +67,11 @@ def describe_layout(config: ParallelConfig, world_size: int) -> str:
 def initialize_parallel(
     config: ParallelConfig | None = None, *, seed: int = 1234, timeout_s: float = 600.0
 ) -> ParallelState:
-    """Create the process groups of a layout, for torchrun's processes or for a single process.
+    """Create the process groups for ``config``, with torchrun's processes or a single process.
 
-    A second call with the same sizes returns the same groups. A call with other sizes replaces
-    megatron-core's groups. Raises `LayoutError` if the axes do not divide the world size.
+    ``timeout_s``: time limit of collectives in seconds. A second call with the same sizes returns
+    the same groups. A call with other sizes replaces megatron-core's groups. Raises `LayoutError`
+    if the sizes do not divide the number of processes.
     """
     config = config or ParallelConfig()
     timeout = timedelta(seconds=timeout_s)
@@ -130,7 +131,7 @@ def initialize_parallel(
 
 
 def joined_parallel(*, sequence_parallel: bool = False) -> ParallelState:
-    """Return the existing process groups, or create groups for a single process."""
+    """Return the process groups that exist. Without any, create them for a single process."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():

@@ -38,13 +38,13 @@ _BROKEN_LINK = ("gloo", "nccl", "connection", "socket", "timed out")
 
 
 def silence_limit(timeout_s: float) -> float:
-    """Return the time in seconds after which a rank without a heartbeat counts as dead."""
+    """Return after how many seconds without heartbeat a rank counts as dead (at least 10)."""
     return max(_LEAST_SILENCE_S, timeout_s / 30)
 
 
 @dataclass(frozen=True)
 class _Process:
-    """Process of a rank. Its ``pid`` is unique only within its host and ``namespace``."""
+    """Process of a rank. Process ids are unique only within a host and a pid ``namespace``."""
 
     rank: int
     role: str
@@ -69,7 +69,7 @@ class _Process:
         return f"rank {self.rank} ({self.role}, host {self.host}, pid {self.pid})"
 
     def is_gone(self, observer: "_Process") -> bool:
-        """Return whether the process has ended, False if ``observer`` is on another host."""
+        """Return whether the process has ended. False if ``observer`` is on another host."""
         if (self.host, self.namespace) != (observer.host, observer.namespace):
             return False
         try:
@@ -80,15 +80,15 @@ class _Process:
 
 
 class RankWatch:
-    """Sends heartbeats of one rank, and checks its neighbour.
+    """Sends heartbeats of this rank to a key-value store, and checks those of the next rank.
 
-    Keys of the store: ``beat/R`` (number of heartbeats of rank R), ``left/R`` (rank R has left),
-    ``left`` (number of ranks that have left), ``failure`` (first failure), ``received`` (number of
-    ranks that have read it).
+    Keys of the store: ``beat/R`` (number of heartbeats of rank R), ``left/R`` (1 after rank R has
+    finished), ``left`` (number of finished ranks), ``failure`` (text of the first failure),
+    ``received`` (number of ranks that have read the failure).
     """
 
     def __init__(self, parallel: ParallelState, timeout_s: float) -> None:
-        """Begin heartbeats and checks in a thread. All ranks must create the object together."""
+        """Start a thread that sends heartbeats and checks. All ranks must call this together."""
         self._silence_s = silence_limit(timeout_s)
         self._world_size = parallel.world_size
         self._process = _Process.current(parallel)
@@ -102,12 +102,12 @@ class RankWatch:
         self._thread.start()
 
     def failure(self, wait_s: float = 0.0) -> str | None:
-        """Return the failure of another rank, None if there is none within ``wait_s`` seconds."""
+        """Return another rank's failure, or None if there is none within ``wait_s`` seconds."""
         self._has_failed.wait(wait_s)
         return self._failure
 
     def look(self) -> None:
-        """Check all processes on this machine now, and report the first that has ended."""
+        """Check all processes on this host now, and report the first one that has ended."""
         with contextlib.suppress(RuntimeError):
             for process in self._processes:
                 if process.is_gone(self._process) and not self._has_left(process):
@@ -115,7 +115,7 @@ class RankWatch:
                     return
 
     def leave(self) -> None:
-        """Record that this rank has finished, so that others do not expect its heartbeats."""
+        """Record that this rank has finished, so that others expect no heartbeats from it."""
         with contextlib.suppress(RuntimeError):
             self._store.add(f"left/{self._process.rank}", 1)
             self._store.add("left", 1)
@@ -127,7 +127,7 @@ class RankWatch:
         self._end()
 
     def leave_failing(self, error: BaseException) -> None:
-        """Report this rank's ``error``, or raise `WorkerError` if a dead rank caused it."""
+        """Report this rank's ``error``. Raise `WorkerError` instead if a dead rank caused it."""
         is_broken_link = _is_broken_link(error)
         # A broken link is usually the effect of another rank's death: wait for its report.
         cause = self.failure(self._silence_s + 2 * _INTERVAL_S if is_broken_link else 0.0)
@@ -148,7 +148,6 @@ class RankWatch:
         self._thread.join(self._silence_s)
 
     def _run(self) -> None:
-        """Send heartbeats and check for failures until `_over` is set. Runs in the thread."""
         while not self._over.wait(_INTERVAL_S):
             try:
                 self._store.add(f"beat/{self._process.rank}", 1)
@@ -167,7 +166,7 @@ class RankWatch:
                 return
 
     def _stop(self, failure: str) -> None:
-        """Print the failure, wait until the main thread can have raised it, and end the process."""
+        """Print the failure. If the main thread does not raise it in time, end the process."""
         self._report(failure)
         with contextlib.suppress(RuntimeError):
             self._store.add("received", 1)
@@ -183,14 +182,14 @@ class RankWatch:
         self._has_failed.set()
 
     def _record(self, failure: str) -> str:
-        """Record a failure in the store, and return the first failure recorded by any rank."""
+        """Record a failure in the store. Return the first failure, which may be another rank's."""
         try:
             return self._store.compare_set("failure", "", failure).decode()
         except RuntimeError:  # the store ended with its host
             return failure
 
     def _neighbour_failure(self) -> str | None:
-        """Check the next rank that has not left. Record and return its failure, if any."""
+        """Check the next unfinished rank. If it has failed, record and return the failure."""
         rank = self._process.rank
         following = self._processes[rank + 1 :] + self._processes[:rank]
         neighbour = next((process for process in following if not self._has_left(process)), None)
@@ -219,9 +218,9 @@ class RankWatch:
 
 @contextlib.contextmanager
 def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
-    """End all ranks if a rank dies within the block, with a `WorkerError` that names this rank.
+    """Context manager: if a rank dies in the block, end all ranks with a `WorkerError` naming it.
 
-    All ranks must enter the block. ``timeout_s``: timeout of collectives, see `silence_limit`.
+    All ranks must enter the block. ``timeout_s``: time limit of collectives (see `silence_limit`).
     """
     if parallel.world_size == 1:
         yield
@@ -242,7 +241,7 @@ def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _delayed_sigterm(watch: RankWatch) -> Iterator[None]:
-    """Delay SIGTERM, which launchers send to the remaining ranks, until a dead rank is reported."""
+    """Delay SIGTERM, which launchers send to surviving ranks, until the dead rank is reported."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
@@ -263,7 +262,7 @@ def _delayed_sigterm(watch: RankWatch) -> Iterator[None]:
 
 
 def _new_connection(timeout_s: float) -> dist.Store:
-    """Open another connection to the store. A collective can block the default connection."""
+    """Open a separate connection to the store, because a collective can block the default one."""
     run = from_rank_zero(f"{os.getpid()}-{time.time_ns()}")
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -279,7 +278,7 @@ def _launcher_keeps_store() -> bool:
 
 
 def _is_broken_link(error: BaseException | None) -> bool:
-    """Return whether another rank's death may have caused the error or one of its causes."""
+    """Return whether an error, or one of its causes, is a lost connection to another rank."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, dist.DistError):

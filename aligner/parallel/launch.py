@@ -20,11 +20,11 @@ _INTERVAL_S = 0.5  # between checks whether the first process still runs
 
 @contextlib.contextmanager
 def started_processes(trainer: ProcessConfig, timeout_s: float) -> Iterator[None]:
-    """Start ``trainer.devices`` processes on this node, unless torchrun or Slurm has started them.
+    """Context manager: start ``trainer.devices`` processes, unless torchrun or Slurm has done so.
 
-    Lightning Fabric runs the present command again for every other process, with the rank in its
-    environment. A process enters the block, or ends if the first process ends before that.
-    ``timeout_s``: timeout of collectives in seconds.
+    Lightning Fabric runs the current command again for each further process of this node, with its
+    rank in the environment. Every process runs the block. A process that is still starting ends if
+    the first process ends. ``timeout_s``: time limit of collectives in seconds.
     """
     if trainer.world_size == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         yield
@@ -62,7 +62,7 @@ def _launch(trainer: ProcessConfig, timeout_s: float) -> None:
 
 
 def _end_with(starter: int, over: threading.Event) -> None:
-    """End this process if its parent ``starter`` ends before ``over`` is set."""
+    """End this process if its parent ``starter`` ends before the event ``over`` is set."""
     while os.getppid() == starter:
         if over.wait(_INTERVAL_S):
             return

@@ -27,9 +27,10 @@ Lists = tuple[list[str], list[str], list[Any]]  # prompts, responses and ground 
 class Form(NamedTuple):
     """How another library calls reward functions.
 
-    ``required``: parameters that identify the form. ``arguments``: all parameters that are not
-    data columns. ``call(function, arguments, lists, columns)`` passes ``arguments`` and ``columns``
-    to ``function``, and returns its scores in the form of our protocol.
+    ``required``: parameters that identify the form. ``arguments``: all parameters of the form that
+    are not data columns. ``call(function, arguments, lists, columns)`` calls ``function`` with
+    ``arguments``, taken from ``lists``, and with ``columns``. It returns scores as
+    `aligner.rewards.protocol` describes.
     """
 
     name: str
@@ -39,18 +40,18 @@ class Form(NamedTuple):
 
 
 def of_form(function: Function, bound: Function) -> tuple[Form | None, Function]:
-    """Return the form of ``function``, and the function adapted to our protocol.
+    """Return the form of ``function``, and a function that follows `aligner.rewards.protocol`.
 
     ``bound`` is ``function`` with ``reward.kwargs`` bound. If no form matches, the result is None
-    and ``bound``. An adapted function takes the columns of ``function`` as keywords.
+    and ``bound``. The second result accepts the data columns of ``function`` as keywords.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function of C
         return None, bound
-    is_ours = {"responses", "ground_truths"} & parameters.keys()
+    follows_protocol = {"responses", "ground_truths"} & parameters.keys()
     form = next((form for form in FORMS if form.required <= parameters.keys()), None)
-    if form is None or is_ours:
+    if form is None or follows_protocol:
         return None, bound
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments = form.arguments if takes_all else form.arguments & parameters.keys()
@@ -58,7 +59,8 @@ def of_form(function: Function, bound: Function) -> tuple[Form | None, Function]
     def adapted(*lists: Any, **columns: Any) -> Any:
         return form.call(bound, arguments, lists, columns)
 
-    # Prompts, responses and ground truths are positional only, so their names are not columns'.
+    # Give the function a signature, from which `Signature.of` finds its columns. The lists are
+    # positional only, so a column can have any name: p, r and t are never used.
     lists = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in "prt"]
     columns = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)

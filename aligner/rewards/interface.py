@@ -23,8 +23,9 @@ def rated_responses(
 ) -> ScoredResponses:
     """Return the rewards for a model's ``scores``: float [B], or [B, K] for K ``attributes``.
 
-    ``weights``: float32 [K], whose weighted sum is the reward; None if scores are rewards.
-    ``source``: name of the model in messages. Raises `RewardError` if a reward is not finite.
+    ``weights``: float32 [K]. The reward is the weighted sum of the scores, or the single score if
+    ``weights`` is None. ``source``: name of the model in messages. Raises `RewardError` if a reward
+    is not finite.
     """
     scores = scores.float()
     rewards = scores.flatten()
@@ -34,8 +35,8 @@ def rated_responses(
     if infinite:
         samples = Samples(list(prompts), responses, [None] * len(responses))
         raise RewardError(
-            f"{source} rates {samples.describe(infinite[0])} with {rewards[infinite[0]]}. A reward "
-            "must be finite in float32"
+            f"{source} rates {samples.describe(infinite[0])} with {rewards[infinite[0]]}, but a "
+            "reward must be finite in float32. Check the model's weights"
         )
     parts = dict(zip(attributes, scores.T.tolist(), strict=True)) if len(attributes) > 1 else {}
     return ScoredResponses(responses, rewards, parts)
@@ -45,29 +46,31 @@ class RewardInterface(Protocol):
     """Scores the responses of a rollout."""
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row. `Reward.get_rewards` lists the columns."""
+        """Score every response of a rollout batch, with the columns of `Reward.get_rewards`."""
         ...
 
 
 def check_weights(
     weights: Sequence[float] | None, attributes: Sequence[str], source: str
 ) -> Tensor | None:
-    """Return ``weights`` as float32 [K], or None if scores are single numbers without weights.
+    """Return ``weights`` as float32 [K], or None if a model with a single score has no weights.
 
-    ``attributes``: the K scored attributes, empty if the model was trained on comparisons.
-    ``source``: the model's name in messages. Raises `ConfigError` if there are not K weights.
+    ``attributes``: names of the K scored attributes, empty if the model was trained on comparisons
+    (then K = 1). ``source``: the model's name in messages. Raises `ConfigError` if there are not K
+    weights.
     """
     count = max(1, len(attributes))
     if weights is None and count == 1:
         return None
     if weights is None:
         raise ConfigError(
-            f"{source} rates {count} attributes ({', '.join(attributes)}). Set "
-            f"reward.attribute_weights to {count} numbers: the reward is the weighted sum"
+            f"{source} rates {count} attributes ({', '.join(attributes)}), but "
+            f"reward.attribute_weights is not set. Set it to {count} numbers: the reward is the "
+            "weighted sum"
         )
     if len(weights) != count:
         raise ConfigError(
-            f"reward.attribute_weights={list(weights)} has {len(weights)} numbers, and {source} "
+            f"reward.attribute_weights={list(weights)} has {len(weights)} numbers, but {source} "
             f"rates {count} ({', '.join(attributes) or 'one reward'}). Set one number for each"
         )
     return torch.tensor(weights, dtype=torch.float32)

@@ -28,15 +28,16 @@ def reward(
             as wrong. The limit uses a signal, so it only works in a process's main thread.
 
     Returns:
-        ``reward`` and ``accuracy``, which are equal, and ``well_formed`` (1 if the response has an
-        answer).
+        A dict per response: ``reward`` and ``accuracy``, which are equal, and ``well_formed`` (1 if
+        the response has an answer).
     """
-    # sympy takes a while to import
+    # Imported here, because importing sympy takes seconds.
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+    # math-verify limits the time by a signal, which only the main thread can receive.
     limit = sample_limit_s if threading.current_thread() is threading.main_thread() else None
     extraction: list[Any] = [LatexExtractionConfig(), ExprExtractionConfig()]
-    if boxed:
+    if boxed:  # search in \boxed{} first, and nowhere else
         extraction = [
             LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
         ]
@@ -49,6 +50,6 @@ def reward(
             cause = f"math-verify cannot read the ground truth {ground_truth!r}"
             raise ValueError(f"{cause}. Give a number or a LaTeX formula")
         answer = parse(response, extraction, parsing_timeout=limit)
-        right = float(bool(answer) and verify(gold, answer, timeout_seconds=limit))
-        scores.append({"reward": right, "accuracy": right, "well_formed": float(bool(answer))})
+        reward = float(bool(answer) and verify(gold, answer, timeout_seconds=limit))
+        scores.append({"reward": reward, "accuracy": reward, "well_formed": float(bool(answer))})
     return scores

@@ -18,7 +18,7 @@ from aligner.rewards.sequences import SequenceEncoder, scored_texts
 
 
 class SharedBackboneReward:
-    """Scores sequences as `RewardModel` does, in the critic's workers, which swap the weights."""
+    """Scores sequences in the critic's workers, which hold the reward model's weights meanwhile."""
 
     def __init__(
         self, value: Value, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
@@ -36,7 +36,7 @@ class SharedBackboneReward:
 
 @dataclass(eq=False)
 class ModelReward:
-    """Scores responses with a reward model on the run's workers."""
+    """Scores the responses of a rollout with a reward model on the run's workers."""
 
     model: RewardModel | SharedBackboneReward
     encoder: SequenceEncoder  # tokenizes texts for the reward model
@@ -47,7 +47,7 @@ class ModelReward:
     end_strings: Sequence[str] = ()  # the policy's stop strings, removed before scoring
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row. `Reward.get_rewards` lists the columns."""
+        """Score every response of a rollout batch, with the columns of `Reward.get_rewards`."""
         responses, texts = scored_texts(self.tokenizer, data, self.end_strings)
         # Encode with the reward model's tokenizer, and score in inference mode.
         pairs = zip(data["prompts"], texts, strict=True)
@@ -63,18 +63,18 @@ class ModelReward:
 
 @dataclass(eq=False)
 class VerifiedReward:
-    """Rewards of one source, and metrics of a verifier, which do not affect training.
+    """Rewards of a model or server, and metrics of a verifier, which do not affect training.
 
-    The verifier's reward becomes the metric ``reward_parts/verified``. Its metric ``accuracy`` is 1
-    for a verifier reward of at least 1, unless the verifier returns ``accuracy`` itself. If both
-    have a metric NAME, that of the source becomes ``reward_parts/rated_NAME``.
+    The verifier's reward is reported as ``reward_parts/verified``. If the verifier returns no
+    ``accuracy``, this metric is 1 for verifier rewards of at least 1, else 0. If both have a metric
+    NAME, the metric of the model or server is reported as ``reward_parts/rated_NAME``.
     """
 
     reward: RewardInterface
     verifier: Reward
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row with the source and the verifier. Return the source's rewards."""
+        """Score every response with both. Return the rewards of ``reward``, and all metrics."""
         scored, checked = self.reward.get_rewards(data), self.verifier.get_rewards(data)
         verified = checked.rewards.tolist()
         parts = {

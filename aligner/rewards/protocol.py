@@ -46,45 +46,46 @@ class Signature:
     def of(
         cls, function: Callable[..., Any], name: str, kwargs: Collection[str] = ()
     ) -> "Signature":
-        """Inspect the parameters of ``function``, which also gets the keywords ``kwargs``.
+        """Inspect the parameters of ``function``.
 
-        ``name``: the function's path. Raises `ConfigError` if the function lacks the positional
-        parameters, or a keyword parameter for one of ``kwargs``.
+        ``name``: the function's path. ``kwargs``: names of keyword arguments that every call has.
+        Raises `ConfigError` if the function lacks the positional parameters, or a keyword parameter
+        for one of ``kwargs``.
         """
-        # Two or three positional parameters for the lists.
+        # The lists are two or three positional parameters. With two, ground truths are a keyword.
         parameters = list(inspect.signature(function).parameters.values())
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
-        takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-        by_keyword = takes_all or any(p.name == "ground_truths" for p in keyword)
-        lists = 2 if len(positional) == 2 and by_keyword and not takes_any else 3
-        if len(positional) < lists and not takes_any:
+        has_args = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        truths_by_keyword = takes_all or any(p.name == "ground_truths" for p in keyword)
+        lists = 2 if len(positional) == 2 and truths_by_keyword and not has_args else 3
+        if len(positional) < lists and not has_args:
             raise ConfigError(
                 f"reward function {name!r} must take (prompts, responses, ground_truths, "
                 f"**columns), but its signature is {inspect.signature(function)}"
             )
-        # Keyword parameters for ``kwargs`` and columns.
+        # The other parameters are keywords. Check that they accept ``kwargs``.
         keyword += positional[lists:]
         keyword_names = {p.name for p in keyword}
         first = tuple(p.name for p in positional[:lists] if p.kind is p.POSITIONAL_OR_KEYWORD)
-        unknown = sorted(set(kwargs) & set(first) if takes_all else set(kwargs) - keyword_names)
-        if unknown:
+        refused = sorted(set(kwargs) & set(first) if takes_all else set(kwargs) - keyword_names)
+        if refused:
             raise ConfigError(
-                f"reward.kwargs: function {name!r} has no keyword arguments {unknown}; it has "
-                f"{sorted(keyword_names)}. Remove or rename the keys"
+                f"reward.kwargs contains {refused}, which function {name!r} does not accept as "
+                f"keyword arguments. It accepts {sorted(keyword_names)}. Remove or rename the keys"
             )
-        # Parameters without a value become columns of the data.
+        # Keyword parameters without a value get columns of the data.
         passed = {*kwargs, "ground_truths"} if lists == 2 else set(kwargs)
-        free = [p for p in keyword if p.name not in passed]
-        named = tuple(p.name for p in free)
-        required = tuple(p.name for p in free if p.default is p.empty)
+        columns = [p for p in keyword if p.name not in passed]
+        named = tuple(p.name for p in columns)
+        required = tuple(p.name for p in columns if p.default is p.empty)
         return cls(name, named, required, takes_all, first, lists)
 
     def check_columns(self, available: Collection[str]) -> None:
-        """Raise `DataError` if a column is missing, or has the name of a positional parameter."""
+        """Raise `DataError` if ``available`` lacks a required column or has a positional name."""
         problem = ""
         if repeated := [name for name in self.first if self.takes_all and name in available]:
             problem = (
@@ -99,7 +100,7 @@ class Signature:
             raise DataError(f"reward function {self.name!r} {problem}")
 
     def select(self, columns: Mapping[str, list[Any]], kwargs: Collection[str]) -> dict[str, Any]:
-        """Return the columns that the function gets. Those in ``kwargs`` are left out."""
+        """Return the ``columns`` that the function gets, except those that ``kwargs`` override."""
         self.check_columns(columns)
         return {
             name: values
@@ -123,7 +124,8 @@ class Samples:
         for name, values in lists.items():
             if len(values) != len(self.prompts):
                 raise RewardError(
-                    f"{name} has {len(values)} entries for {len(self.prompts)} prompts"
+                    f"{name} has {len(values)} entries for {len(self.prompts)} prompts. Give one "
+                    "entry per prompt"
                 )
 
     def __len__(self) -> int:

@@ -22,26 +22,27 @@ def reward(
     Args:
         prompts: not used.
         responses: text without the end-of-sequence token.
-        ground_truths: compared as text. Not used without an ``answer`` group.
+        ground_truths: right answers, compared as text. Not used without an ``answer`` group.
         pattern: Python regular expression, in which ``.`` also matches newlines.
         format_reward: reward of a well-formed response with a wrong answer.
 
     Returns:
-        For each response ``reward``, ``accuracy`` (1 if the answer is right) and ``well_formed`` (1
-        if the response matches). ``reward`` is 1 if right, ``format_reward`` if only well-formed,
-        else 0.
+        A dict per response: ``accuracy`` (1 if the answer is right), ``well_formed`` (1 if the
+        response matches) and ``reward``, which is 1 for a right answer, ``format_reward`` for
+        another response that matches, else 0.
     """
     compiled = re.compile(pattern, re.DOTALL)
     scores = []
     for response, ground_truth in zip(responses, ground_truths, strict=True):
         match = compiled.fullmatch(response)
         # Without a group ``answer``, a match is right.
-        right = match is not None
+        is_well_formed = is_right = match is not None
         if match is not None and "answer" in compiled.groupindex:
             answer = match.group("answer")
-            right = answer is not None and answer.strip() == str(ground_truth).strip()
-        reward = 1.0 if right else format_reward if match else 0.0
-        scores.append(
-            {"reward": reward, "accuracy": float(right), "well_formed": float(match is not None)}
-        )
+            is_right = answer is not None and answer.strip() == str(ground_truth).strip()
+        reward = format_reward if is_well_formed else 0.0
+        if is_right:
+            reward = 1.0
+        metrics = {"accuracy": float(is_right), "well_formed": float(is_well_formed)}
+        scores.append({"reward": reward, **metrics})
     return scores

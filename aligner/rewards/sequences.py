@@ -35,7 +35,8 @@ class SequenceEncoder:
     ) -> None:
         """Store the reward model's tokenizer and its maximum sequence length in tokens.
 
-        ``add_bos``: begin with BOS unless the text does. ``end_id``: end token, None for EOS.
+        ``add_bos``: prepend BOS to a sequence unless its text begins with BOS. ``end_id``: token
+        that ends a sequence, by default EOS.
         """
         if add_bos and tokenizer.bos_id is None:
             raise TokenizerError(
@@ -47,16 +48,17 @@ class SequenceEncoder:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: ModelSource, add_bos: bool | None) -> "SequenceEncoder":
-        """Return the encoder for a reward model's checkpoint, which records BOS and end token.
+        """Return the encoder for a reward model, with the BOS and the end token of its training.
 
-        ``add_bos``: value for older checkpoints without this record. Raises `ConfigError` if
-        ``add_bos`` differs from the record.
+        ``add_bos``: whether sequences begin with BOS, for an older checkpoint that does not say so.
+        Raises `ConfigError` if the checkpoint says the opposite.
         """
         form = SequenceForm.of_config(checkpoint.config) or SequenceForm(bool(add_bos), None)
         if add_bos is not None and add_bos != form.add_bos:
             raise ConfigError(
                 f"reward.model.add_bos={str(add_bos).lower()}, but the reward model was trained on "
-                f"sequences {'with' if form.add_bos else 'without'} BOS. Set it to null"
+                f"sequences {'with' if form.add_bos else 'without'} BOS. Set add_bos=null, which "
+                "uses the value in the model's file"
             )
         positions = checkpoint.architecture.max_position_embeddings
         return cls(checkpoint.tokenizer, positions, add_bos=form.add_bos, end_id=form.end_id)
@@ -70,14 +72,15 @@ class SequenceEncoder:
             ids = with_bos(self.tokenizer, ids)
         if len(ids) > self.max_length:
             raise RewardError(
-                f"a prompt with its response has {len(ids)} tokens of the reward model, which "
-                f"accepts at most {self.max_length} positions. Lower length_params.max_length or "
-                f"data.max_prompt_length (the prompt begins {prompt[:60]!r})"
+                f"a prompt with its response has {len(ids)} tokens in the reward model's "
+                f"tokenizer, but the reward model accepts at most {self.max_length}. Lower "
+                f"length_params.max_length or data.max_prompt_length. The prompt begins "
+                f"{prompt[:60]!r}"
             )
         return ids
 
     def collate(self, sequences: Sequence[Sequence[int]]) -> BatchedDataDict:
-        """Return ``input_ids`` int64 [B, S], right-padded, and ``input_lengths`` int64 [B]."""
+        """Return a batch: ``input_ids`` int64 [B, S], right-padded, and ``input_lengths`` [B]."""
         ids, lengths = pad_right(sequences, self.tokenizer.pad_id)
         return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
 
@@ -85,10 +88,10 @@ class SequenceEncoder:
 def scored_texts(
     tokenizer: Tokenizer, data: BatchedDataDict, end_strings: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the response texts, and the same texts without final stop strings.
+    """Return the response texts, and the same texts without the stop strings that ended them.
 
     ``end_strings``: the stop strings. Reads the columns of `response_texts`, and ``is_end``, bool
-    [B]: the response was not cut by the length limit.
+    [B], which is False if the length limit cut the response.
     """
     responses = response_texts(tokenizer, data)
     if not end_strings:
@@ -103,7 +106,7 @@ def scored_texts(
 def _without_stop(
     tokenizer: Tokenizer, prompt: list[int], ids: list[int], text: str, end_strings: Sequence[str]
 ) -> str:
-    """Remove the stop string that the last token completed, and the text after it."""
+    """Return a response's ``text`` up to the stop string that its last token completes."""
     if ids[-1] in tokenizer.end_ids:
         return text
     text_without_last = decode_response(tokenizer, prompt, ids[:-1])

@@ -24,11 +24,11 @@ Json = dict[str, Any]
 
 
 class Choice:
-    """One answer while it is sampled: its tokens, and its text up to a stop string.
+    """One of the answers to a request, during and after sampling.
 
-    ``ids`` and ``logprobs``: all sampled tokens. ``pieces``: the text that each token completes.
-    ``offsets``: number of characters before each piece. ``text``: the text shown so far.
-    ``finish``: reason why the answer ended, None before its end.
+    ``ids`` and ``logprobs``: all sampled tokens. ``pieces``: the text that each token adds.
+    ``offsets``: number of characters before each piece. ``text``: the text sent to the client so
+    far, which ends before a stop string. ``finish``: why the answer ended, or None.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Choice:
     ) -> None:
         """Create an empty answer to the prompt of ``row``.
 
-        ``is_buffered``: no text is shown before the end. ``skips_special``: special tokens have no
-        text.
+        ``is_buffered``: send no text before the end. ``skips_special``: leave out the text of
+        special tokens.
         """
         assert row.options is not None, "requests have their own options"
         self._stop = row.options.sampling.end_strings
@@ -57,7 +57,7 @@ class Choice:
         self._least_characters = (0, 0)  # of both texts: stop strings that end earlier are ignored
 
     def push(self, progress: Progress) -> str:
-        """Add sampled tokens and return the text that can now be shown."""
+        """Add sampled tokens. Return the new text that can be sent to the client."""
         self.logprobs += progress.logprobs
         for token in progress.ids:
             self.ids.append(token)
@@ -84,21 +84,21 @@ class Choice:
 
     @property
     def full_text(self) -> str:
-        """Text of all sampled tokens, stop strings and the end token included."""
+        """Text of all sampled tokens, with stop strings and the end token."""
         ended = [token for token in self.ids[-1:] if token in self._end_ids]
         text = decode_response(self._tokenizer, self.prompt, self.ids)
         return text + self._tokenizer.decode(ended)
 
     @property
     def plain_text(self) -> str:
-        """`text` without special tokens that are skipped. A buffered text contains them."""
+        """`text` without the special tokens that the request skips."""
         text = self.text
         for token in set(self.ids) & self._special if self._skips_special else ():
             text = text.replace(self._tokenizer.decode([token]), "")
         return text
 
     def _shown(self) -> str:
-        """Return the text up to a stop string. Before the end, also hide the start of one."""
+        """Return the text before a stop string. While sampling, omit a possible start of one."""
         text, plain = self._decoded, self._plain
         ends = self._stops(text, self._least_characters[0])
         ends += map(self._offset_in_text, self._stops(plain, self._least_characters[1]))
@@ -115,17 +115,17 @@ class Choice:
         return [offset for offset in offsets if offset >= 0]
 
     def _certain(self, text: str) -> int:
-        """Return the length of ``text`` without a suffix that may be the start of a stop string."""
+        """Return the length of ``text`` without an end that may be the start of a stop string."""
         lengths = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
         return len(text) - max(lengths, default=0)
 
     def _offset_in_text(self, plain: int) -> int:
-        """Convert an offset in the text without special tokens to an offset in the whole text."""
+        """Convert an offset in the text without special tokens to an offset in the full text."""
         return plain + sum(length for offset, length in self._special_spans if offset <= plain)
 
 
 class Answer(ABC):
-    """Formats the choices of one request, as a complete answer or as a stream of pieces."""
+    """Formats the choices of a request as JSON: a complete answer, or chunks of a stream."""
 
     object: str
     piece_object: str
@@ -147,7 +147,7 @@ class Answer(ABC):
         self._head: Json = {"id": unique, "created": int(time.time()), "model": model}
 
     def complete(self) -> Json:
-        """Return the complete answer. Every choice must have ended."""
+        """Return the complete answer as JSON. Every choice must have ended."""
         choices = []
         for index, choice in enumerate(self.choices):
             content, finish = self._content(choice)
@@ -156,11 +156,11 @@ class Answer(ABC):
         return self._completion(self.object, choices, usage=self._usage())
 
     def first(self) -> list[Json]:
-        """Return the pieces that are sent before any token is sampled."""
+        """Return the chunks to send before any token is sampled."""
         return []
 
     def pieces(self, progress: Progress) -> list[Json]:
-        """Add new tokens to a choice, and return the pieces that show them."""
+        """Add new tokens to a choice. Return the chunks to send."""
         choice = self.choices[progress.row]
         text = choice.push(progress)
         content, finish = self._new_content(choice, text)
@@ -175,25 +175,25 @@ class Answer(ABC):
         return pieces
 
     def last(self) -> list[Json]:
-        """Return the pieces that are sent after all choices have ended."""
+        """Return the chunks to send after all choices have ended."""
         if not self._request.stream_options.include_usage:
             return []
         return [self._completion(self.piece_object, [], usage=self._usage())]
 
     @abstractmethod
     def _content(self, choice: Choice) -> tuple[Json, str | None]:
-        """Return the content and the finish reason of a choice that has ended."""
+        """Return (content, finish reason) of a choice that has ended."""
 
     @abstractmethod
     def _new_content(self, choice: Choice, text: str) -> tuple[Json, str | None]:
-        """Return the content of a piece with new ``text``, and the finish reason at the end."""
+        """Return (content of a chunk with new ``text``, finish reason or None before the end)."""
 
     @abstractmethod
     def _logprobs(self, choice: Choice, start: int) -> Json:
-        """Return the log-probs of a choice's tokens from index ``start`` on."""
+        """Return the log-probs of a choice's tokens from index ``start`` on, in OpenAI's format."""
 
     def _details(self, choice: Choice, start: int = 0) -> Json:
-        """Return the requested log-probs and ids of a choice's tokens from index ``start`` on."""
+        """Return log-probs and token ids from index ``start`` on, if they are requested."""
         details: Json = {"logprobs": None}
         if self._request.wants_logprobs:
             details["logprobs"] = self._logprobs(choice, start)
@@ -232,7 +232,7 @@ class ChatAnswer(Answer):
         return answer
 
     def first(self) -> list[Json]:
-        """Return for each choice a piece with its role, and the prompt's tokens if requested."""
+        """Return a chunk with the role for each choice. The first may have the prompt's ids."""
         delta = {"role": "assistant", "content": ""}
         pieces = [
             self._piece(index, delta=delta, finish_reason=None, logprobs=None)
@@ -257,7 +257,7 @@ class ChatAnswer(Answer):
         return {"delta": delta}, finish
 
     def _message(self, choice: Choice) -> tuple[Json, str | None]:
-        """Return content and tool calls of a choice's message, and the finish reason."""
+        """Return (content and tool calls, finish reason) of a choice that has ended."""
         if self._form is not None:
             content, calls = split_calls(choice.text, self._form)
             if calls:

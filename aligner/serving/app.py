@@ -45,7 +45,7 @@ _Sampled = ChatRequest | CompletionRequest
 
 @dataclass
 class Service:
-    """Endpoints of the server. Each raises an `HTTPException` to refuse a request."""
+    """Endpoints of the server. An endpoint refuses a request by raising `HTTPException`."""
 
     served: Served
     queue: JobQueue[Row]
@@ -61,7 +61,7 @@ class Service:
         return {"status": "ok"}
 
     async def models(self, request: Request) -> dict[str, Any]:
-        """Return the list of models, which contains one model."""
+        """Return the list of models, with one entry."""
         return {"object": "list", "data": [await self.model(request, self.served.name)]}
 
     async def model(self, request: Request, name: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Service:
         return await self._sample(request, CompletionRequest, CompletionAnswer)
 
     async def begin_session(self, request: Request) -> dict[str, str]:
-        """Begin a session and return the key whose answers it records."""
+        """Begin a session. Return its id and key. Answers to requests with the key are recorded."""
         check_bearer(request, self.token)
         async with self._read(request, SessionRequest) as body:
             session = self.sessions.begin(body.seed)
@@ -110,7 +110,7 @@ class Service:
         return {"id": session.id, "api_key": session.key}
 
     async def session(self, request: Request, name: str) -> dict[str, Any]:
-        """Return a session's record. The request needs the server's token or the session's key."""
+        """Return a session's record. Authorised by the server's token or the session's key."""
         return self._session_with_id(request, name).as_json()
 
     async def end_session(self, request: Request, name: str) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Service:
         return session.as_json()
 
     async def reward(self, request: Request) -> dict[str, float | None]:
-        """Set the reward of the session whose key the request has."""
+        """Set the reward of the session to which the request's key belongs."""
         session = self._authorised(request)
         if session is None:
             raise HTTPException(400, "a reward belongs to a session. Send the session's key")
@@ -138,7 +138,7 @@ class Service:
         return session
 
     def _authorised(self, request: Request) -> Session | None:
-        """Return the session whose key a request has, None if it has the server's token."""
+        """Return the session of the request's key, or None for the server's token."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self.sessions.with_key(key) if scheme == "Bearer" else None
         if session is None:
@@ -149,7 +149,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _read(self, request: Request, kind: type[Kind]) -> AsyncIterator[Kind]:
-        """Check a request's key and model, and yield its parsed body (see `Bodies.read`)."""
+        """Async context manager: check key and model of a request, and yield its parsed body."""
         self._authorised(request)
         async with self._bodies.read(request, partial(read_request, kind)) as body:
             self._check_model(getattr(body, "model", None))
@@ -160,25 +160,22 @@ class Service:
     ) -> Response:
         """Sample answers to a request. The time limit includes reading and encoding the request.
 
-        ``writer``: class that formats the answers.
+        ``kind``: class of the request's body. ``writer``: class that formats the answers.
         """
         session = self._authorised(request)
         began = time.monotonic()
         # Read and encode the request.
         async with self._read(request, kind) as body:
             prompts = await run_in_threadpool(blame_sender, self._prompts, body, session)
-        # A row of the engine for each answer, and a choice that formats its tokens.
+        # Each answer has a row, from which the engine samples, and a choice, which formats it.
         has_tools = isinstance(body, ChatRequest) and body.offered_tools
         form = self.served.form if has_tools else None
         body = self.served.adapted(body)
         rows = blame_sender(self._rows, body, prompts, session)
-        is_buffered, skips_special = form is not None, body.skip_special_tokens
-        choices = [
-            Choice(self.served.tokenizer, row, is_buffered=is_buffered, skips_special=skips_special)
-            for row in rows
-        ]
+        options = {"is_buffered": form is not None, "skips_special": body.skip_special_tokens}
+        choices = [Choice(self.served.tokenizer, row, **options) for row in rows]
 
-        def end(is_complete: bool) -> None:
+        def update_session(is_complete: bool) -> None:
             if session is not None and not is_complete:
                 session.withdraw(prompts, [row.request for row in rows])
             elif session is not None:
@@ -188,13 +185,13 @@ class Service:
                     tokens = choice.prompt, choice.ids, choice.logprobs
                     session.record(*tokens, choice.finish, choice.full_text, row.request)
 
-        # Queue the rows, and wait for their progress.
+        # Add the rows to the queue, and send the answer.
         results = Results[Progress]()
         job = RowJob(rows, results.put)
         if session is not None:
             session.track(job)
         answer = writer(self.served.tokenizer, self.served.name, body, choices, form)
-        exchange = Exchange(job, results, answer, self.timeout_s, began, end)
+        exchange = Exchange(job, results, answer, self.timeout_s, began, update_session)
         return await exchange.response(self.queue, request, stream=body.stream)
 
     def _prompts(self, body: _Sampled, session: Session | None) -> list[list[int]]:
@@ -254,7 +251,7 @@ class Service:
 def policy_server(
     address: tuple[str, int], service: Service, setting: str
 ) -> AbstractContextManager[tuple[str, int]]:
-    """Answer requests in a thread until the block ends, see `http_server`."""
+    """Return `http_server` for ``service``. ``address`` and ``setting`` are its arguments."""
     routes: Routes = {
         "GET /health": service.health,
         "GET /v1/models": service.models,

@@ -31,7 +31,7 @@ _CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
 
 
 def refusal(status: int, cause: str) -> dict[str, Any]:
-    """Return an error response's body in OpenAI's format. ``param``: the invalid key, if any."""
+    """Return the body of an error response in OpenAI's format. Its ``param`` is the invalid key."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     key, colon, _ = cause.partition(":")
     names_key = bool(colon) and status == 400 and key.replace(".", "").replace("_", "").isalnum()
@@ -41,10 +41,10 @@ def refusal(status: int, cause: str) -> dict[str, Any]:
 
 @dataclass
 class Exchange:
-    """Queues one request for the engine and returns its answer. Created within the event loop.
+    """Sends one request to the engine and returns its answer. Created in the event loop.
 
-    The answer must be complete ``timeout_s`` after ``began``, by the event loop's clock. ``end`` is
-    called once: with True after a complete answer, with False after a failure.
+    The answer must be complete ``timeout_s`` seconds after ``began``, a time of the event loop's
+    clock. ``end`` is called once, with True after a complete answer and False after a failure.
     """
 
     job: RowJob
@@ -56,9 +56,9 @@ class Exchange:
     _is_over: bool = False
 
     async def response(self, queue: JobQueue[Row], request: Request, *, stream: bool) -> Response:
-        """Return the answer, complete or as server-sent events.
+        """Return the HTTP response: the complete answer, or with ``stream`` server-sent events.
 
-        Raises an `HTTPException`: 429 if ``queue`` is full, 500 or 503 if the request failed.
+        Raises `HTTPException`: 429 if ``queue`` is full, 500 or 503 if the request failed.
         """
         if not queue.add(self.job):
             self._leave()
@@ -90,7 +90,7 @@ class Exchange:
             self.end(is_complete)
 
     async def _pieces(self) -> AsyncIterator[str]:
-        """Yield server-sent events. An error is the last event."""
+        """Yield the server-sent events of the answer. An error becomes the last event."""
         try:
             for piece in self.answer.first():
                 yield _event(piece)
@@ -108,7 +108,7 @@ class Exchange:
 
 
 class _Events(StreamingResponse):
-    """A stream that ends if the client does not accept a piece within `ARRIVAL_S`."""
+    """A streamed response that ends if the client does not accept an event within `ARRIVAL_S`."""
 
     async def stream_response(self, send: Send) -> None:
         async def bounded(message: AsgiMessage) -> None:

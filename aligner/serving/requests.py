@@ -74,14 +74,14 @@ class _Request(_Strict):
 
 
 class StreamOptions(_Strict):
-    """Value of the key ``stream_options``."""
+    """Value of a request's key ``stream_options``."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class _Sampled(_Request):
-    """Keys that chat completions and text completions share."""
+    """Keys of requests for chat completions and for text completions."""
 
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] = 1
     max_tokens: _Positive | None = None
@@ -100,12 +100,12 @@ class _Sampled(_Request):
 
     @property
     def longest(self) -> int | None:
-        """Maximum number of new tokens, None if the request does not set it."""
+        """Maximum number of new tokens, or None if the request sets no limit."""
         return self.max_tokens
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the answer contains log-probs. ``logprobs=0`` means: without alternatives."""
+        """True if log-probs of sampled tokens are requested. ``logprobs=0`` requests them, too."""
         return self.logprobs is not None and self.logprobs is not False
 
     def sampling_options(self, defaults: SamplingOptions, longest: int) -> SamplingOptions:
@@ -141,7 +141,7 @@ class ChatRequest(_Sampled):
 
     @property
     def longest(self) -> int | None:
-        """Maximum number of new tokens. ``max_completion_tokens`` overrides its older name."""
+        """Maximum number of new tokens: ``max_completion_tokens``, or the older ``max_tokens``."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -167,7 +167,7 @@ class CompletionRequest(_Sampled):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or token ids. Raises `DataError` for an empty or invalid list."""
+        """The prompts, as text or token ids. Raises `DataError` for an empty or invalid list."""
         if isinstance(self.prompt, str) or (self.prompt and _is_ids(self.prompt)):
             return [self.prompt]
         if not self.prompt:
@@ -178,7 +178,7 @@ class CompletionRequest(_Sampled):
 
 
 class TokenizeRequest(_Request):
-    """Body of ``POST /tokenize``: a text, or a chat with the generation prompt."""
+    """Body of ``POST /tokenize``: a text, or a chat to which the generation prompt is added."""
 
     prompt: str | None = None
     messages: _Messages | None = None
@@ -187,7 +187,7 @@ class TokenizeRequest(_Request):
 
     @property
     def text_prompt(self) -> str | None:
-        """The prompt, None if ``messages`` is set. Raises `DataError` unless exactly one is set."""
+        """The prompt, or None for a chat. Raises `DataError` unless exactly one of them is set."""
         if (self.prompt is None) == (self.messages is None):
             state = "neither it nor" if self.prompt is None else "both it and"
             raise DataError(f"prompt: {state} messages are set. Set one of the two")
@@ -210,7 +210,7 @@ class SessionRequest(_Strict):
 
 
 class RewardRequest(_Strict):
-    """Body of ``POST /v1/reward``: a number, null (not scored), or a mapping with ``reward``."""
+    """Body of ``POST /v1/reward``: a number, null (no score), or an object with key ``reward``."""
 
     reward: Any = None
 
@@ -219,10 +219,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
-    """Parse the JSON body of a request. Keys that are null count as absent.
-
-    Raises `DataError` for an invalid body, with a message that starts with the key.
-    """
+    """Parse a JSON body as ``kind``. Null keys count as absent. Raises `DataError` naming a key."""
     value = parse_json(body)
     if not isinstance(value, dict):
         raise DataError("the body: must be a JSON object")
@@ -241,10 +238,7 @@ def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
-    """Convert messages for chat templates: contents become text, keys without a value go.
-
-    Raises `DataError` for a part that is not text.
-    """
+    """Convert messages for chat templates. Raises `DataError` for content that is not text."""
     return [_plain(message, f"messages.{index}") for index, message in enumerate(messages)]
 
 

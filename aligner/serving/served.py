@@ -20,7 +20,7 @@ Request = TypeVar("Request", bound=ChatRequest | CompletionRequest)
 
 @dataclass(frozen=True)
 class Served:
-    """The model of a server."""
+    """The model of a server: its tokenizer, limits and defaults."""
 
     name: str
     tokenizer: Tokenizer
@@ -33,24 +33,24 @@ class Served:
 
     @cached_property
     def form(self) -> Form:
-        """Format of tool calls in the chat template."""
+        """Format in which the model's chat template writes tool calls."""
         return form_of(self.tokenizer)
 
     def accepts_name(self, name: str) -> bool:
-        """Return whether requests may use this name for the model."""
+        """Return whether ``name`` is valid as the key ``model`` of a request."""
         return name == self.name
 
     def adapted(self, request: Request) -> Request:
-        """Return the request with the values that the server uses."""
+        """Return the request with values that the server replaces. Here it is unchanged."""
         return request
 
     def encoded(self, text: str) -> list[int]:
-        """Return the tokens of a prompt."""
+        """Return the token ids of a text."""
         ids = self.tokenizer.encode(text)
         return with_bos(self.tokenizer, ids) if self.add_bos else ids
 
     def shortened(self, text: str) -> str:
-        """Cut a long text, which saves time, to a length that is still refused as too long."""
+        """Shorten a very long text, to save time. What remains is still refused as too long."""
         length = 2 * self.positions
         while length < len(text):
             if len(self.tokenizer.encode(text[:length])) > self.positions + self.positions // 4:
@@ -59,7 +59,7 @@ class Served:
         return text
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise `DataError` for ids outside the vocabulary."""
+        """Raise `DataError` if a token id is outside the vocabulary."""
         if max(ids, default=0) >= self.vocab_size:
             raise DataError(f"token id {max(ids)} is outside the vocabulary of {self.vocab_size}")
 
@@ -74,14 +74,19 @@ class Served:
         template_kwargs: Mapping[str, Any] | None = None,
         keeps_answers: bool = False,
     ) -> str:
-        """Render a chat with the generation prompt. The template gets ``template_kwargs``.
+        """Return a chat as text, with the generation prompt.
 
-        ``keeps_answers``: do not change special tokens in assistant messages, which the model
-        wrote. Raises `DataError` for a part that is invalid or that the template ignores, and
-        `TokenizerError` if there is no template.
+        Args:
+            chat: messages of the request.
+            tools: functions that the model may call.
+            template_kwargs: variables of the chat template.
+            keeps_answers: keep special tokens in assistant messages, because the model wrote them.
+
+        Raises `DataError` if a part is invalid or not used by the template, and `TokenizerError` if
+        there is no template.
         """
         messages = parse_messages(chat_messages(chat))
-        # Treat special tokens, unless the chat is too long and therefore refused later.
+        # Refuse or escape special tokens, except in a chat that will be refused as too long.
         if self.special_tokens_in_text != "keep":
             text = replace(self, special_tokens_in_text="keep").chat(chat, tools, template_kwargs)
             if self._keeps(text):
@@ -91,8 +96,9 @@ class Served:
                     messages[index] = self._treated(message, f"messages.{index}")
             tools = self._treated(tools, "tools")
             template_kwargs = self._treated(template_kwargs, "chat_template_kwargs")
-        # Write tools and calls as text if the template shows neither.
-        messages, template_tools = with_system(messages, self.system_prompt), tools or None
+        # If the template does not support tools (form `plain`), write tools and calls as text.
+        messages = with_system(messages, self.system_prompt)
+        template_tools = tools or None
         has_calls = any(chat["role"] == "tool" or "tool_calls" in chat for chat in messages)
         try:
             if (tools or has_calls) and self.form == "plain":
@@ -106,7 +112,7 @@ class Served:
             ) from error
 
     def _keeps(self, text: str) -> bool:
-        """Return whether special tokens in ``text`` are kept. A long text is refused later."""
+        """Return whether special tokens in ``text`` stay. Too long texts are refused later."""
         return self.special_tokens_in_text == "keep" or self.shortened(text) != text
 
     def _treated(self, value: Any, key: str) -> Any:
@@ -115,7 +121,7 @@ class Served:
     def options(
         self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]
     ) -> SamplingOptions:
-        """Return the sampling options for an answer to the token ids ``prompt``.
+        """Return the sampling options for the answer to a prompt, given as token ids.
 
         Raises `DataError` if the prompt is empty, too long, or has ids outside the vocabulary.
         """

@@ -34,10 +34,10 @@ _MAX_SESSIONS = 4096
 
 @dataclass
 class RecordedSequence:
-    """Token sequence of consecutive turns. ``ids``, ``logprobs``, ``turn_ids``: a value per token.
+    """Tokens of consecutive turns. ``ids``, ``logprobs`` and ``turn_ids`` have a value per token.
 
-    A sequence may repeat the first ``shared`` tokens of an earlier sequence, of which at least one
-    was sampled. ``forked_from`` is the index of this earlier sequence.
+    If the first ``shared`` tokens equal those of an earlier sequence, and the model sampled at
+    least one of them, ``forked_from`` is the index of the earlier sequence.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -49,22 +49,22 @@ class RecordedSequence:
     text: str | None = None  # text of all tokens, None if it is not known
 
     def is_prefix_of(self, prompt: Sequence[int]) -> bool:
-        """Return whether ``prompt`` starts with all tokens of the sequence."""
+        """Return whether ``prompt`` begins with all tokens of the sequence."""
         return list(prompt[: len(self.ids)]) == self.ids
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
-        """Append the tokens of a turn, or of a prompt if ``turn`` is 0."""
+        """Append tokens sampled in turn ``turn`` (from 1). Turn 0: tokens of a prompt."""
         self.ids += ids
         self.logprobs += logprobs
         self.turn_ids += [turn] * len(ids)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields without ``text``, for an HTTP response."""
+        """Return the fields except ``text``, for an HTTP response."""
         return {name: value for name, value in vars(self).items() if name != "text"}
 
 
 class RecordedAnswer(NamedTuple):
-    """Location of a recorded answer in its sequence."""
+    """Where a recorded answer is: the index of its sequence, and token indices there."""
 
     request: int  # index of the answer among all requested answers, from `Session.admit`
     sequence: int
@@ -74,10 +74,7 @@ class RecordedAnswer(NamedTuple):
 
 
 class Session:
-    """Recorded answers and rewards of one API key. Thread-safe.
-
-    A request that exceeds ``limits`` ends the session.
-    """
+    """Answers and rewards of one API key. Thread-safe. Exceeding ``limits`` ends the session."""
 
     def __init__(self, seed: int | None = None, limits: Limits | None = None) -> None:
         # The id is public. Only the key authorises requests.
@@ -102,29 +99,29 @@ class Session:
 
     @property
     def reward(self) -> float | None:
-        """The last reward, None if it is null or if no reward was set."""
+        """The last reward. None if there is none, or the reward is null."""
         return None if self._last_reward is None else self._last_reward.score
 
     @property
     def is_waiting(self) -> bool:
-        """True while the engine still has to answer a request of the session."""
+        """True while requests of the session are in progress."""
         with self._lock:
             self._jobs = [job for job in self._jobs if job.is_open or job.failure]
             return any(job.is_open for job in self._jobs)
 
     @property
     def engine_failure(self) -> Failure | None:
-        """The first engine failure of the session's requests, or None."""
+        """The first failure of the engine in a request of the session, or None."""
         with self._lock:
             return next((job.failure for job in self._jobs if job.failure), None)
 
     def track(self, job: RowJob) -> None:
-        """Watch a request, for `is_waiting` and `engine_failure`."""
+        """Include a request in `is_waiting` and `engine_failure`."""
         with self._lock:
             self._jobs.append(job)
 
     def seed_parts(self, prompts: Sequence[Sequence[int]] = ()) -> tuple[object, ...] | None:
-        """Return values from which a request's seed is computed, None without a session seed."""
+        """Return values that determine a request's seed, or None if the session has no seed."""
         if self.seed is None:
             return None
         prompts_id = text_hash(*chain.from_iterable(prompts))
@@ -139,9 +136,10 @@ class Session:
         encode_text: Callable[[str], list[int]],
         encode_continuation: Callable[[str], list[int]],
     ) -> list[int]:
-        """Encode a prompt. If it extends a recorded sequence, keep the token ids of the sequence.
+        """Return the token ids of a prompt. Keep the ids of a recorded sequence that it extends.
 
-        ``encode_continuation`` encodes text that follows other text.
+        ``encode_text`` encodes a text from its beginning, ``encode_continuation`` a text that
+        follows another text.
         """
         # The longest sequence whose text the prompt starts with.
         with self._lock:
@@ -156,22 +154,25 @@ class Session:
         return ids
 
     def admit(self, prompts: Sequence[Sequence[int]], longest: int, answers: int) -> range:
-        """Reserve ``answers`` answers to each prompt and return their indices, grouped by prompt.
+        """Reserve ``answers`` answers to each prompt. Return their indices, grouped by prompt.
 
-        `record` or `withdraw` must follow for each answer. ``longest``: maximum number of tokens of
-        an answer. Raises `DataError` if the request could exceed a limit. This also ends a session
-        that was created with limits.
+        Call `record` or `withdraw` for each answer afterwards. ``longest``: maximum number of
+        tokens of an answer. Raises `DataError` if the request could exceed a limit. If the session
+        has limits, this also ends the session.
         """
         limits = self._limits or Limits(sys.maxsize, _MAX_TOKENS)
         with self._lock:
-            # Upper bound of the tokens after this request. If no answer is expected, the recorded
-            # tokens are exact, and the sequence that the first prompt extends counts only once.
-            recorded, bound, extended = sum(len(s.ids) for s in self.sequences), self._bound, 0
+            # Bound the number of tokens after this request. If no other answer is expected, the
+            # recorded tokens are known, and tokens that the first prompt repeats count once.
+            recorded = sum(len(sequence.ids) for sequence in self.sequences)
+            bound = self._bound
             if not self._expected:
                 lengths = (len(s.ids) for s in self.sequences if s.is_prefix_of(prompts[0]))
-                bound, extended = recorded, max(lengths, default=0)
-            bound += answers * sum(len(prompt) + longest for prompt in prompts) - extended
-            first, self._admitted = self._admitted, self._admitted + answers * len(prompts)
+                bound = recorded - max(lengths, default=0)
+            bound += answers * sum(len(prompt) + longest for prompt in prompts)
+            # Reserve the answers, unless a limit is exceeded. Refused answers count as well.
+            first = self._admitted
+            self._admitted += answers * len(prompts)
             limit = self.exceeded or limits.exceeded(self._admitted, bound)
             if limit is None:
                 self._bound = bound
@@ -181,6 +182,7 @@ class Session:
             self._drop_texts(prompts)
             if self._limits is not None:
                 self.exceeded = limit
+        # A session with limits has ended. Without, only this request is refused.
         reason = f"limited to {limits.max_turns} answers"
         if limit == "max_tokens":
             reason = f"limited to {limits.max_tokens} tokens, has {recorded}, and could get {bound}"
@@ -190,10 +192,7 @@ class Session:
         raise DataError(text)
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
-        """Release the reserved tokens of a failed request. Its answers count towards the limit.
-
-        ``requests``: indices from `admit`.
-        """
+        """Cancel reserved answers, given by indices from `admit`. They still count as answers."""
         with self._lock:
             self._expected = {n: key for n, key in self._expected.items() if n not in requests}
             self._drop_texts(prompts)
@@ -209,24 +208,27 @@ class Session:
     ) -> None:
         """Record an answer to ``prompt``: the sampled tokens ``ids`` and their ``logprobs``.
 
-        ``text``: text of all tokens, the end token included. ``request``: index from `admit`.
+        ``end``: why the answer ended. ``text``: text of ``ids``, with the end token. ``request``:
+        index of the answer, from `admit`.
         """
         with self._lock:
             key = tuple(prompt)
             self._expected.pop(request, None)
             if self._is_closed:
                 return
-            # Append to the longest sequence that the prompt extends, or to a new sequence.
-            extended = [n for n, s in enumerate(self.sequences) if s.is_prefix_of(prompt)]
-            if not extended:
-                extended = [len(self.sequences)]
+            # Find the longest sequence that the prompt extends, or add a sequence.
+            candidates = [n for n, s in enumerate(self.sequences) if s.is_prefix_of(prompt)]
+            if not candidates:
+                candidates = [len(self.sequences)]
                 self._start_sequence(prompt)
-            index = max(extended, key=lambda n: len(self.sequences[n].ids))
+            index = max(candidates, key=lambda n: len(self.sequences[n].ids))
+            # Append the new tokens of the prompt, and the answer as a turn.
             sequence = self.sequences[index]
             start = len(sequence.ids)
             sequence.append(prompt[start:], [0.0] * (len(prompt) - start), turn=0)
             sequence.ends.append(end)
             sequence.append(ids, logprobs, turn=len(sequence.ends))
+            # The text is unknown if the client sent the prompt as token ids.
             prompt_text = self._texts.get(key)
             sequence.text = None if prompt_text is None else prompt_text + text
             self._drop_texts([prompt])
@@ -234,21 +236,18 @@ class Session:
             self.answers.append(RecordedAnswer(request, index, start, len(prompt), end_index))
 
     def set_reward(self, reward: Any) -> None:
-        """Set the reward of the last recorded answer: a number, None, or a mapping with ``reward``.
-
-        Raises `AlignerError` if the reward is not valid.
-        """
+        """Set the reward of the last answer: a number, None, or a dict with the key ``reward``."""
         turn = check_turn(Turn(reward=reward, done=True))
         with self._lock:
             self._last_reward = self.rewards[len(self.answers)] = turn
 
     def close(self) -> None:
-        """Ignore answers that arrive later."""
+        """Stop recording answers."""
         with self._lock:
             self._is_closed = True
 
     def as_json(self) -> dict[str, Any]:
-        """Return the session for an HTTP response."""
+        """Return the session's record, for an HTTP response."""
         with self._lock:
             return {
                 "id": self.id,
@@ -259,14 +258,14 @@ class Session:
             }
 
     def _drop_texts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Forget the texts of prompts without an expected answer."""
+        """Delete the texts of prompts to which no answer is expected."""
         waiting = set(self._expected.values())
         for key in map(tuple, prompts):
             if key not in waiting:
                 self._texts.pop(key, None)
 
     def _start_sequence(self, prompt: Sequence[int]) -> None:
-        """Add a sequence. Mark it as forked from the sequence with the longest common prefix."""
+        """Add an empty sequence. Record the earlier sequence with the longest common prefix."""
         new = RecordedSequence()
         for index, sequence in enumerate(self.sequences):
             shared = common_prefix(sequence.ids, prompt)
@@ -276,7 +275,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a server. A session that is unused for ``idle_s`` seconds is removed."""
+    """The sessions of a server. A session unused for ``idle_s`` seconds is removed."""
 
     def __init__(self, idle_s: float = math.inf) -> None:
         self._idle_s = idle_s
@@ -284,7 +283,7 @@ class Sessions:
         self._lock = threading.Lock()
 
     def begin(self, seed: int | None = None, limits: Limits | None = None) -> Session | None:
-        """Return a new session, or None if the server has too many sessions."""
+        """Create and return a session, or None if the server has too many sessions."""
         oldest_use = time.monotonic() - self._idle_s
         with self._lock:
             for session in list(self._by_key.values()):
@@ -298,7 +297,7 @@ class Sessions:
             return session
 
     def with_key(self, key: str) -> Session | None:
-        """Return the session of an API key, or None. The call counts as use of the session."""
+        """Return the session of an API key and mark it as used, or return None."""
         session = self._by_key.get(key)
         if session is not None:
             session.used = time.monotonic()

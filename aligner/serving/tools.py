@@ -11,10 +11,7 @@ from aligner.environments.tools import tools_in_text
 
 
 def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return the messages in the format ``plain``, for a template without tools and calls.
-
-    Calls become lines of assistant messages. Results become user messages.
-    """
+    """Write tool calls and results as plain text, for a chat template that supports neither."""
     names: dict[str, str] = {}
     plain: list[Message] = []
     for message in messages:
@@ -41,9 +38,9 @@ def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
 
 
 def split_calls(text: str, form: Form) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the text before the calls (None if it is empty) and the calls in OpenAI's format.
+    """Return (text before the tool calls or None, calls in OpenAI's format).
 
-    If a call cannot be parsed, return the whole text and no calls.
+    If a call cannot be parsed, the whole text and no calls are returned.
     """
     calls = parse_calls(text, form)
     if not calls or any(call.problem is not None for call in calls):

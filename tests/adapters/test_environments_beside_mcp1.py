@@ -1,18 +1,12 @@
 """Environments of verifiers 0.3 and OpenEnv, and a server of MCP 1: the real packages."""
 
 import pytest
-from played import Game, kwargs_of, write_files
+from played import Game, kwargs_of
 from servers import started
 
 pytestmark = pytest.mark.extended
+PACKAGES = ".venv-adapters-mcp1"  # these want version 1 of mcp
 VERIFIERS, OPENENV, MCP = "verifiers:VerifiersEnv", "openenv:OpenEnvEnv", "mcp:MCPEnv"
-
-
-@pytest.fixture
-def folder(packages_of_mcp1, tmp_path, monkeypatch):
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_the_page_s_verifiers(folder):

@@ -4,7 +4,7 @@ import time
 
 import psutil
 import pytest
-from played import Game, kwargs_of, write_files
+from played import Game, kwargs_of
 
 from aligner.environments.pool import Failure
 from aligner.environments.tools import HOW_TO_CALL
@@ -12,13 +12,6 @@ from aligner.errors import ConfigError
 
 pytestmark = pytest.mark.extended
 GYMNASIUM, MCP, SKYRL = "gymnasium:GymnasiumEnv", "mcp:MCPEnv", "skyrl_gym:SkyRLGymEnv"
-
-
-@pytest.fixture
-def folder(packages, tmp_path, monkeypatch):
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_the_page_s_frozen_lake(packages):

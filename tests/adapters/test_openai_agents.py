@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from played import kept_batches, turns_of
 from recipes import composed
 
 from aligner.algorithms.ppo.trainer import train_ppo
-from aligner.algorithms.rollout.endpoint import EndpointRollouts
 from aligner.algorithms.supervised.build import train_sft
 from aligner.config import SFTRunConfig, load_config
 from aligner.observe.metrics import read_metrics
@@ -49,21 +49,8 @@ def calling_nemo(tiny_nemo, tmp_path_factory):
     return folder / "run" / "policy.nemo"
 
 
-@pytest.fixture
-def kept(monkeypatch):
-    """Batches that the rollouts of a run returned."""
-    batches = []
-    collect = EndpointRollouts.collect
-
-    def keeping(*arguments, **named):
-        batches.append(collect(*arguments, **named))
-        return batches[-1]
-
-    monkeypatch.setattr(EndpointRollouts, "collect", keeping)
-    return batches
-
-
-def test_a_step_of_ppo(packages, calling_nemo, tmp_path, kept):
+def test_a_step_of_ppo(packages, calling_nemo, tmp_path, monkeypatch):
+    kept = kept_batches(monkeypatch)
     rows = [{"prompt": "7?", "tools": TOOLS, "streamed": turn} for turn in (1, 2)]
     saw = tmp_path / "saw.jsonl"
     with (tmp_path / "rows.jsonl").open("w") as file:
@@ -97,19 +84,9 @@ def test_a_step_of_ppo(packages, calling_nemo, tmp_path, kept):
 
 def check_rows(batch, conversations):
     """Rows are what the clients saw: ids that were read and sampled, log-probs, rewards."""
-    found = []
-    columns = (batch[name] for name in ("input_ids", "generation_logprobs", "turn_rewards"))
-    for ids, logprobs, rewards, turn_ids, length in zip(
-        *columns, batch["turn_ids"], batch["input_lengths"].tolist(), strict=True
-    ):
-        turns = []
-        for turn in range(1, int(turn_ids.amax()) + 1):
-            begin, *_, end = places = (turn_ids == turn).nonzero().flatten().tolist()
-            assert places == list(range(begin, end + 1))
-            one = [ids[:begin], ids[places], logprobs[places], rewards[end]]
-            turns.append([column.tolist() for column in one])
-        assert end == length - 1
-        found.append(turns)
+    found = list(turns_of(batch))
+    ends = [len(turns[-1][0]) + len(turns[-1][1]) for turns in found]
+    assert ends == batch["input_lengths"].tolist()
     assert torch.equal(batch["token_mask"], (batch["turn_ids"] > 0).float())
     given = sum(turn[3] for turns in found for turn in turns)
     assert batch["turn_rewards"].sum() == given

@@ -6,7 +6,7 @@ from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from played import kwargs_of, write_files
+from played import answers_of, kwargs_of
 
 from aligner.algorithms.ask.evaluate import evaluate
 from aligner.config import EvaluateConfig, parse_config
@@ -14,14 +14,8 @@ from aligner.environments.pool import Call, EnvironmentPool
 from aligner.errors import ConfigError
 
 pytestmark = pytest.mark.extended
+PACKAGES = ".venv-adapters-verifiers"  # verifiers from 0.4 on wants one version of mcp
 RUN = "aligner_environments.verifiers_agent:run"
-
-
-@pytest.fixture
-def folder(packages_of_verifiers, tmp_path, monkeypatch):
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_the_page_s_taskset_against_our_server(folder, tiny_nemo):
@@ -108,7 +102,7 @@ def played(server, kwargs, *rows):
     url = f"http://127.0.0.1:{server.server_port}/v1"
     with closing(EnvironmentPool(RUN, kwargs, list(rows[0][1]), runs_agents=True)) as pool:
         calls = [(url, f"key{seed}", seed, columns) for seed, columns in rows]
-        return [pool.call([Call(0, "run", one, 60.0)])[0] for one in calls]
+        return [answers_of(pool, [Call(0, "run", one, 60.0)])[0] for one in calls]
 
 
 def test_tasks_rewards_and_keys(folder, server):

@@ -182,31 +182,28 @@ def samples_of(talk):
     return [[talk.ids[start:end], sampled[start:end]] for start, end in places]
 
 
+@pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_tokens_that_are_kept(kind, vocabulary, packages):
-    """Whatever was sampled, to the end or cut: neither library renders it again."""
-    family = FAMILIES[kind]
-    renderer = ChatRenderer(made(family, vocabulary), rewritten_history="keep")
-    rng = random.Random(f"kept {kind}")
-    talks, told = zip(*(led(family, renderer, rng, tidy=False) for _ in range(COUNT)), strict=True)
-    options = family.options | family.keeps
-    theirs = renderers_of(kind, renderer.tokenizer, options, told)
-    for talk, conversation, their in zip(talks, told, theirs, strict=True):
-        assert their["bridged"] == len(conversation[2])
-        assert samples_of(talk) == their["samples"]
+def test_tokens_are_those_of_renderers(kind, keeps, vocabulary, packages):
+    """Either whatever was sampled is kept, to the end or cut: neither library renders it again.
 
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_tokens_where_thinking_is_dropped(kind, vocabulary, packages):
-    """Both begin another sequence where the template rewrites what was said, the same one; and a
+    Or both begin another sequence where the template rewrites what was said, the same one; and a
     render of the whole conversation has these tokens and this mask.
     """
     family = FAMILIES[kind]
-    renderer = ChatRenderer(made(family, vocabulary))
-    rng = random.Random(f"forks {kind}")
-    talks, told = zip(*(led(family, renderer, rng, tidy=True) for _ in range(COUNT)), strict=True)
-    theirs = renderers_of(kind, renderer.tokenizer, family.options, told)
-    for talk, their in zip(talks, theirs, strict=True):
+    history = {"rewritten_history": "keep"} if keeps else {}
+    renderer = ChatRenderer(made(family, vocabulary), **history)
+    rng = random.Random(f"{'kept' if keeps else 'forks'} {kind}")
+    made_here = [led(family, renderer, rng, tidy=not keeps) for _ in range(COUNT)]
+    options = family.options | (family.keeps if keeps else {})
+    told = [conversation for _, conversation in made_here]
+    theirs = renderers_of(kind, renderer.tokenizer, options, told)
+    for (talk, conversation), their in zip(made_here, theirs, strict=True):
         assert samples_of(talk) == their["samples"]
-        assert samples_of(talk)[-1] == their["rendered"]
-    assert (sum(len(talk.starts) > 1 for talk in talks) > COUNT / 10) == family.thinks
+        if keeps:
+            assert their["bridged"] == len(conversation[2])
+        else:
+            assert samples_of(talk)[-1] == their["rendered"]
+    if not keeps:
+        forked = sum(len(talk.starts) > 1 for talk, _ in made_here)
+        assert (forked > COUNT / 10) == family.thinks

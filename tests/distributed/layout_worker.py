@@ -6,10 +6,13 @@ micro-batches are formed. Mode ``masked`` is padded, and no sample of the batch'
 counts. Modes ``shared`` and ``separate`` are padded and have a batch whose sequences begin alike,
 which goes through the model once, or once a row. In ``recorded`` and ``recorded separate`` they are
 conversations, too, and of the actor alone, with recorded sets of the tokens that top-p kept. In
-``forked`` and ``forked separate`` rows hold several sequences, which begin alike, too.
+``forked`` and ``forked separate`` rows hold several sequences, which begin alike, too. With
+``lora`` or ``lora dropout`` before the mode adapters are trained, which begin as the file
+`ADAPTERS` beside the model.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -17,20 +20,24 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import (
     CriticConfig,
     DynamicBatchingConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
+    PeftConfig,
     PolicyPPOConfig,
     SamplingParams,
     SequencePackingConfig,
 )
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.parallel.groups import initialize_parallel
+from tests.batches import ppo_batch
 
 ROWS, WIDTH = 8, 40
 RUN = RunSettings(gradient_clip_val=0.0)
@@ -38,46 +45,41 @@ OPTIM = OptimConfig(lr=1e-4, eps=1e-3)
 BEGIN_ALIKE = ("shared", "separate", "recorded", "recorded separate", "forked", "forked separate")
 FORKS = [[17, 23], [9, 20, 9], [], [5, 7], [26, 14], [], [11, 12, 11], []]  # lengths of sequences
 KEPT, VOCABULARY = 6, 259
+# Learned positions, biases, and one weight for embedding and output.
+TIED_GPT = replace(
+    TINY_ARCHITECTURE,
+    num_query_groups=8,
+    activation="gelu_tanh",
+    normalization="layernorm",
+    position_embedding="learned_absolute",
+    bias_linear=True,
+    bias_qkv=True,
+    tie_embeddings=True,
+    family="gpt2",
+)
+LORA, ADAPTERS = LoraConfig(adapter_dim=4, alpha=6.0), "begin.lora.safetensors"
 
 
 def make_batch(layout: str) -> BatchedDataDict:
-    generator = torch.Generator().manual_seed(11)
-    lengths = torch.tensor([16, 9, 33, 16, 5, 40, 2, 10])
-    prompts = torch.tensor([4, 3, 6, 2, 1, 7, 1, 8])
-    position = torch.arange(WIDTH)
-    mask = (position >= prompts[:, None]) & (position < lengths[:, None])
-    counts = torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0])
+    alike = layout.endswith(BEGIN_ALIKE)
+    lengths = [40, 38, 36, 12, 40, 39, 34, 9] if alike else [16, 9, 33, 16, 5, 40, 2, 10]
+    batch = ppo_batch(lengths, [4, 3, 6, 2, 1, 7, 1, 8], seed=11)
+    batch["sample_mask"] = torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0])
     if layout.endswith("masked"):
-        counts[ROWS // 2 :] = 0
-    noise = torch.randn(ROWS, WIDTH, generator=generator)
-    ids = torch.randint(0, 256, (ROWS, WIDTH), generator=generator)
-    if layout.endswith(BEGIN_ALIKE):
+        batch["sample_mask"][ROWS // 2 :] = 0
+    ids, mask = batch["input_ids"], batch["token_mask"]
+    if alike:
         ids[:3, :34] = ids[0, :34]
         ids[4:7, :34] = ids[4, :34]  # the last of them is all of it
-        lengths = torch.tensor([40, 38, 36, 12, 40, 39, 34, 9])
-        mask = (position >= prompts[:, None]) & (position < lengths[:, None])
-    old, others = -5.5, {}
     if ",forked" in layout:
-        where = forked(ids)
-        mask &= where > 1
-        others = {"position_ids": where}
+        batch["position_ids"] = forked(ids)
+        mask *= batch["position_ids"] > 1
     if is_recorded(layout):
-        mask &= position % 9 >= 3  # between them what an environment said
-        old, others = -1.5, {"kept_ids": recorded_sets(ids, generator)}
-    return BatchedDataDict(
-        {
-            "input_ids": ids,
-            "input_lengths": lengths,
-            "token_mask": mask.float(),
-            "sample_mask": counts,
-            "advantages": noise,
-            "returns": noise.flip(0),
-            "values": torch.zeros_like(noise),
-            "prev_logprobs": torch.full_like(noise, old),
-            "generation_logprobs": torch.full_like(noise, old),
-            **others,
-        }
-    )
+        mask *= torch.arange(WIDTH) % 9 >= 3  # between them what an environment said
+        batch["kept_ids"] = recorded_sets(ids)
+        for name in ("prev_logprobs", "generation_logprobs"):
+            batch[name].fill_(-1.5)
+    return BatchedDataDict(batch)
 
 
 def forked(ids: torch.Tensor) -> torch.Tensor:
@@ -97,8 +99,9 @@ def is_recorded(layout: str) -> bool:
     return ",recorded" in layout
 
 
-def recorded_sets(ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def recorded_sets(ids: torch.Tensor) -> torch.Tensor:
     """Another set for every token, int32 [B, S, K], -1 where there are fewer; some have none."""
+    generator = torch.Generator().manual_seed(11)
     kept = torch.randint(0, VOCABULARY, (*ids.shape, KEPT), generator=generator).int()
     kept[..., 0] = ids
     kept[..., 2:][torch.rand(ids.shape, generator=generator) < 0.5] = -1
@@ -109,7 +112,11 @@ def recorded_sets(ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 def model_config(model: str, layout: str) -> ModelConfig:
     *sizes, mode = layout.split(",")
     tensor, pipeline, context, sequence, expert = [*map(int, sizes), 1][:5]
-    ppo = PolicyPPOConfig()
+    ppo, peft, optim = PolicyPPOConfig(), PeftConfig(), OPTIM
+    if mode.startswith("lora"):
+        lora = replace(LORA, adapter_dropout=0.25 if "dropout" in mode else 0.0)
+        peft = PeftConfig("lora", str(Path(model).with_name(ADAPTERS)), lora)
+        optim = replace(OPTIM, lr=1e-3)
     if is_recorded(layout):
         sampling = SamplingParams(top_p=0.9)
         ppo = PolicyPPOConfig(sampling_params=sampling, record_kept_tokens=VOCABULARY)
@@ -124,13 +131,14 @@ def model_config(model: str, layout: str) -> ModelConfig:
         expert_model_parallel_size=expert,
         sequence_parallel=bool(sequence),
         sequence_packing=SequencePackingConfig(
-            enabled=mode == "packed", train_mb_tokens=56, logprob_mb_tokens=80
+            enabled=mode.endswith("packed"), train_mb_tokens=56, logprob_mb_tokens=80
         ),
         dynamic_batching=DynamicBatchingConfig(
-            enabled=mode == "dynamic", train_mb_tokens=64, sequence_length_round=4
+            enabled=mode.endswith("dynamic"), train_mb_tokens=64, sequence_length_round=4
         ),
-        optim=OPTIM,
+        optim=optim,
         ppo=ppo,
+        peft=peft,
     )
 
 
@@ -139,13 +147,16 @@ def weights_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in weights.items()}
 
 
-def gradient_of(
-    handle: Policy | Value, read: Callable[[Policy | Value], dict[str, torch.Tensor]] = weights_of
-) -> dict[str, torch.Tensor]:
-    """The last update's gradient, whole: it is left in the buffers, each rank's share there.
+def trained_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
+    """Adapters, or weights where there are none."""
+    adapters = handle.worker_group.worker.model.adapters
+    if adapters is None:
+        return weights_of(handle)
+    return {name: value.clone() for name, value in adapters.gather().items()}
 
-    ``read`` returns what is trained.
-    """
+
+def gradient_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
+    """The last update's gradient, whole: it is left in the buffers, each rank's share there."""
     role = handle.worker_group.worker.model
     if role.model.ddp_config.use_distributed_optimizer:
         for buffer in (*role.model.buffers, *role.model.expert_parallel_buffers):
@@ -157,20 +168,20 @@ def gradient_of(
     values = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
-    gradient = read(handle)
+    gradient = trained_of(handle)
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data.copy_(value)
     return gradient
 
 
-def handle_of(role: str, config: ModelConfig, optim: OptimConfig = OPTIM) -> Policy | Value:
+def handle_of(role: str, config: ModelConfig) -> Policy | Value:
     """The actor or the critic of a layout, with a head that is not fresh."""
     cluster = LocalCluster(initialize_parallel(config.parallel))
     with open_nemo(config.restore_from_path) as checkpoint:
         if role == "actor":
             return Policy(cluster, config, checkpoint.tokenizer, run=RUN)
         section = CriticConfig(
-            micro_batch_size=config.micro_batch_size, global_batch_size=ROWS, optim=optim
+            micro_batch_size=config.micro_batch_size, global_batch_size=ROWS, optim=config.optim
         )
         value = Value(cluster, section, checkpoint.tokenizer, model=config, run=RUN)
     fill_head(value)
@@ -207,7 +218,8 @@ def learn(role: str, model: str, layout: str) -> dict[str, object]:
     seen["first"] = reported(handle.train(batch, loss))
     seen["gradient"] = gradient_of(handle)
     seen["second"] = reported(handle.train(batch, loss))
-    seen["weights"] = weights_of(handle)
+    seen |= {"trained": trained_of(handle), "weights": weights_of(handle)}
+    handle.prepare_for_inference()
     return {**seen, "after": scores(handle, batch), **reference(handle, batch)}
 
 

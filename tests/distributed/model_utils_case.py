@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from aligner.distributed import model_utils as mu
+
 DTYPES = {
     # Inputs are exact in both; what is rounded is arithmetic (and for bfloat16 the gradient, once).
     torch.float64: ({"atol": 1e-9, "rtol": 1e-9}, {"atol": 1e-9, "rtol": 1e-9}),
@@ -25,6 +27,10 @@ class Layout:
         """This rank's part of the last dimension."""
         return whole.chunk(self.tp, dim=-1)[self.tp_rank]
 
+    def rows(self, whole):
+        """This rank's part of the first dimension."""
+        return whole.chunk(self.tp)[self.tp_rank]
+
     def positions(self, length, rank=None):
         """Positions that a context-parallel rank holds of a sequence, by the definition."""
         rank = self.cp_rank if rank is None else rank
@@ -39,7 +45,7 @@ class Case:
     """Random shapes and inputs, the same on all ranks."""
 
     def __init__(self, layout, seed, dtype, one_position=False):
-        self.layout, self.dtype = layout, dtype
+        self.layout, self.dtype, self.group = layout, dtype, layout.tp_group
         self.random = torch.Generator().manual_seed(seed)
         self.batch = self.integer(1, 4)
         self.length = 2 * layout.cp * self.integer(1, 5)
@@ -47,9 +53,10 @@ class Case:
             self.length = 2 * layout.cp if layout.cp > 1 else 1
         self.columns = self.integer(3, 12)  # per rank
         self.vocab = self.columns * layout.tp
-        self.start = self.columns * layout.tp_rank
-        self.end = self.start + self.columns
+        start = self.columns * layout.tp_rank
+        self.span = start, start + self.columns
         self.chunk = self.integer(1, self.length + 2)  # rarely a divisor
+        self.forward, self.backward = DTYPES[dtype]
 
     def integer(self, low, high):
         return int(torch.randint(low, high + 1, (), generator=self.random))
@@ -73,9 +80,18 @@ class Case:
         """[B, S, V] of the whole vocabulary."""
         return self.normal(self.batch, self.length, self.vocab).requires_grad_()
 
+    def hidden(self, length, batch):
+        """Hidden states [S, B, 5] and the weight [V, 5] of the whole output layer."""
+        shapes = (length, batch, 5), (self.vocab, 5)
+        return [self.normal(*shape, scale=1.0).requires_grad_() for shape in shapes]
+
+    def leaf(self, part):
+        """A part in the dtype under test, with a gradient of its own."""
+        return part.detach().to(self.dtype).clone().requires_grad_()
+
     def local(self, logits):
         """This rank's columns of [B, S, V], in the dtype under test."""
-        return self.layout.columns(logits).to(self.dtype).clone().requires_grad_()
+        return self.leaf(self.layout.columns(logits))
 
     def check(self, logits, wanted, *functions, held=None):
         """Functions of this rank's logits, and their gradients, against ``wanted`` of the whole.
@@ -88,15 +104,24 @@ class Case:
             whole, mine = whole[:, held] * self.layout.cp, mine[:, held]
         for function in functions:
             local = self.local(mine)
-            self.compare(function(local), wanted, local, whole, upstream)
+            output = function(local)
+            torch.testing.assert_close(output.double(), wanted.detach(), **self.forward)
+            (back,) = torch.autograd.grad(output, local, upstream.to(output.dtype))
+            assert back.dtype == local.dtype
+            torch.testing.assert_close(back.double(), whole, **self.backward)
 
-    def compare(self, output, wanted, local, wanted_gradient, upstream):
-        """Values, and the gradient of one weighted sum of them; ``wanted_gradient`` is whole."""
-        forward, backward = DTYPES[self.dtype]
-        torch.testing.assert_close(output.double(), wanted.detach(), **forward)
-        (gradient,) = torch.autograd.grad(output, local, upstream.to(output.dtype))
-        assert gradient.dtype == local.dtype
-        torch.testing.assert_close(gradient.double(), wanted_gradient, **backward)
+    def check_fused(self, output, wanted, inputs, upstream, wanted_grads, ranks=1):
+        """Values, gradients of hidden states and weight, over so many context-parallel ranks."""
+        torch.testing.assert_close(output.double(), wanted.detach(), **self.forward)
+        grad_hidden, grad_weight = torch.autograd.grad(output, inputs, upstream.to(output.dtype))
+        grad_weight = grad_weight.double()
+        if ranks > 1:  # each has the part of its own tokens
+            dist.all_reduce(grad_weight, group=self.layout.cp_group)
+        for actual, whole in zip((grad_hidden, grad_weight), wanted_grads, strict=True):
+            # bfloat16: each rank rounds its part before they are added up.
+            is_rounded = self.dtype == torch.bfloat16
+            loose = {"rtol": 2**-5, "atol": 0.2} if is_rounded else self.backward
+            torch.testing.assert_close(actual.double(), whole * ranks, **loose)
 
 
 def gradient(output, inputs, upstream):
@@ -108,6 +133,12 @@ def gradient(output, inputs, upstream):
 
 def picked(logits, tokens):
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def negative_entropy(logits):
+    """Σ p log p; a logit of -inf counts 0."""
+    logprob = logits.log_softmax(-1)
+    return (logprob.exp() * logprob.masked_fill(logprob.isneginf(), 0)).sum(-1)
 
 
 def filtered(logits, tokens, top_k=None, top_p=1.0, temperature=1.0, keep_target=False):
@@ -138,20 +169,8 @@ SAMPLING = [
 
 
 def reference(logits, tokens, options):
-    if not options:
-        return picked(logits, tokens)
-    return filtered(logits, tokens, **options)
+    return filtered(logits, tokens, **options) if options else picked(logits, tokens)
 
 
-def check_fused(case, output, wanted, inputs, upstream, wanted_grads, ranks):
-    """Values, and gradients of hidden states and weight, over so many context-parallel ranks."""
-    forward, backward = DTYPES[case.dtype]
-    torch.testing.assert_close(output.double(), wanted.detach(), **forward)
-    grad_hidden, grad_weight = torch.autograd.grad(output, inputs, upstream.to(output.dtype))
-    grad_weight = grad_weight.double()
-    if ranks > 1:  # each has the part of its own tokens
-        dist.all_reduce(grad_weight, group=case.layout.cp_group)
-    for actual, whole in zip((grad_hidden, grad_weight), wanted_grads, strict=True):
-        # bfloat16: each rank rounds its part before they are added up.
-        loose = {"rtol": 2**-5, "atol": 0.2} if case.dtype == torch.bfloat16 else backward
-        torch.testing.assert_close(actual.double(), whole * ranks, **loose)
+def params_of(options):
+    return options and mu.TrainingSamplingParams(**options)

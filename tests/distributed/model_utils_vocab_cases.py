@@ -3,50 +3,47 @@
 import torch
 import torch.distributed as dist
 from hidden_logprobs import logprobs_of
-from model_utils_case import DTYPES, check_fused, filtered, gradient, picked
+from model_utils_case import filtered, gradient, negative_entropy, params_of, picked
 
 from aligner.distributed import model_utils as mu
 
 
 def softmaxes(case):
-    logits = case.logits()
+    logits, columns = case.logits(), case.layout.columns
+    is_rounded = case.dtype == torch.bfloat16
+    rounding = 2**-8 if is_rounded else 2e-5
     for function, plain in (
         (mu._compute_distributed_log_softmax, torch.log_softmax),
         (mu._compute_distributed_softmax, torch.softmax),
     ):
         wanted = plain(logits, -1)
         upstream = case.upstream(*wanted.shape)
-        local = case.local(logits.detach())
-        output = function(local, case.layout.tp_group)
+        upstream = upstream.bfloat16().double() if is_rounded else upstream
+        local = case.local(logits)
+        output = function(local, case.group)
         assert output.dtype == local.dtype
-        rounding = {torch.bfloat16: 2**-8}.get(case.dtype, 2e-5)
-        torch.testing.assert_close(
-            output.double(), case.layout.columns(wanted.detach()), rtol=rounding, atol=rounding
-        )
-        if case.dtype == torch.bfloat16:
-            upstream = upstream.bfloat16().double()
-        (actual,) = torch.autograd.grad(
-            output, local, case.layout.columns(upstream).to(output.dtype)
-        )
-        torch.testing.assert_close(
-            actual.double(),
-            case.layout.columns(gradient(wanted, logits, upstream)),
-            **DTYPES[case.dtype][1],
-        )
+        tolerance = {"rtol": rounding, "atol": rounding}
+        torch.testing.assert_close(output.double(), columns(wanted.detach()), **tolerance)
+        (actual,) = torch.autograd.grad(output, local, columns(upstream).to(output.dtype))
+        whole = columns(gradient(wanted, logits, upstream))
+        torch.testing.assert_close(actual.double(), whole, **case.backward)
 
 
 def logprobs(case):
-    logits, tokens, group = (
-        case.logits(),
-        case.tokens(case.batch, case.length),
-        case.layout.tp_group,
-    )
-    span = (case.start, case.end)
+    logits, tokens = case.logits(), case.tokens(case.batch, case.length)
     case.check(
         logits,
         picked(logits, tokens),
-        lambda x: mu.DistributedLogprob.apply(x, tokens, *span, group),
-        lambda x: mu.ChunkedDistributedLogprob.apply(x, tokens, *span, case.chunk, group),
+        lambda x: mu.DistributedLogprob.apply(x, tokens, *case.span, case.group),
+        lambda x: mu.ChunkedDistributedLogprob.apply(x, tokens, *case.span, case.chunk, case.group),
+    )
+    ids = case.tokens(case.batch, case.length, case.integer(1, 5))
+    case.check(  # ids may repeat
+        logits,
+        logits.log_softmax(-1).gather(-1, ids),
+        lambda x: mu.ChunkedDistributedGatherLogprob.apply(
+            x, ids, *case.span, case.chunk, case.group
+        ),
     )
 
 
@@ -56,37 +53,34 @@ def padded_columns(case):
     logits = case.normal(case.batch, case.length, case.vocab)
     logits[..., real:] = 1e3
     logits.requires_grad_()
-    tokens, group = case.tokens(case.batch, case.length) % real, case.layout.tp_group
-    span = (case.start, max(case.start, min(case.end, real)))
+    tokens, group = case.tokens(case.batch, case.length) % real, case.group
+    start, end = case.span
+    span = (start, max(start, min(end, real)))
     case.check(
         logits,
         picked(logits[..., :real], tokens),
         lambda x: mu.ChunkedDistributedLogprob.apply(x, tokens, *span, case.chunk, group),
     )
     values, ids = mu.distributed_vocab_topk(
-        *(case.local(logits.detach()).detach(), min(real, 3), group),
+        *(case.local(logits).detach(), min(real, 3), group),
         **{"vocab_start_index": span[0], "vocab_end_index": span[1]},
     )
     best = logits.detach()[..., :real].topk(min(real, 3)).values
     torch.testing.assert_close(values.double(), best)
     assert (ids < real).all()
-    for sampling in ({"top_k": 2}, {"top_p": 0.7}, {"temperature": 2.0}) if case.length > 1 else ():
-        params = mu.TrainingSamplingParams(**sampling)
+    for options in ({"top_k": 2}, {"top_p": 0.7}, {"temperature": 2.0}) if case.length > 1 else ():
+        params = {"sampling_params": params_of(options)}
         case.check(
             logits,
-            filtered(logits[:, :-1, :real], tokens[:, 1:], **sampling),
-            lambda x, p=params: mu.from_parallel_logits_to_logprobs(
-                x, tokens, *span, group, sampling_params=p
+            filtered(logits[:, :-1, :real], tokens[:, 1:], **options),
+            lambda x, params=params: mu.from_parallel_logits_to_logprobs(
+                x, tokens, *span, group, **params
             ),
         )
 
 
 def sampling(case):
-    logits, tokens, group = (
-        case.logits(),
-        case.tokens(case.batch, case.length),
-        case.layout.tp_group,
-    )
+    logits, tokens, group = case.logits(), case.tokens(case.batch, case.length), case.group
     half = torch.rand(tokens.shape, generator=case.random) < 0.5
     # Inside and outside of the kept set.
     tokens = torch.where(half, logits.detach().argmax(-1), tokens)
@@ -101,87 +95,63 @@ def sampling(case):
         )
 
 
-def gathers(case):
-    logits, ids = case.logits(), case.tokens(case.batch, case.length, case.integer(1, 5))
-    case.check(  # ids may repeat
-        logits,
-        logits.log_softmax(-1).gather(-1, ids),
-        lambda x: mu.ChunkedDistributedGatherLogprob.apply(
-            x, ids, case.start, case.end, case.chunk, case.layout.tp_group
-        ),
-    )
-
-
 def entropies(case):
     logits = case.normal(case.batch, case.length, case.vocab)
-    logits[..., 0, 1] = -torch.inf  # an excluded token counts 0
+    logits[..., 0, 1] = -torch.inf
     logits.requires_grad_()
-    logprob = logits.log_softmax(-1)
     case.check(
         logits,
-        (logprob.exp() * logprob.masked_fill(logprob.isneginf(), 0)).sum(-1),
-        lambda x: mu.ChunkedDistributedEntropy.apply(x, case.chunk, case.layout.tp_group),
+        negative_entropy(logits),
+        lambda x: mu.ChunkedDistributedEntropy.apply(x, case.chunk, case.group),
     )
 
 
 def cross_entropies(case):
     student, target = (case.normal(case.batch, case.length, case.vocab) for _ in range(2))
-    target[..., 0, 1] = -torch.inf
-    student[..., 0, 1] = -torch.inf
-    student += 100
-    student.requires_grad_()
+    for logits in (student, target):
+        logits[..., 0, 1] = -torch.inf
+    student = (student + 100).to(case.dtype).double().requires_grad_()  # bfloat16 rounds + 100
     logprob = student.log_softmax(-1)
     wanted = -(target.softmax(-1) * logprob.masked_fill(target.isneginf(), 0)).sum(-1)
     upstream = case.upstream(*wanted.shape)
-    local, teacher = case.local(student.detach()), case.local(target)
-    if case.dtype == torch.bfloat16:  # + 100 was rounded
-        student = student.detach().bfloat16().double().requires_grad_()
-        logprob = student.log_softmax(-1)
-        wanted = -(target.softmax(-1) * logprob.masked_fill(target.isneginf(), 0)).sum(-1)
-    output = mu.DistributedCrossEntropy.apply(local, teacher, case.layout.tp_group)
+    local, teacher = case.local(student), case.local(target)
+    output = mu.DistributedCrossEntropy.apply(local, teacher, case.group)
     whole = case.layout.columns(gradient(wanted, student, upstream))
-    forward, backward = DTYPES[case.dtype]
-    loose = {"atol": max(forward["atol"], 5e-5 * (case.dtype != torch.float64)), "rtol": 1e-5}
+    loose = {"atol": 1e-9 if case.dtype == torch.float64 else 5e-5, "rtol": 1e-5}
     torch.testing.assert_close(output.double(), wanted.detach(), **loose)
-    grads = torch.autograd.grad(
+    mine, none = torch.autograd.grad(
         output, (local, teacher), upstream.to(output.dtype), allow_unused=True
     )
-    assert grads[1] is None
-    torch.testing.assert_close(
-        grads[0].double(), whole, rtol=backward["rtol"], atol=max(backward["atol"], 5e-5)
-    )
+    assert none is None
+    loose = {**case.backward, "atol": max(case.backward["atol"], 5e-5)}
+    torch.testing.assert_close(mine.double(), whole, **loose)
 
 
 def exchanges(case):
-    ranks, rank = case.layout.tp, case.layout.tp_rank
-    rows = ranks * case.batch
-    logits = case.normal(rows, case.vocab)
+    mine, columns, group = case.layout.rows, case.layout.columns, case.group
+    rows = case.layout.tp * case.batch
+    logits, factors = case.normal(rows, case.vocab), case.normal(rows, case.vocab)
     local = case.local(logits)
-    mine = mu.all_to_all_vp2sq(local, case.layout.tp_group)
-    assert torch.equal(mine.double(), logits.chunk(ranks)[rank])
-    assert torch.equal(mu.all_to_all_sq2vp(mine, case.layout.tp_group), local)
-    factors = case.normal(rows, case.vocab)
-    (back,) = torch.autograd.grad(mine, local, factors.chunk(ranks)[rank].to(mine.dtype))
-    assert torch.equal(back.double(), case.layout.columns(factors))
-    share = logits.chunk(ranks)[rank].to(case.dtype).requires_grad_()
-    there = mu.all_to_all_sq2vp(share, case.layout.tp_group)
-    (back,) = torch.autograd.grad(there, share, case.layout.columns(factors).to(there.dtype))
-    assert torch.equal(back.double(), factors.chunk(ranks)[rank])
+    there = mu.all_to_all_vp2sq(local, group)
+    assert torch.equal(there.double(), mine(logits))
+    assert torch.equal(mu.all_to_all_sq2vp(there, group), local)
+    (back,) = torch.autograd.grad(there, local, mine(factors).to(there.dtype))
+    assert torch.equal(back.double(), columns(factors))
+    share = case.leaf(mine(logits))
+    there = mu.all_to_all_sq2vp(share, group)
+    (back,) = torch.autograd.grad(there, share, columns(factors).to(there.dtype))
+    assert torch.equal(back.double(), mine(factors))
 
 
 def topk(case):
     logits = case.normal(case.batch, case.length, case.vocab)
     logits = logits + torch.rand(logits.shape, generator=case.random).double() * 1e-6  # no ties
-    logits = logits.to(case.dtype)
+    logits, (start, end) = logits.to(case.dtype), case.span
     local = case.layout.columns(logits).contiguous()
     for k in (1, 3, case.columns + 1, case.vocab + 5):
         values, ids = mu.distributed_vocab_topk(
-            local,
-            k,
-            case.layout.tp_group,
-            vocab_start_index=case.start,
-            vocab_end_index=case.end,
-            chunk_size=case.chunk,
+            *(local, k, case.group),
+            **{"vocab_start_index": start, "vocab_end_index": end, "chunk_size": case.chunk},
         )
         best = logits.double().topk(min(k, case.vocab))
         torch.testing.assert_close(values.double(), best.values, rtol=0, atol=0)
@@ -191,26 +161,23 @@ def topk(case):
 
 def fused(case):
     """[S / TP, B, H] of a sequence of S x TP, already shifted."""
-    hidden = case.normal(case.length * case.layout.tp, case.batch, 5, scale=1.0).requires_grad_()
-    weight = case.normal(case.vocab, 5, scale=1.0).requires_grad_()
-    tokens = case.tokens(case.batch, case.length * case.layout.tp)
+    layout, length = case.layout, case.length * case.layout.tp
+    hidden, weight = case.hidden(length, case.batch)
+    tokens = case.tokens(case.batch, length)
     wanted = picked((hidden @ weight.t()).transpose(0, 1), tokens)
     upstream = case.upstream(*wanted.shape)
     wanted_grads = torch.autograd.grad(wanted, (hidden, weight), upstream)
-    rank = case.layout.tp_rank
-    mine = hidden.detach().chunk(case.layout.tp)[rank].to(case.dtype).clone().requires_grad_()
-    rows = weight.detach().chunk(case.layout.tp)[rank].to(case.dtype).clone().requires_grad_()
+    inputs = [case.leaf(layout.rows(whole)) for whole in (hidden, weight)]
     saved: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: saved.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
     ):
         output = mu.ChunkedDistributedHiddenStatesToLogprobs.apply(
-            mine, tokens, rows, case.start, case.end, case.chunk, case.layout.tp_group
+            inputs[0], tokens, inputs[1], *case.span, case.chunk, case.group
         )
     assert (case.length * case.batch, 5) in saved
-    assert case.layout.tp == 1 or (tokens.numel(), 5) not in saved  # the gathered states
-    parts = [whole.chunk(case.layout.tp)[rank] for whole in wanted_grads]
-    check_fused(case, output, wanted, (mine, rows), upstream, parts, ranks=1)
+    assert layout.tp == 1 or (tokens.numel(), 5) not in saved  # the gathered states
+    case.check_fused(output, wanted, inputs, upstream, map(layout.rows, wanted_grads))
 
 
 def recorded(case):
@@ -218,7 +185,7 @@ def recorded(case):
 
     Against one process; the last shard ends in padding.
     """
-    vocab, tokens, group, rank = 299, 14, case.layout.tp_group, case.layout.tp_rank
+    vocab, tokens, mine = 299, 14, case.layout.rows
     rows = 320 // case.layout.tp
     hidden, weight = case.normal(tokens, 8), case.normal(case.layout.tp * rows, 8)
     target = torch.randint(0, vocab, (tokens,), generator=case.random)
@@ -237,10 +204,8 @@ def recorded(case):
     top_p = {"top_p": 0.8}
     replayed = [{**top_p, "kept_ids": ids} for ids in (kept, some)]
     for sampling in ({}, {"temperature": 0.7}, {"top_k": 5}, top_p, *replayed):
-        *outputs, grad_hidden, grad_weight = learned(
-            weight.chunk(case.layout.tp)[rank], sampling, group
-        )
-        dist.all_reduce(grad_hidden, group=group)  # the caller's copy-to-region
+        *outputs, grad_hidden, grad_weight = learned(mine(weight), sampling, case.group)
+        dist.all_reduce(grad_hidden, group=case.group)  # the caller's copy-to-region
         *wanted, wanted_weight = learned(weight, sampling)
-        wanted = (*wanted, wanted_weight.chunk(case.layout.tp)[rank])
-        torch.testing.assert_close((*outputs, grad_hidden, grad_weight), wanted)
+        found = (*outputs, grad_hidden, grad_weight)
+        torch.testing.assert_close(found, (*wanted, mine(wanted_weight)))

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import transformers
+from batches import ppo_batch
 from ranks import on_ranks
 from tiny_transformers import model_types, tiny_model
 
@@ -33,26 +34,11 @@ _SPLIT = """
     olmo olmo2 olmo3 olmo_hybrid phi phi3 qwen2 qwen3 seed_oss smollm3 starcoder2 vaultgemma
 """
 SPLIT = _SPLIT.split()
-LENGTHS, WIDTH = (11, 7, 13, 9), 13
 
 
 def make_batch(rank, ranks):
-    generator = torch.Generator().manual_seed(0)
-    position, lengths = torch.arange(WIDTH), torch.tensor(LENGTHS)
-    inside = position < lengths[:, None]
-    ids = torch.randint(3, 120, (len(LENGTHS), WIDTH), generator=generator)
-    noise = torch.randn(len(LENGTHS), WIDTH, generator=generator)
-    batch = {
-        "input_ids": torch.where(inside, ids, 0),
-        "input_lengths": lengths,
-        "token_mask": ((position >= 1) & inside).float(),
-        "sample_mask": torch.ones(len(LENGTHS)),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.0),
-        "generation_logprobs": torch.full_like(noise, -5.0),
-    }
+    batch = ppo_batch([11, 7, 13, 9], [1] * 4, seed=0)
+    batch["input_ids"] = 3 + batch["input_ids"] % 117
     return {name: column[rank::ranks] for name, column in batch.items()}
 
 

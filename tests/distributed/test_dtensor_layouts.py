@@ -22,6 +22,7 @@ from layout_worker import (
     OPTIM,
     ROWS,
     RUN,
+    TIED_GPT,
     loss_of,
     make_batch,
     model_config,
@@ -55,30 +56,23 @@ DIRECTORIES = ("gemma3_text", "phi", "cohere2")  # that only transformers builds
 SPECS = {
     "4 further": [f"tiny,dtensor,2,{mode}" for mode in ("dynamic", "packed")],
     "2": [
-        "tiny,dtensor,1,packed",
-        "tiny,dtensor,1,masked",  # one rank has no valid token
-        "tiny,dtensor,1,recorded",
-        "tiny,dtensor,2,recorded",
-        "tiny,dtensor,2,padded",
-        "qwen3,dtensor,2,packed",
-        "gemma3_text,dtensor,2,packed",
+        # With masks one rank has no valid token.
+        *(f"tiny,dtensor,1,{mode}" for mode in ("packed", "masked", "recorded")),
+        *("tiny,dtensor,2,recorded", "tiny,dtensor,2,padded"),
+        *("qwen3,dtensor,2,packed", "gemma3_text,dtensor,2,packed"),
     ],
     "2 further": [
         "biased,dtensor,2,padded",
-        "mistral,dtensor,2,packed",
-        *(f"{family},dtensor,2,packed" for family in (*NEWER, *DIRECTORIES[1:])),
+        *(f"{family},dtensor,2,packed" for family in ("mistral", *NEWER, *DIRECTORIES[1:])),
     ],
     "1 further": [
         *(f"{family},megatron,1,padded" for family in ("biased", "mistral", *NEWER)),
         *(f"{family},dtensor,1,padded" for family in DIRECTORIES[1:]),
     ],
     "1": [
-        *(ONE, MASKED, RECORDED),
-        "qwen3,megatron,1,padded",
+        *(ONE, MASKED, RECORDED, "qwen3,megatron,1,padded"),
         *(f"tiny,dtensor,1,{mode}" for mode in ("dynamic", "packed")),
-        "gpt2,megatron,1,padded",
-        "gpt2,dtensor,1,packed",
-        "gemma3_text,dtensor,1,padded",
+        *("gpt2,megatron,1,padded", "gpt2,dtensor,1,packed", "gemma3_text,dtensor,1,padded"),
         "tiny,dtensor,1,padded,2,tiny,dtensor,2,padded",  # resumed
     ],
 }
@@ -90,26 +84,15 @@ CASES = [
 ]
 # What tensor parallelism has to get right beyond plain Llama: norms of a rank's own heads, tied
 # embeddings, biases that are added once, a sliding window.
+TWO_LAYERS = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
 FAMILIES = {
     "tiny": TINY_ARCHITECTURE,
-    "gpt2": dataclasses.replace(
-        TINY_ARCHITECTURE,
-        num_layers=2,
-        num_query_groups=8,
-        activation="gelu_tanh",
-        normalization="layernorm",
-        position_embedding="learned_absolute",
-        bias_linear=True,
-        tie_embeddings=True,
-        family="gpt2",
-    ),
+    "gpt2": dataclasses.replace(TIED_GPT, num_layers=2),
     "qwen3": dataclasses.replace(
-        TINY_ARCHITECTURE, num_layers=2, qk_layernorm=True, tie_embeddings=True, family="qwen3"
+        TWO_LAYERS, qk_layernorm=True, tie_embeddings=True, family="qwen3"
     ),
-    "biased": dataclasses.replace(TINY_ARCHITECTURE, num_layers=2, bias_linear=True),
-    "mistral": dataclasses.replace(
-        TINY_ARCHITECTURE, num_layers=2, window_size=6, family="mistral"
-    ),
+    "biased": dataclasses.replace(TWO_LAYERS, bias_linear=True),
+    "mistral": dataclasses.replace(TWO_LAYERS, window_size=6, family="mistral"),
 }
 
 
@@ -122,12 +105,7 @@ def start(folder, spec):
     short = dataclasses.replace(config.ppo, length_params=LengthParams(max_length=12))
     config = dataclasses.replace(config, ppo=short)
     cluster = LocalCluster(initialize_parallel(config.parallel))
-    section = CriticConfig(
-        restore_from_path=critic,
-        micro_batch_size=config.micro_batch_size,
-        global_batch_size=ROWS,
-        optim=OPTIM,
-    )
+    section = CriticConfig(critic, config.micro_batch_size, global_batch_size=ROWS, optim=OPTIM)
     with open_model(model) as source:
         tokenizer = source.tokenizer
     return (

@@ -3,25 +3,23 @@
 A tensor-parallel product is summed in another order, so log-probs agree to rounding.
 """
 
-import dataclasses
 from functools import cache
 
 import pytest
 import torch
+from layout_worker import TIED_GPT
 from ranks import on_ranks
 
-from aligner.checkpoint.gpt_weights import load_weights
-from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import LengthParams, ParallelConfig, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import NonFiniteError
-from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
+from aligner.examples.tasks.tiny_model import random_weights
 from aligner.logprobs.output_layer import output_weight
+from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.decode.generator import Generator
-from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import gather_objects
-from aligner.parallel.groups import initialize_parallel
 
 ROWS, WIDTH = 8, 10
 END_TOKENS = tuple(range(0, 256, 25))
@@ -36,19 +34,9 @@ RUNS = {
 
 def generate(model, parallel):
     """The output of every run, and what was raised once logits are not numbers."""
-    state = initialize_parallel(parallel)
-    with open_nemo(model) as nemo:
-        architecture, tokenizer = nemo.architecture, nemo.tokenizer
-        gpt = build_gpt(
-            architecture,
-            RoleSettings(parallel=parallel),
-            initialize=False,
-            pre_process=state.is_first_stage,
-            post_process=state.is_last_stage,
-        )
-        load_weights(
-            gpt, nemo.weights, architecture, tp_rank=state.tp_rank, tp_size=parallel.tensor
-        )
+    settings = RoleSettings(parallel=parallel)
+    role = load_from_nemo(MegatronGPTActorModel, settings, restore_path=model)
+    gpt = role.gpt
     with torch.no_grad():  # the model's own weights are so small that all tokens are alike
         for name, parameter in gpt.named_parameters():
             if "norm" not in name:
@@ -61,8 +49,8 @@ def generate(model, parallel):
     for name, sampling in RUNS.items():
         generator = Generator(
             gpt,
-            architecture,
-            tokenizer,
+            role.architecture,
+            byte_level_tokenizer(),
             eos_ids=END_TOKENS,
             pad_id=0,
             length=LengthParams(max_length=20),
@@ -72,7 +60,7 @@ def generate(model, parallel):
         )
         seen[name] = generator.sample(prompts, lengths, torch.arange(ROWS), 3)._asdict()
     assert gpt.config.sequence_parallel == parallel.sequence_parallel
-    if state.is_last_stage:
+    if role.parallel.is_last_stage:
         output_weight(gpt).data.fill_(torch.nan)
     try:
         generator.sample(prompts, lengths, torch.arange(ROWS), 3)
@@ -85,10 +73,8 @@ def generate_all(models, layouts):
     """By layout, name of the model and run; of every rank."""
     seen = {}
     for layout in layouts:
-        tensor, pipeline, context, sequence = (int(part) for part in layout.split(","))
-        parallel = ParallelConfig(
-            tensor=tensor, pipeline=pipeline, context=context, sequence_parallel=bool(sequence)
-        )
+        *sizes, sequence = map(int, layout.split(","))
+        parallel = ParallelConfig(*sizes, sequence_parallel=bool(sequence))
         seen[layout] = {name: generate(path, parallel) for name, path in models.items()}
     return gather_objects(seen)
 
@@ -106,24 +92,12 @@ CELLS = [
     for ranks in (2, 4)
     for layout in LAYOUTS[ranks]
 ]
-# Learned positions, biases, and one weight for embedding and output.
-TIED = dataclasses.replace(
-    TINY_ARCHITECTURE,
-    num_query_groups=8,
-    activation="gelu",
-    normalization="layernorm",
-    position_embedding="learned_absolute",
-    bias_linear=True,
-    bias_qkv=True,
-    tie_embeddings=True,
-    family="gpt2",
-)
 
 
 @pytest.fixture(scope="module")
 def seen(tiny_nemo, tmp_path_factory):
     tied = tmp_path_factory.mktemp("tied") / "tied.nemo"
-    save_nemo(tied, random_weights(TIED, seed=1), TIED, byte_level_tokenizer().files())
+    save_nemo(tied, random_weights(TIED_GPT, seed=1), TIED_GPT, byte_level_tokenizer().files())
     models = {"tiny": tiny_nemo, "tied": tied}
     return cache(lambda ranks: on_ranks(ranks, generate_all, models, LAYOUTS[ranks]))
 

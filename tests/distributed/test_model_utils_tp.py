@@ -12,7 +12,16 @@ import model_utils_vocab_cases
 import pytest
 import torch
 import torch.distributed as dist
-from model_utils_case import DTYPES, SAMPLING, Case, Layout, check_fused, gradient, reference
+from model_utils_case import (
+    DTYPES,
+    SAMPLING,
+    Case,
+    Layout,
+    gradient,
+    negative_entropy,
+    params_of,
+    reference,
+)
 from ranks import on_ranks
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -21,7 +30,7 @@ from aligner.distributed import model_utils as mu
 SHAPES = 4  # the last of one position
 LAYOUTS = {"tp4": (4, 1), "tp2cp2": (2, 2)}
 CASES = [
-    *("softmaxes", "logprobs", "padded_columns", "sampling", "gathers", "entropies"),
+    *("softmaxes", "logprobs", "padded_columns", "sampling", "entropies"),
     *("cross_entropies", "exchanges", "topk", "fused", "recorded", "frames", "packed"),
     *("hidden_frames", "context", "chosen_logits", "distillation", "dtensors"),
 ]
@@ -62,25 +71,18 @@ def frames(case):
     for cut in (0, 1):  # the targets may be shorter than the padded logits
         tokens = case.tokens(case.batch, case.length - cut)
         for options in SAMPLING if case.length > cut else ():
-            params = options and mu.TrainingSamplingParams(**options)
-            explicit = partial(
-                mu.from_parallel_logits_to_logprobs,
-                target=tokens,
-                vocab_start_index=case.start,
-                vocab_end_index=case.end,
-                tp_group=layout.tp_group,
-                cp_group=layout.cp_group,
-                chunk_size=case.chunk,
-                sampling_params=params,
-            )
-            by_rank = partial(
-                mu.get_next_token_logprobs_from_logits,
-                tokens,
-                vocab_parallel_rank=layout.tp_rank,
-                vocab_parallel_group=layout.tp_group,
-                context_parallel_group=layout.cp_group,
-                sampling_params=params,
-            )
+            params = {"sampling_params": params_of(options)}
+
+            def explicit(x, tokens=tokens, params=params):
+                return mu.from_parallel_logits_to_logprobs(
+                    *(x, tokens, *case.span, case.group),
+                    **{"cp_group": layout.cp_group, "chunk_size": case.chunk, **params},
+                )
+
+            def by_rank(x, tokens=tokens, params=params):
+                groups = (layout.tp_rank, case.group, layout.cp_group)
+                return mu.get_next_token_logprobs_from_logits(tokens, x, None, *groups, **params)
+
             wanted = reference(logits[:, : tokens.shape[1] - 1], tokens[:, 1:], options)
             held = layout.positions(case.length)
             case.check(logits, wanted, explicit, by_rank, held=held)
@@ -128,10 +130,10 @@ def packed(case):
     def compute(x, options, rolled):
         return mu.from_parallel_logits_to_logprobs_packed_sequences(
             *(x, after[held].unsqueeze(0) if rolled else tokens, cu.int(), width),
-            *(case.start, case.end, layout.tp_group),
+            *(*case.span, case.group),
             cp_group=layout.cp_group,
             chunk_size=case.chunk if rolled else None,
-            sampling_params=options and mu.TrainingSamplingParams(**options),
+            sampling_params=params_of(options),
             target_is_pre_rolled=rolled,
         )
 
@@ -146,55 +148,46 @@ def hidden_frames(case):
     layout = case.layout
     length = case.length * layout.tp
     tokens = case.tokens(case.batch, length - 1)
-    hidden = case.normal(length, case.batch, 5, scale=1.0).requires_grad_()
-    weight = case.normal(case.vocab, 5, scale=1.0).requires_grad_()
+    whole = case.hidden(length, case.batch)
     for options in SAMPLING:
-        logits = (hidden @ weight.t()).transpose(0, 1)
+        logits = (whole[0] @ whole[1].t()).transpose(0, 1)
         wanted = reference(logits[:, : tokens.shape[1] - 1], tokens[:, 1:], options)
-        hidden_case(case, hidden, weight, wanted, layout.positions(length), options, tokens)
+        hidden_case(case, whole, wanted, layout.positions(length), options, tokens)
 
     cu, lengths, held = pack(case)
     while len(held) % layout.tp:
         cu, lengths, held = pack(case)
     total, width = sum(lengths), max(lengths) + 1
-    tokens = case.tokens(1, total)
-    hidden = case.normal(total, 1, 5, scale=1.0).requires_grad_()
+    tokens, whole = case.tokens(1, total), case.hidden(total, 1)
     after = following(tokens[0], cu)
     for options in SAMPLING:
-        logits = (hidden @ weight.t())[:, 0]
+        logits = (whole[0] @ whole[1].t())[:, 0]
         wanted = unpacked(reference(logits, after, options), cu, width, len(lengths))
         packing = {"cu_seqlens_padded": cu, "unpacked_seqlen": width}
-        hidden_case(case, hidden, weight, wanted, held, options, tokens, **packing)
+        hidden_case(case, whole, wanted, held, options, tokens, **packing)
 
 
-def hidden_case(case, hidden, weight, wanted, held, options, tokens, **packing):
+def hidden_case(case, whole, wanted, held, options, tokens, **packing):
     layout, upstream = case.layout, case.upstream(*wanted.shape)
-    grad_hidden, grad_weight = torch.autograd.grad(wanted, (hidden, weight), upstream)
-    rows = weight.detach().chunk(layout.tp)[layout.tp_rank].to(case.dtype).requires_grad_()
-    for sequence_parallel in (True, False):
-        mine, wanted_hidden = hidden.detach()[held], grad_hidden[held]
-        if sequence_parallel:
-            mine = mine.chunk(layout.tp)[layout.tp_rank]
-            wanted_hidden = wanted_hidden.chunk(layout.tp)[layout.tp_rank]
-        mine = mine.to(case.dtype).clone().requires_grad_()
+    grad_hidden, grad_weight = torch.autograd.grad(wanted, whole, upstream)
+    rows = case.leaf(layout.rows(whole[1]))
+    for is_split in (True, False):
+        mine, wanted_hidden = whole[0].detach()[held], grad_hidden[held]
+        if is_split:
+            mine, wanted_hidden = layout.rows(mine), layout.rows(wanted_hidden)
+        mine = case.leaf(mine)
         output = mu.from_parallel_hidden_states_to_logprobs(
             mine,
-            *((rows, None) if sequence_parallel else (None, rows)),
-            None,
-            tokens,
-            case.start,
-            case.end,
-            layout.tp_group,
+            *((rows, None) if is_split else (None, rows)),
+            *(None, tokens, *case.span, case.group),
             cp_group=layout.cp_group,
             chunk_size=case.chunk,
-            sampling_params=options and mu.TrainingSamplingParams(**options),
-            sequence_parallel=sequence_parallel,
+            sampling_params=params_of(options),
+            sequence_parallel=is_split,
             **packing,
         )
-        weight_part = grad_weight.chunk(layout.tp)[layout.tp_rank]
-        check_fused(
-            case, output, wanted, (mine, rows), upstream, (wanted_hidden, weight_part), layout.cp
-        )
+        wanted_grads = (wanted_hidden, layout.rows(grad_weight))
+        case.check_fused(output, wanted, (mine, rows), upstream, wanted_grads, layout.cp)
 
 
 def context(case):
@@ -205,7 +198,7 @@ def context(case):
         tensor = whole.transpose(1, dimension)
         mine = mu._get_tokens_on_this_cp_rank(tensor, layout.cp_rank, layout.cp, dimension)
         assert torch.equal(mine, whole[:, held].transpose(1, dimension))
-        mine = mine.to(case.dtype).clone().requires_grad_()
+        mine = case.leaf(mine)
         output = mu.allgather_cp_sharded_tensor(mine, layout.cp_group, seq_dim=dimension)
         assert torch.equal(output.double(), tensor)
         factors = case.normal(*whole.shape)
@@ -222,16 +215,14 @@ def context(case):
 
 def chosen_logits(case):
     layout, logits, count = case.layout, case.logits(), case.integer(1, 4)
+    span = {"vocab_start_index": case.span[0], "vocab_end_index": case.span[1]}
     for cut in (0, 1):
         ids = case.tokens(case.batch, case.length - cut, count)
         case.check(
             logits,
             logits[:, : ids.shape[1]].gather(-1, ids),
             lambda x, ids=ids: mu.gather_logits_at_global_indices(
-                *(x, ids, layout.tp_group, layout.cp_group),
-                vocab_start_index=case.start,
-                vocab_end_index=case.end,
-                chunk_size=case.chunk,
+                x, ids, case.group, layout.cp_group, **span, chunk_size=case.chunk
             ),
             held=layout.positions(case.length),
         )
@@ -239,35 +230,29 @@ def chosen_logits(case):
 
 def distillation(case):
     layout, count = case.layout, case.integer(1, 4)
-    logits = case.logits()
+    logits, held = case.logits(), layout.positions(case.length)
     teacher = case.normal(case.batch, case.length, count)
     ids = case.tokens(case.batch, case.length, count)
-    logprob = logits.log_softmax(-1)
-    entropy = (logprob.exp() * logprob).sum(-1)[:, :-1]
+    logprob, entropy = logits.log_softmax(-1), negative_entropy(logits)[:, :-1]
+    groups = (layout.tp_rank, case.group, layout.cp_group)
     for outside in (True, False):
         student = logprob.gather(-1, ids) if outside else logits.gather(-1, ids).log_softmax(-1)
         student = student[:, :-1]
         upstream, more = case.upstream(*student.shape), case.upstream(*entropy.shape)
-        whole = layout.columns(
-            torch.autograd.grad((student, entropy), logits, (upstream, more), retain_graph=True)[0]
+        whole = layout.columns(gradient((student, entropy), logits, (upstream, more)))
+        local = case.local(logits.detach()[:, held])
+        compute = partial(
+            mu.get_distillation_topk_logprobs_from_logits, local, teacher, ids, outside
         )
-        local = case.local(logits.detach()[:, layout.positions(case.length)])
-        output = mu.get_distillation_topk_logprobs_from_logits(
-            local, teacher, ids, outside, True, layout.tp_rank, layout.tp_group, layout.cp_group
-        )
-        forward, backward = DTYPES[case.dtype]
+        output = compute(True, *groups)
         expected = (student.detach(), teacher.log_softmax(-1)[:, :-1], entropy.detach())
         for actual, value in zip(output, expected, strict=True):
-            torch.testing.assert_close(actual.double(), value, **forward)
+            torch.testing.assert_close(actual.double(), value, **case.forward)
         weighted = (output[0] * upstream).sum() + (output[2] * more).sum()
         (back,) = torch.autograd.grad(weighted, local)
-        mine = whole[:, layout.positions(case.length)] * layout.cp
-        loose = {"rtol": 2**-6, "atol": 2e-2} if case.dtype == torch.bfloat16 else backward
-        torch.testing.assert_close(back.double(), mine, **loose)
-        nothing = mu.get_distillation_topk_logprobs_from_logits(
-            local, teacher, ids, outside, False, layout.tp_rank, layout.tp_group, layout.cp_group
-        )
-        assert nothing[2] is None
+        loose = {"rtol": 2**-6, "atol": 2e-2} if case.dtype == torch.bfloat16 else case.backward
+        torch.testing.assert_close(back.double(), whole[:, held] * layout.cp, **loose)
+        assert compute(False, *groups)[2] is None
 
 
 def dtensors(case):
@@ -280,8 +265,8 @@ def dtensors(case):
     mesh, sequence = layout.mesh, layout.cp > 1
     places = [Shard(1) if sequence else Replicate(), Shard(2)]
     for options in SAMPLING:
-        params = options and mu.TrainingSamplingParams(**options)
-        seq_index = order if sequence else None
+        keywords = {"seq_index": order if sequence else None}
+        keywords["sampling_params"] = params_of(options)
         wanted = reference(logits[:, :-1], tokens[:, 1:], options)
         upstream = case.upstream(*wanted.shape)
         whole = gradient(wanted, logits, upstream)
@@ -294,13 +279,10 @@ def dtensors(case):
                 tokens[:, order], mesh, [Replicate()] * 2, run_check=False
             ).redistribute(placements=[Shard(1), Replicate()])
         output = mu.get_logprobs_from_vocab_parallel_logits(
-            sharded, given, seq_index=seq_index, chunk_size=case.chunk, sampling_params=params
+            sharded, given, chunk_size=case.chunk, **keywords
         )
-        forward, backward = DTYPES[case.dtype]
-        torch.testing.assert_close(output.double(), wanted.detach(), **forward)
+        torch.testing.assert_close(output.double(), wanted.detach(), **case.forward)
         (back,) = torch.autograd.grad(output, sharded, upstream.to(output.dtype))
-        torch.testing.assert_close(back.full_tensor().double(), whole[:, order], **backward)
-        other = mu.get_next_token_logprobs_from_logits(
-            given, sharded, seq_index=seq_index, sampling_params=params
-        )
+        torch.testing.assert_close(back.full_tensor().double(), whole[:, order], **case.backward)
+        other = mu.get_next_token_logprobs_from_logits(given, sharded, **keywords)
         assert torch.equal(other, output)

@@ -7,8 +7,11 @@
 5. On the layout that saved, a process reads no file but its own; on another one, of moments and of
    float32 weights only what it updates.
 6. What only rank 0 writes and cannot stops every rank at once.
+7. With `trainer.deterministic` and dropout everything goes on to the bit, too: of what every
+   tensor-parallel rank has (torch's generator) and of what each has a part of (megatron-core's).
 """
 
+import copy
 import dataclasses
 import gc
 from pathlib import Path
@@ -17,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from batches import ppo_batch
+from layout_worker import TIED_GPT
 from newest_state import newest
 from ranks import on_ranks
 from rich.console import Console
@@ -24,9 +28,11 @@ from rich.console import Console
 from aligner.algorithms.run.loop import RunLoop, Schedule, StepResult
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.run_state.store import RunStateStore
+from aligner.checkpoint.run_state.tree import capture_rng, restore_rng
 from aligner.checkpoint.run_state.worker_state import SavedShares, ShareWriter, load_worker_state
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.device import accelerator
 from aligner.errors import CheckpointError, DamagedStateError, StorageError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
@@ -37,14 +43,7 @@ from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import gather_objects
 
 LLAMA = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
-GPT = dataclasses.replace(  # tied, with biases and learned positions
-    LLAMA,
-    activation="gelu",
-    normalization="layernorm",
-    position_embedding="learned_absolute",
-    bias_linear=True,
-    tie_embeddings=True,
-)
+GPT = dataclasses.replace(TIED_GPT, num_layers=2)
 MODELS = {"llama": LLAMA, "tied llama": dataclasses.replace(LLAMA, tie_embeddings=True), "gpt": GPT}
 CASES = {  # role, model, precision
     "untied": (MegatronGPTActorModel, "llama", "32"),
@@ -72,13 +71,14 @@ def make_batch():
     return ppo_batch([12, 7, 10, 12], [3] * 4)
 
 
-def build(folder, case, parallel):
+def build(folder, case, parallel, dropout=None):
     cls, model, precision = CASES[case]
     settings = RoleSettings(
         parallel=parallel,
         precision=precision,
         optim=OptimConfig(lr=1e-3, eps=1e-3, weight_decay=0.1),
         micro_batch_size=2,
+        dropout=dropout,
     )
     role = load_from_nemo(cls, settings, restore_path=folder / f"{model}.nemo")
     role.setup_training()
@@ -88,11 +88,11 @@ def build(folder, case, parallel):
 
 
 def train(role, updates):
+    """Metrics of so many updates."""
     rank, ranks = role.parallel.dp_rank, role.parallel.dp_size
     share = {key: value.chunk(ranks)[rank] for key, value in make_batch().items()}
     role.prepare_for_training()
-    for _ in range(updates):
-        role.training_update(share)
+    return [role.training_update(share) for _ in range(updates)]
 
 
 def store(folder, role):
@@ -171,6 +171,26 @@ def continues_to_the_bit(models, folder, case, parallel):
     check_equal(case, tensors(again), trained)
 
 
+def continues_with_dropout(models, folder, parallel):
+    role = build(models, "untied", parallel, dropout=0.2)
+    before = copy.deepcopy(capture_rng(accelerator.rng_state))
+    train(role, 2)
+    save(folder, role)
+    metrics = train(role, 2)
+
+    again = build(models, "untied", parallel, dropout=0.2)
+    restore(folder, again)
+    assert train(again, 2) == metrics
+    check_equal("dropout", tensors(again), tensors(role))
+
+    # With the random states of another time, and without dropout, it is not the same.
+    for dropout in (0.2, 0.0):
+        other = build(models, "untied", parallel, dropout)
+        restore(folder, other)
+        restore_rng(before, accelerator.set_rng_state)
+        assert train(other, 2) != metrics
+
+
 def mapped_bytes(folder):
     """Bytes of files below ``folder`` that this process has in memory because it read them."""
     found = {}
@@ -228,33 +248,21 @@ def damage_of_one_share_is_known_to_every_rank(folder, role):
     check_equal("damage", tensors(role), before)
 
 
-class Idle:
-    """A learner that does nothing."""
+def a_full_disk_stops_every_rank(folder):
+    """What rank 0 cannot write is known to its peer before it waits for anything else."""
 
-    is_out_of_data = False
-
-    def step(self, step, timers):
-        return StepResult({})
-
-    validate = step
-
-
-class FullDisk:
-    """A writer of metrics on a disk without space. Only rank 0 writes."""
-
-    def write(self, *args):
+    def write(*metrics):
         assert not torch.distributed.get_rank()
         raise StorageError("No space left on device")
 
+    def idle(step, timers):
+        return StepResult({})
 
-def a_full_disk_stops_every_rank(folder):
-    """What rank 0 cannot write is known to its peer before it waits for anything else."""
-    full = FullDisk()
     loop = RunLoop(
-        Idle(),
+        SimpleNamespace(is_out_of_data=False, step=idle, validate=idle),
         Schedule(1, 0, 0),
         store=RunStateStore(folder),
-        metrics=full,
+        metrics=SimpleNamespace(write=write),
         console=Console(quiet=True),
         config={},
         monitor="none",
@@ -301,6 +309,10 @@ def hand_around(folder):
     a_rank_reads_its_own(folder, "critic", "data", "data")
     damage_of_one_share_is_known_to_every_rank(folder / "damage", role)
     a_full_disk_stops_every_rank(folder / "full")
+    accelerator.make_deterministic()
+    for is_split in (False, True):
+        parallel = ParallelConfig(tensor=2, sequence_parallel=is_split)
+        continues_with_dropout(folder, folder / f"dropout {is_split}", parallel)
 
 
 HANDED_OVER = [

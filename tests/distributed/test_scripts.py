@@ -15,32 +15,27 @@ from recipes import ROOT, near, numbers, settings
 
 EXAMPLES = ROOT / "examples"
 TENSOR_PACKED = [
-    "model.tensor_model_parallel_size=2",
-    "model.sequence_packing.enabled=true",
+    *("model.tensor_model_parallel_size=2", "model.sequence_packing.enabled=true"),
     "model.sequence_packing.train_mb_tokens=256",
 ]
 DATA = ["model.micro_batch_size=8"]
 # Eight prompts, three answers each: what is drawn again is seldom a multiple of two rows.
 DYNAMIC = [
-    "trainer.ppo.max_steps=2",
-    "trainer.ppo.dynamic_sampling.enabled=true",
-    "model.ppo.num_rollouts_per_prompt=3",
-    "model.ppo.num_rollout_samples=24",
-    "model.global_batch_size=24",
-    "model.micro_batch_size=4",
+    *("trainer.ppo.max_steps=2", "trainer.ppo.dynamic_sampling.enabled=true"),
+    *("model.ppo.num_rollouts_per_prompt=3", "model.ppo.num_rollout_samples=24"),
+    *("model.global_batch_size=24", "model.micro_batch_size=4"),
     "reward.kwargs.pattern='[A-Za-z0-9].*'",
 ]
 
 
+def start(folder, nemo, script, recipe, processes, *options):
+    """Run a recipe to its end on so many processes, and return what each said."""
+    arguments = [*("--config-name", f"recipes/{recipe}"), *settings(folder, nemo), *options]
+    return run_ranks(EXAMPLES / script, processes, arguments, timeout_s=200)
+
+
 def metrics(folder, nemo, script, recipe, processes, layout=()):
-    arguments = [
-        "--config-name",
-        f"recipes/{recipe}",
-        *settings(folder, nemo),
-        "exp_manager.save_nemo=false",
-        *layout,
-    ]
-    run_ranks(EXAMPLES / script, processes, arguments, timeout_s=200)
+    start(folder, nemo, script, recipe, processes, "exp_manager.save_nemo=false", *layout)
     return numbers(folder)
 
 
@@ -82,14 +77,9 @@ def test_groups_drawn_again_need_not_divide_among_the_ranks(tmp_path, tiny_nemo)
 
 
 def test_a_dry_run_of_two_processes_looks_at_both(tmp_path, tiny_nemo):
-    arguments = [
-        *("--config-name", "recipes/ppo_tiny_cpu", "dry_run=true"),
-        f"model.restore_from_path={tiny_nemo}",
-        f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
-        "model.tensor_model_parallel_size=2",
-        "data.max_prompt_length=60",
-    ]
-    first, second = run_ranks(EXAMPLES / "train_gpt_ppo.py", 2, arguments, timeout_s=200)
+    options = ["dry_run=true", "model.tensor_model_parallel_size=2", "data.max_prompt_length=60"]
+    script = ("train_gpt_ppo.py", "ppo_tiny_cpu")
+    first, second = start(tmp_path / "run", tiny_nemo, *script, 2, *options)
     assert list(tmp_path.iterdir()) == []
     row = next(
         line.split() for line in first.splitlines() if line.split()[:2] == ["policy", "train"]
@@ -106,9 +96,7 @@ SCRIPT = ("train_gpt_reinforce.py", "grpo_tiny_cpu")
 OWN = [
     f"model.ppo.loss={EXTEND}/my_loss.py:ClippedLoss",
     f"trainer.ppo.advantage.estimator={EXTEND}/my_advantage.py:leave_one_out",
-    "trainer.ppo.max_steps=3",
-    "trainer.ppo.val_check_interval=2",
-    "trainer.ppo.save_interval=1",
+    *("trainer.ppo.max_steps=3", "trainer.ppo.val_check_interval=2", "trainer.ppo.save_interval=1"),
 ]
 STOP = f"{{callback: {EXTEND}/my_callback.py:StopWhenGood, kwargs: {{at: 0.0, patience: 2}}}}"
 JOURNAL = f"{EXTEND}/my_callback.py:Journal"
@@ -123,12 +111,8 @@ def test_own_code_on_two_stages(tmp_path, tiny_nemo):
     compare(one[:3], two)  # stopped after step 2 of 3
     told = [json.loads(line) for line in (tmp_path / "two" / "journal.jsonl").open()]
     assert [(line["event"], line["step"]) for line in told if line["event"] != "save"] == [
-        ("run_start", 0),
-        ("validation_end", 0),
-        ("step_end", 1),
-        ("step_end", 2),
-        ("validation_end", 2),
-        ("run_end", 2),
+        *(("run_start", 0), ("validation_end", 0), ("step_end", 1)),
+        *(("step_end", 2), ("validation_end", 2), ("run_end", 2)),
     ]
     assert [line["step"] for line in told if line["event"] == "save"] == [1, 2]
 
@@ -140,14 +124,9 @@ def test_an_error_in_a_callback_ends_both(tmp_path, tiny_nemo):
         "    def on_save(self, run, step, path):\n"
         "        raise OSError('no room for a copy')\n"
     )
-    arguments = [
-        *("--config-name", f"recipes/{SCRIPT[1]}"),
-        *settings(tmp_path / "run", tiny_nemo),
-        f"trainer.callbacks=[{tmp_path}/bad.py:Bad]",
-        *OWN,
-    ]
+    bad = f"trainer.callbacks=[{tmp_path}/bad.py:Bad]"
     with pytest.raises(AssertionError) as caught:
-        run_ranks(EXAMPLES / SCRIPT[0], 2, arguments, timeout_s=200)
+        start(tmp_path / "run", tiny_nemo, *SCRIPT, 2, bad, *OWN)
     said = str(caught.value)
     for rank in (0, 1):
         _, _, of_rank = said.partition(f"--- rank {rank}, exit code 2")

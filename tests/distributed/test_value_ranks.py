@@ -22,19 +22,16 @@ from aligner.parallel.groups import initialize_parallel
 DATA, TENSOR = "1,1,1,0,padded", "2,1,1,1,padded"
 
 
-def start(model, layout, **kwargs):
+def start(model, layout, *, offload=False, **paths):
     """A critic in one layout; bf16, so that the optimizer updates float32 copies."""
     config = model_config(model, layout)
     section = CriticConfig(
-        micro_batch_size=2,
-        global_batch_size=ROWS,
-        optim=OPTIM,
-        offload_weights=bool(kwargs.pop("offload", False)),
+        micro_batch_size=2, global_batch_size=ROWS, optim=OPTIM, offload_weights=offload
     )
     cluster = LocalCluster(initialize_parallel(config.parallel))
     run = RunSettings(precision="bf16", gradient_clip_val=0.0)
     with open_nemo(model) as checkpoint:
-        return Value(cluster, section, checkpoint.tokenizer, model=config, run=run, **kwargs)
+        return Value(cluster, section, checkpoint.tokenizer, model=config, run=run, **paths)
 
 
 def train(value, times):
@@ -110,16 +107,13 @@ def seen(tiny_nemo, folder):
 @pytest.mark.parametrize("way", ["hooked", "offloaded"])
 def test_the_way_changes_nothing(way, seen):
     plain, other = seen["plain"], seen[way]
+    assert other.get("apart", 1) > 0  # the gather was left to the next forward pass
     assert plain["losses"][0] > plain["losses"][2]  # something was learnt
     assert other["losses"] == plain["losses"]
     assert torch.equal(other["values"], plain["values"])
     assert plain["weights"].keys() == other["weights"].keys()
     for name, weight in plain["weights"].items():
         assert torch.equal(weight, other["weights"][name]), name
-
-
-def test_the_gather_was_left_to_the_next_forward_pass(seen):
-    assert seen["hooked"]["apart"] > 0
 
 
 def test_a_checkpoint_continues(seen, folder):

@@ -52,18 +52,19 @@ def reader(device):
 
 
 def offered(number):
-    """Tensors of one offer, on the device; their sums tell which one they are."""
+    """An offer of tensors on the device, and their sums, which tell which offer it is."""
     device = accelerator.device()
-    return {
+    tensors = {
         "large": torch.full((ELEMENTS,), float(number), device=device),
         "bf16": torch.full((3, 5), float(number), dtype=torch.bfloat16, device=device),
     }
+    size = sum(tensor.nbytes + 64 for tensor in tensors.values())
+    sums = {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
+    return Offer(tensors.items(), size), sums
 
 
 def hand_over(reader, number):
-    tensors = offered(number)
-    sums = {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
-    offer = Offer(tensors.items(), sum(tensor.nbytes + 64 for tensor in tensors.values()))
+    offer, sums = offered(number)
     pickle.dump({accelerator.sharing_key(): offer.handle}, reader.stdin)
     reader.stdin.flush()
     found, mapped = pickle.load(reader.stdout)
@@ -101,13 +102,9 @@ def test_fifty_offers_leave_nothing(device, reader):
     strict=False,
 )
 def test_an_offer_that_nobody_opens_is_freed(device):
-    def offer_once(number):
-        tensors = offered(number)
-        Offer(tensors.items(), sum(tensor.nbytes + 64 for tensor in tensors.values())).close()
-
-    offer_once(0)
+    offered(0)[0].close()
     before = level()
     for number in range(8):
-        offer_once(number)
+        offered(number)[0].close()
     kept = abs(before - level())
     assert kept < 2 * 4 * ELEMENTS if device == "cuda" else kept == 0

@@ -24,20 +24,15 @@ USER, FIVE, SEVEN = (
     {"role": role, "content": text}
     for role, text in (("user", "2+3?"), ("assistant", "5"), ("assistant", "7"))
 )
+PAIR = {"chosen": [USER, FIVE], "rejected": [USER, SEVEN], "score_chosen": 1.0}
 TRL_SCRIPTS = {  # name in the docs: function, data set, its rows, another keyword
     "SFT": ("sft", "Capybara", lambda i: {"messages": [USER, FIVE], "source": "x"}, ""),
     "GRPO": (
         *("grpo", "DeepMath-103K", lambda i: {"prompt": [USER], "solution": "5"}),
         'reward="aligner.rewards.math_verify:reward",',
     ),
-    "DPO": (
-        *("dpo", "ultrafeedback_binarized"),
-        *(lambda i: {"chosen": [USER, FIVE], "rejected": [USER, SEVEN], "score_chosen": 1.0}, ""),
-    ),
-    "reward model": (
-        *("reward", "ultrafeedback_binarized"),
-        *(lambda i: {"chosen": [USER, FIVE], "rejected": [USER, SEVEN], "score_chosen": 1.0}, ""),
-    ),
+    "DPO": ("dpo", "ultrafeedback_binarized", lambda i: PAIR, ""),
+    "reward model": ("reward", "ultrafeedback_binarized", lambda i: PAIR, ""),
     "KTO": (
         *("dpo", "kto-mix-14k"),
         lambda i: {

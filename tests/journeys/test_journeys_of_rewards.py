@@ -4,7 +4,7 @@ import shlex
 import sys
 
 import pytest
-from first_tries import SAMPLING, SMALL, metrics, python_run, write
+from first_tries import LENGTHS, SAMPLING, SMALL, metrics, python_run, write
 
 from aligner.checkpoint.convert import nemo_to_hf
 
@@ -55,7 +55,6 @@ def test_a_reward_function_is_called_as_its_library_calls_it(
     sampling = [value.replace("source=rows", f"source={name}") for value in SAMPLING]
     labels = ["data.ground_truth_column=label"] if library == "OpenRLHF" else []
     done = aligner("train-reinforce", *SMALL, *sampling, *labels)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert library in done.stdout  # the start-up report names the form
     rewards = [line.get("train_rollouts/rewards") for line in metrics(tmp_path)]
     assert rewards[-2:] == [1.0, 1.0]
@@ -93,8 +92,7 @@ def test_a_file_of_nemo_rl_is_a_command(aligner, tmp_path, tiny_nemo):
     printed = aligner("translate", "grpo.yaml").stdout
     command = printed.partition("aligner ")[2].replace("\\\n", " ")
     own = ["data.train.source=rows.jsonl", "reward.function=rewards.py:reward"]
-    done = aligner(*shlex.split(command), *own)
-    assert done.returncode == 0, printed + done.stdout + done.stderr
+    aligner(*shlex.split(command), *own)
     assert metrics(tmp_path)[-1]["train_rollouts/rewards"] == 1.0
 
 
@@ -122,13 +120,11 @@ policy.post("/reward", json={"reward": {"reward": reward, "accuracy": reward}})
 def test_an_agent_of_prime_rl_is_trained_behind_openais_interface(aligner, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     write(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)])
-    sampling = [value for value in SAMPLING if not value.startswith(("reward.", "data."))]
-    done = aligner(
-        *("train-reinforce", *SMALL, *sampling, "data.train.source=rows.jsonl"),
+    aligner(
+        *("train-reinforce", *SMALL, *LENGTHS, "data.train.source=rows.jsonl"),
         *("reward=environment", "environment.kind=endpoint", "environment.max_tokens=200"),
         f"environment.command={sys.executable} agent.py",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     assert metrics(tmp_path)[-1]["train_rollouts/rewards"] > 0.9
 
 
@@ -169,14 +165,13 @@ def test_functions_are_tools(aligner, tmp_path, installed, language):
         (tmp_path / "tools.py").write_text(TOOL)
         rows = [{"prompt": f"What is {i} * 2?", "answer": str(i * 2)} for i in range(16)]
         write(tmp_path / "rows.jsonl", rows)
-        sampling = [value for value in SAMPLING if not value.startswith(("reward.", "data."))]
-        done = aligner(
-            *("train-reinforce", *SMALL, *sampling, "data.train.source=rows.jsonl"),
+        aligner(
+            *("train-reinforce", *SMALL, *LENGTHS, "data.train.source=rows.jsonl"),
             *("reward=environment", "environment.tools=[tools.py:multiply]"),
             *("environment.kwargs.reward=tools.py:reward", "environment.max_tokens=250"),
         )
     else:
         (tmp_path / "notebook.py").write_text(TOOL + TOOL_SCRIPT)
         done = python_run([sys.executable, "notebook.py"], tmp_path, installed)
-    assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
     assert metrics(tmp_path)[-1]["train_rollouts/rewards"] > 0.5

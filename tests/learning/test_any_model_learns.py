@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from recipes import numbers, run
 from safetensors.torch import load_file
+from variants import extended_except
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 
@@ -20,14 +21,13 @@ LORA = (
     "model.peft.lora_tuning.alpha=16",
     "model.optim.lr=1.0e-2",
 )
+TASKS = ("grpo_tiny_cpu", "ppo_tiny_cpu")
+OFTEN = ("gemma3_text", "grpo_tiny_cpu", "dtensor")
 RUNS = [
-    ("gemma3_text", "grpo_tiny_cpu"),
-    *(
-        pytest.param(model_type, recipe, marks=pytest.mark.extended)
-        for model_type in TYPES
-        for recipe in ("grpo_tiny_cpu", "ppo_tiny_cpu")
-        if (model_type, recipe) != ("gemma3_text", "grpo_tiny_cpu")
-    ),
+    OFTEN,
+    *((kind, recipe, "dtensor") for kind in TYPES for recipe in TASKS),
+    *((kind, "ppo_tiny_cpu", "megatron") for kind in ("glm4_moe", "deepseek_v3")),
+    ("gpt_oss", "grpo_tiny_cpu", "adapters"),
 ]
 
 
@@ -49,42 +49,24 @@ def trained(folder, model, recipe, steps, *overrides):
     return run(folder, model, recipe, *options, *overrides)
 
 
-@pytest.mark.parametrize(("model_type", "recipe"), RUNS)
-def test_the_reward_rises(model_type, recipe, folder_of, tmp_path):
-    check_that_it_rises(trained(tmp_path / "run", folder_of(model_type), recipe, 20))
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])
-def test_the_reward_rises_with_megatron(model_type, folder_of, tmp_path):
-    model = folder_of(model_type)
-    check_that_it_rises(run(tmp_path / "run", model, "ppo_tiny_cpu", "trainer.ppo.max_steps=20"))
-
-
-def check_that_it_rises(lines):
+@pytest.mark.parametrize("case", extended_except([OFTEN], dict.fromkeys(RUNS)))
+def test_the_reward_rises(case, folder_of, tmp_path):
+    """With adapters of larger weights, because the output layer is frozen."""
+    model_type, recipe, way = case
+    ways = {"megatron": ["policy.backend=megatron"], "adapters": LORA}
+    model = folder_of(model_type, scale=0.125 if way == "adapters" else 0.02)
+    lines = trained(tmp_path / "run", model, recipe, 20, *ways.get(way, []))
     rewards = [line["train_rollouts/rewards"] for line in lines[1:]]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
 
 
-@pytest.mark.extended
-def test_the_reward_rises_with_adapters(folder_of, tmp_path):
-    """Larger weights than in other tests, because the output layer is frozen."""
-    model = folder_of("gpt_oss", scale=0.125)
-    check_that_it_rises(trained(tmp_path / "run", model, "grpo_tiny_cpu", 20, *LORA))
-
-
 @pytest.mark.parametrize(
-    ("model_type", "options"),
-    [
-        ("gemma3_text", ()),
-        pytest.param("gpt_oss", (), marks=pytest.mark.extended),
-        pytest.param("qwen3_next", (), marks=pytest.mark.extended),
-        pytest.param("mixtral", LORA, marks=pytest.mark.extended),
-    ],
+    "model_type",
+    extended_except(["gemma3_text"], ["gemma3_text", "gpt_oss", "qwen3_next", "mixtral"]),
 )
-def test_a_stopped_run_continues_to_the_bit(model_type, options, folder_of, tmp_path):
+def test_a_stopped_run_continues_to_the_bit(model_type, folder_of, tmp_path):
     model = folder_of(model_type)
-    options = ("trainer.ppo.save_interval=1", *options)
+    options = ["trainer.ppo.save_interval=1", *(LORA if model_type == "mixtral" else ())]
     trained(tmp_path / "through", model, "ppo_tiny_cpu", 3, *options)
     for steps in (1, 3):
         trained(tmp_path / "stopped", model, "ppo_tiny_cpu", steps, *options)

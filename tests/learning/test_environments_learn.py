@@ -9,6 +9,7 @@ import recipes
 import yaml
 from ranks import run_ranks
 from recipes import ROOT, near, numbers, settings
+from variants import extended_except
 
 from aligner.examples.tasks.games import guessing_games
 from aligner.observe.metrics import read_metrics
@@ -94,44 +95,44 @@ def forking(tmp_path):
     return [f"environment.chat_template={template}", "environment.max_tokens=250"]
 
 
-def check_forks(lines):
+# Script or recipe, and options.
+FORKED = {
+    "a critic": (RECIPE, [*short("ppo"), *CRITIC]),
+    "a critic and adapters": (RECIPE, [*short("ppo"), *CRITIC, "model.peft.peft_scheme=lora"]),
+    "turns compared, packed": (
+        "gpt_reinforce",
+        [
+            *(*GAME, *short("ppo"), "model.sequence_packing.enabled=true"),
+            *("trainer.ppo.advantage.estimator=grpo", "trainer.ppo.advantage.credit=turn"),
+        ],
+    ),
+    "the best": (
+        "gpt_rs",
+        [
+            *(*GAME, *short("rs", 16)),
+            *("model.rs.num_rollouts_per_prompt=4", "model.global_batch_size=4"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", extended_except(FORKED.keys() - {"a critic and adapters"}, FORKED))
+def test_conversations_that_fork_are_learned(case, tmp_path, tiny_nemo, forking):
+    script, options = FORKED[case]
+    lines = run(tmp_path / "run", tiny_nemo, *options, *forking, script=script)
     assert len(lines) == 3  # before the first step, and two
+    assert lines[-1]["train_rollouts/forks"] > 0
     for line in lines[1:]:
         assert line["train_rollouts/ended_done"] == 1
-        if "sampler/logprob_gap_max" in line:
+        if script == "gpt_rs":
+            assert line["train_rollouts/kept_rewards"] >= line["train_rollouts/rewards"]
+        else:
             assert line["sampler/logprob_gap_max"] < 1e-4
-
-
-@pytest.mark.parametrize(
-    "adapters", [[], pytest.param(["model.peft.peft_scheme=lora"], marks=pytest.mark.extended)]
-)
-def test_conversations_that_fork_are_learned(adapters, tmp_path, tiny_nemo, forking):
-    lines = run(tmp_path / "run", tiny_nemo, *short("ppo"), *CRITIC, *forking, *adapters)
-    check_forks(lines)
-    for line in lines[1:]:
-        assert line["train_rollouts/forks"] == 8 * (line["train_rollouts/turns"] - 1) > 0
-    assert lines[-1]["train_optim/grad_norm"] > 0  # the first step may earn nothing
-    assert (tmp_path / "run" / "policy.nemo").exists()
-
-
-def test_without_a_critic_turns_are_compared(tmp_path, tiny_nemo, forking):
-    options = [
-        *("trainer.ppo.advantage.estimator=grpo", "trainer.ppo.advantage.credit=turn"),
-        *("model.sequence_packing.enabled=true", *forking),
-    ]
-    game = [*GAME, *short("ppo"), *options]
-    lines = run(tmp_path / "run", tiny_nemo, *game, script="gpt_reinforce")
-    check_forks(lines)
-    assert lines[-1]["train_rollouts/forks"] > 0
-
-
-def test_the_best_conversations_are_learned(tmp_path, tiny_nemo, forking):
-    options = ["model.rs.num_rollouts_per_prompt=4", "model.global_batch_size=4", *forking]
-    lines = run(tmp_path / "run", tiny_nemo, *GAME, *short("rs", 16), *options, script="gpt_rs")
-    check_forks(lines)
-    assert lines[-1]["train_rollouts/forks"] > 0
-    for line in lines[1:]:
-        assert line["train_rollouts/kept_rewards"] >= line["train_rollouts/rewards"]
+    if script == RECIPE:
+        for line in lines[1:]:
+            assert line["train_rollouts/forks"] == 8 * (line["train_rollouts/turns"] - 1) > 0
+        assert lines[-1]["train_optim/grad_norm"] > 0  # the first step may earn nothing
+        assert (tmp_path / "run" / "policy.nemo").exists()
 
 
 def test_two_processes_have_the_same_conversations(tmp_path, tiny_nemo):
@@ -145,33 +146,14 @@ def test_two_processes_have_the_same_conversations(tmp_path, tiny_nemo):
     assert len(first) > 1
 
 
-LAYOUTS = {
+# Over the same conversations, which fork, each of these makes its passes in another way.
+WAYS = {
     "tensor": ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
     "pipeline": ["model.pipeline_model_parallel_size=2"],
     "context": ["model.context_parallel_size=2"],
-}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_has_the_same_forked_conversations(tmp_path, tiny_nemo, forking, layout):
-    options = [*short("ppo"), *CRITIC, *forking]
-    one, two = tmp_path / "one", tmp_path / "two"
-    run(one, tiny_nemo, *options)
-    run_on_two(two, tiny_nemo, *options, *LAYOUTS[layout])
-    ours, theirs = ([s for s in samples_of(folder) if s["step"] == 1] for folder in (one, two))
-    assert ours == theirs
-    first, other = (numbers(folder)[1] for folder in (one, two))
-    assert first["train_rollouts/forks"] > 0
-    assert {name: other[name] for name in first} == near(first)
-
-
-# Over the same conversations, each of these makes its passes in another way.
-WAYS = {
     "packed": ["model.sequence_packing.enabled=true", "model.sequence_packing.train_mb_tokens=256"],
     "dynamic": [
-        "model.dynamic_batching.enabled=true",
-        "model.dynamic_batching.train_mb_tokens=256",
+        *("model.dynamic_batching.enabled=true", "model.dynamic_batching.train_mb_tokens=256")
     ],
     "dtensor": ["policy.backend=dtensor"],
 }
@@ -179,13 +161,19 @@ WAYS = {
 
 @pytest.mark.extended
 @pytest.mark.parametrize("way", WAYS)
-def test_other_passes_have_the_same_numbers(tmp_path, tiny_nemo, way):
-    options = [*short("ppo"), *CRITIC]
-    run(tmp_path / "plain", tiny_nemo, *options)
-    run(tmp_path / "other", tiny_nemo, *options, *WAYS[way])
-    plain, other = (numbers(tmp_path / name) for name in ("plain", "other"))
-    for line, changed in zip(plain, other, strict=True):
-        assert {name: changed[name] for name in line} == near(line)
+def test_another_way_has_the_same_numbers_of_forked_conversations(
+    tmp_path, tiny_nemo, forking, way
+):
+    options = [*short("ppo"), *CRITIC, *forking]
+    one, other = tmp_path / "one", tmp_path / "other"
+    run(one, tiny_nemo, *options)
+    is_layout = way in ("tensor", "pipeline", "context")
+    (run_on_two if is_layout else run)(other, tiny_nemo, *options, *WAYS[way])
+    ours, theirs = ([s for s in samples_of(folder) if s["step"] == 1] for folder in (one, other))
+    assert ours == theirs
+    first, second = (numbers(folder)[1] for folder in (one, other))
+    assert first["train_rollouts/forks"] > 0
+    assert {name: second[name] for name in first} == near(first)
 
 
 @pytest.mark.extended

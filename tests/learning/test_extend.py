@@ -35,45 +35,37 @@ def run(folder, nemo, recipe, steps, *overrides):
 PACKED = ["model.sequence_packing.enabled=true", "model.sequence_packing.train_mb_tokens=256"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["model.ppo.ratio_eps=[0.1,0.3]", "model.ppo.ppo_epochs=2"],
-        [*PACKED, "model.peft.peft_scheme=lora"],
-        ["policy.backend=dtensor"],
-    ],
-    ids=["two passes", "packed adapters", "dtensor"],
-)
-def test_a_loss_that_says_the_same_leaves_the_same_weights(tmp_path, tiny_nemo, options):
-    options = [*options, "trainer.ppo.val_check_interval=0", "model.global_batch_size=32"]
-    lines, weights = run(tmp_path / "built in", tiny_nemo, "ppo_tiny_cpu", 2, *options)
-    own_lines, own_weights = run(
-        tmp_path / "own", tiny_nemo, "ppo_tiny_cpu", 2, *options, f"{LOSS}ClippedLoss"
-    )
-    assert own_weights == weights
-    for own, line in zip(own_lines[1:], lines[1:], strict=True):
-        assert 0 <= own.pop("custom/outside_fraction") < 1
-        assert own == {name: line[name] for name in own}
-        assert {"train_optim/loss", "train_optim/ppo_ratio"} <= own.keys()
-        assert line.keys() - own.keys() >= {"train_optim/entropy", "sampler/logprob_gap_max"}
+SMALL = ["trainer.ppo.val_check_interval=0", "model.global_batch_size=32"]
+RLOO = "trainer.ppo.advantage.estimator=rloo"
+# Recipe, options, own code and what it stands for.
+SAME = {
+    "loss, two passes": ("ppo", ["model.ppo.ratio_eps=[0.1,0.3]", "model.ppo.ppo_epochs=2"]),
+    "loss, packed adapters": ("ppo", [*PACKED, "model.peft.peft_scheme=lora"]),
+    "loss, dtensor": ("ppo", ["policy.backend=dtensor"]),
+    "gae": ("ppo", ["trainer.ppo.initial_policy_kl_penalty=0.01"]),
+    "leave_one_out": ("grpo", ["seed=3"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "built_in", "own"),
-    [("ppo_tiny_cpu", "gae", "gae"), ("grpo_tiny_cpu", "rloo", "leave_one_out")],
-)
-def test_an_estimator_that_says_the_same_leaves_the_same_weights(
-    tmp_path, tiny_nemo, recipe, built_in, own
-):
-    options = ["trainer.ppo.initial_policy_kl_penalty=0.01" if own == "gae" else "seed=3"]
-    built_in = [f"trainer.ppo.advantage.estimator={built_in}", *options]
-    lines, weights = run(tmp_path / "built in", tiny_nemo, recipe, 2, *built_in)
-    own_lines, own_weights = run(
-        tmp_path / "own", tiny_nemo, recipe, 2, f"{ESTIMATOR}{own}", *options
-    )
-    assert any(line.get("train_rollouts/advantages_std") for line in lines)
+@pytest.mark.parametrize("case", SAME)
+def test_own_code_that_says_the_same_leaves_the_same_weights(tmp_path, tiny_nemo, case):
+    recipe, options = f"{SAME[case][0]}_tiny_cpu", SAME[case][1]
+    is_loss = case.startswith("loss")
+    own = f"{LOSS}ClippedLoss" if is_loss else f"{ESTIMATOR}{case}"
+    options = [*options, *(SMALL if is_loss else ())]
+    built_in = [RLOO] if recipe == "grpo_tiny_cpu" else []
+    lines, weights = run(tmp_path / "built in", tiny_nemo, recipe, 2, *options, *built_in)
+    own_lines, own_weights = run(tmp_path / "own", tiny_nemo, recipe, 2, *options, own)
     assert own_weights == weights
-    assert own_lines == lines
+    if not is_loss:
+        assert any(line.get("train_rollouts/advantages_std") for line in lines)
+        assert own_lines == lines
+        return
+    for mine, line in zip(own_lines[1:], lines[1:], strict=True):
+        assert 0 <= mine.pop("custom/outside_fraction") < 1
+        assert mine == {name: line[name] for name in mine}
+        assert {"train_optim/loss", "train_optim/ppo_ratio"} <= mine.keys()
+        assert line.keys() - mine.keys() >= {"train_optim/entropy", "sampler/logprob_gap_max"}
 
 
 def test_an_own_loss_with_an_own_estimator_learns(tmp_path, tiny_nemo):
@@ -107,32 +99,14 @@ def test_every_trainer_tells_its_callbacks(tmp_path, tiny_nemo, teacher, recipe)
     run(tmp_path, tiny_nemo, recipe, 2, *options)
     told = journal(tmp_path)
     assert [(line["event"], line["step"]) for line in told] == [
-        ("run_start", 0),
-        ("validation_end", 0),
-        ("step_end", 1),
-        ("step_end", 2),
-        ("validation_end", 2),
-        ("save", 2),
-        ("run_end", 2),
+        *(("run_start", 0), ("validation_end", 0), ("step_end", 1), ("step_end", 2)),
+        *(("validation_end", 2), ("save", 2), ("run_end", 2)),
     ]
     assert told[0]["of"] == 2
     assert told[5]["is_there"]
     assert told[6]["trained"] == [f"{'reward_model' if loop == 'reward_model' else 'policy'}.nemo"]
     assert any(name.startswith(("train_optim/", "critic/")) for name in told[2]["metrics"])
     assert all(name.startswith("val_") for name in told[1]["metrics"])
-
-
-@pytest.mark.extended
-def test_a_run_that_a_callback_stops_goes_on_to_what_it_would_have_been(tmp_path, tiny_nemo):
-    stop = f"{{callback: {EXTEND}/my_callback.py:StopWhenGood, kwargs: {{at: 0.0, patience: 2}}}}"
-    options = ["trainer.ppo.val_check_interval=2", "exp_manager.async_save=false"]
-    whole = run(tmp_path / "whole", tiny_nemo, "ppo_tiny_cpu", 4, *options)
-    folder = tmp_path / "run"
-    told = [f"trainer.callbacks=[{stop},{JOURNAL}]", *options]
-    lines, _ = run(folder, tiny_nemo, "ppo_tiny_cpu", 4, *told)  # of steps 0 and 2: twice
-    assert lines == whole[0][:3]
-    assert journal(folder)[-1]["reason"].startswith("a callback: val_rollouts/accuracy is 0.")
-    assert run(folder, tiny_nemo, "ppo_tiny_cpu", 4, *options) == whole
 
 
 def test_a_continued_run_says_which_own_code_is_another(tmp_path, tiny_nemo, capsys):

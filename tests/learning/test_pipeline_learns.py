@@ -24,10 +24,7 @@ evaluation:
   recipe: rs_tiny_cpu
   overrides: [trainer.rs.max_steps=0, exp_manager.save_nemo=false]
 stages:
-  - name: sft
-    script: train_gpt_sft
-    recipe: sft_tiny_cpu
-    overrides: [trainer.sft.max_steps=4]
+  - {name: sft, script: train_gpt_sft, recipe: sft_tiny_cpu, overrides: [trainer.sft.max_steps=4]}
   - name: reward
     script: train_gpt_reward
     recipe: reward_tiny_cpu
@@ -43,21 +40,12 @@ stages:
       - trainer.ppo.max_steps=20
       - trainer.ppo.save_interval=2
     takes: {model.restore_from_path: sft, reward.model.restore_from_path: reward}
-  - name: grpo
-    script: train_gpt_reinforce
-    recipe: grpo_tiny_cpu
-    overrides: [trainer.ppo.max_steps=20]
-    takes: {model.restore_from_path: sft}
-  - name: rs
-    script: train_gpt_rs
-    recipe: rs_tiny_cpu
-    overrides: [trainer.rs.max_steps=30]
-    takes: {model.restore_from_path: sft}
-  - name: dpo
-    script: train_gpt_dpo
-    recipe: dpo_tiny_cpu
-    overrides: [trainer.dpo.max_steps=8]
-    takes: {model.restore_from_path: sft}
+  - {name: grpo, script: train_gpt_reinforce, recipe: grpo_tiny_cpu,
+     overrides: [trainer.ppo.max_steps=20], takes: {model.restore_from_path: sft}}
+  - {name: rs, script: train_gpt_rs, recipe: rs_tiny_cpu,
+     overrides: [trainer.rs.max_steps=30], takes: {model.restore_from_path: sft}}
+  - {name: dpo, script: train_gpt_dpo, recipe: dpo_tiny_cpu,
+     overrides: [trainer.dpo.max_steps=8], takes: {model.restore_from_path: sft}}
 """
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(2 * PATIENCE_S)]

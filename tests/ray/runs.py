@@ -16,18 +16,12 @@ STEPS = 3
 SMALL = [
     # Some sample of every step is rewarded: without a signal the gradient is rounding noise, which
     # Adam makes steps of, and no two layouts round alike.
-    "seed=2",
-    "exp_manager.save_top_k=5",
-    f"trainer.ppo.max_steps={STEPS}",
-    "trainer.ppo.save_interval=1",
-    "trainer.ppo.val_check_interval=1",  # what is not measured is not kept beside the newest
-    "model.ppo.num_rollout_samples=16",
-    "model.global_batch_size=16",
-    "model.micro_batch_size=8",
-    "critic.global_batch_size=16",
-    "critic.micro_batch_size=8",
-    "data.train.arguments.size=64",
-    "data.validation.arguments.size=8",
+    *("seed=2", "exp_manager.save_top_k=5", f"trainer.ppo.max_steps={STEPS}"),
+    # What is not measured is not kept beside the newest state.
+    *("trainer.ppo.save_interval=1", "trainer.ppo.val_check_interval=1"),
+    *("model.global_batch_size=16", "model.micro_batch_size=8", "model.ppo.num_rollout_samples=16"),
+    *("critic.global_batch_size=16", "critic.micro_batch_size=8"),
+    *("data.train.arguments.size=64", "data.validation.arguments.size=8"),
 ]
 ON_RAY = "cluster.engine=ray"
 
@@ -42,14 +36,14 @@ def train(folder, nemo, *overrides, recipe="ppo_tiny_cpu"):
     return result(folder)
 
 
-def start(folder, nemo, *overrides, environment=None, recipe="ppo_tiny_cpu"):
+SCRIPT = ROOT / "examples" / "train_gpt_ppo.py"
+
+
+def start(folder, nemo, *overrides, environment=None, recipe="ppo_tiny_cpu", script=SCRIPT):
     """The run in a process of its own, as users start it."""
+    arguments = ["--config-name", f"recipes/{recipe}", *settings(folder, nemo, *overrides)]
     return subprocess.Popen(
-        [
-            *(sys.executable, str(ROOT / "examples" / "train_gpt_ppo.py")),
-            *("--config-name", f"recipes/{recipe}"),
-            *settings(folder, nemo, *overrides),
-        ],
+        [sys.executable, str(script), *arguments],
         cwd=folder.parent,
         env=environment,
         stdout=subprocess.PIPE,
@@ -100,11 +94,8 @@ class Killer:
 
     def __init__(self, monkeypatch, victim, moments):
         self.moments, self.killed, self.step = list(moments), [], 0
-        groups, real_call, real_start = (
-            {},
-            RayWorkerGroup._start_call,
-            RayWorkerGroup._start_workers,
-        )
+        groups, real_call = {}, RayWorkerGroup._start_call
+        real_start = RayWorkerGroup._start_workers
 
         def start(group, *arguments):
             groups[group.name_prefix] = group

@@ -65,13 +65,14 @@ def address_of(ray):
 
 
 def test_a_killed_driver_of_a_cluster(tmp_path, tiny_nemo, left_alone, ray, launch):
-    """It kills itself while a call is under way, once in each phase (see `sitecustomize`)."""
+    """It kills itself while a call is under way, once in each phase (see `dying_driver`)."""
     folder = tmp_path / "run"
     joined = {**os.environ, "RAY_ADDRESS": address_of(ray)}
-    path = os.pathsep.join([str(HERE / "suicide"), joined["PYTHONPATH"]])
+    path = os.pathsep.join([str(HERE.parent), joined["PYTHONPATH"]])
+    script = HERE / "dying_driver.py"
     for phase in ("1 generate", "2 train", "3 begin_saving"):
         dying = {**joined, "PYTHONPATH": path, "ALIGNER_TEST_DIE_IN": phase}
-        driver = launch(folder, tiny_nemo, ON_RAY, environment=dying)
+        driver = launch(folder, tiny_nemo, ON_RAY, environment=dying, script=script)
         output, _ = driver.communicate(timeout=PATIENCE_S)
         assert driver.returncode == -signal.SIGKILL, output
         assert living_actors() == []

@@ -34,35 +34,29 @@ def two_processes(tmp_path_factory, tiny_nemo):
     return result(folder)
 
 
-def test_two_policy_and_two_value_workers(tmp_path, tiny_nemo, one_process, two_processes, ray):
-    ended = train(tmp_path / "run", tiny_nemo, *SEPARATE, "trainer.devices=2")
-    assert ended == two_processes
+TWO, SPLIT = "trainer.devices=2", "critic.tensor_model_parallel_size=2"
+LAYOUTS = {
+    "two workers each": [*SEPARATE, TWO],
+    "one critic": [*SEPARATE, TWO, "cluster.value_workers=1"],
+    "tensor parallel": [ON_RAY, TWO, "model.tensor_model_parallel_size=2"],
+    # Two data-parallel policy workers, and a critic in two halves.
+    "critic apart, split": [*SEPARATE, TWO, SPLIT],
+    "critic split": [ON_RAY, TWO, SPLIT],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_has_the_numbers_of_one_process(
+    tmp_path, tiny_nemo, one_process, request, ray, layout
+):
+    options = LAYOUTS[layout]
+    ended = train(tmp_path / "run", tiny_nemo, *options)
     assert largest_difference(ended[0], one_process[0]) < 1e-4
-
-
-def test_one_critic_for_two_policy_workers(tmp_path, tiny_nemo, one_process, ray):
-    ended = train(
-        tmp_path / "run", tiny_nemo, *SEPARATE, "trainer.devices=2", "cluster.value_workers=1"
-    )
-    assert largest_difference(ended[0], one_process[0]) < 1e-4
-
-
-def test_tensor_parallel_workers(tmp_path, tiny_nemo, one_process, ray):
-    layout = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
-    ended = train(tmp_path / "run", tiny_nemo, ON_RAY, *layout)
-    assert largest_difference(ended[0], one_process[0]) < 1e-4
-
-
-@pytest.mark.parametrize("colocated", ["true", "false"])
-def test_a_critic_in_a_layout_of_its_own(tmp_path, tiny_nemo, one_process, ray, colocated):
-    """Two data-parallel policy workers, and a critic in two halves; then halves that continue."""
-    layout = [ON_RAY, f"cluster.colocated={colocated}", "trainer.devices=2"]
-    split = "critic.tensor_model_parallel_size=2"
-    ended = train(tmp_path / "run", tiny_nemo, *layout, split)
-    assert largest_difference(ended[0], one_process[0]) < 1e-4
-    if colocated == "true":
+    if layout == "two workers each":
+        assert ended == request.getfixturevalue("two_processes")
+    if layout == "critic split":  # its halves go on in the policy's layout
         go_back_to(1, tmp_path / "run", tmp_path / "again")
-        resumed = train(tmp_path / "again", tiny_nemo, *layout)  # in the policy's layout
+        resumed = train(tmp_path / "again", tiny_nemo, *options[:-1])
         assert largest_difference(resumed[0], ended[0]) < 1e-4
 
 

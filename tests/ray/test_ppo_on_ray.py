@@ -8,14 +8,9 @@ import shutil
 import sys
 
 import pytest
-import torch
 from ranks import run_script
 from recipes import ROOT
 from runs import ON_RAY, go_back_to, result, settings, start, train
-
-from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 EXTEND = ROOT / "examples" / "extend"
@@ -89,17 +84,6 @@ def test_a_dry_run_counts_every_worker_and_leaves_nothing(on_ray, ray, tmp_path,
     )
     both = re.search(r"fullest in \w+, \w+: ([\d.]+) of", said)
     assert float(both[1]) > 1.5 * float(row[2])  # the critic's process beside the policy's
-
-
-@pytest.fixture
-def reward_nemo(tmp_path):
-    """A reward model that nobody trained; its scores differ from one response to the next."""
-    weights = random_weights(TINY_ARCHITECTURE, seed=5)
-    head = torch.randn(1, TINY_ARCHITECTURE.hidden_size, generator=torch.Generator().manual_seed(6))
-    weights |= {"rm_head.weight": head, "rm_head.bias": torch.zeros(1)}
-    path = tmp_path / "reward_model.nemo"
-    save_nemo(path, weights, TINY_ARCHITECTURE, byte_level_tokenizer().files())
-    return path
 
 
 @pytest.mark.ray_heavy

@@ -18,12 +18,9 @@ from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 
 pytestmark = pytest.mark.ray
-MEGATRON = {
-    "enabled": True,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-}
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+MEGATRON = {"enabled": True, **dict.fromkeys(SIZES, 1)}
+OFF = {key: {"enabled": False} for key in ("dtensor_cfg", "dynamic_batching", "sequence_packing")}
 
 
 def value_config(path, **megatron):
@@ -32,9 +29,7 @@ def value_config(path, **megatron):
         "train_global_batch_size": 4,
         "train_micro_batch_size": 2,
         "megatron_cfg": {**MEGATRON, **megatron},
-        "dtensor_cfg": {"enabled": False},
-        "dynamic_batching": {"enabled": False},
-        "sequence_packing": {"enabled": False},
+        **OFF,
     }
 
 
@@ -98,11 +93,15 @@ def test_workers_are_called_one_by_one_and_futures_are_lists(cluster, ray):
     assert str(group.workers[1]).startswith("teller rank 1 (")
 
 
-@pytest.mark.ray_heavy
-def test_policy_and_value_with_layouts_of_their_own(cluster, ray, tiny_nemo):
-    """As written: a cluster that knows no layout, mappings that do; the critic has another one."""
+@pytest.fixture
+def tokenizer(tiny_nemo):
     with open_nemo(tiny_nemo) as checkpoint:
-        tokenizer = checkpoint.tokenizer
+        return checkpoint.tokenizer
+
+
+@pytest.mark.ray_heavy
+def test_policy_and_value_with_layouts_of_their_own(cluster, ray, tiny_nemo, tokenizer):
+    """As written: a cluster that knows no layout, mappings that do; the critic has another one."""
     pair = {"tensor_model_parallel_size": 2, "env_vars": {"ALIGNER_PUBLISHED": "ray"}}
     with pytest.raises(LayoutError, match=r"2 workers .* tensor 4"):
         Policy(cluster, policy_config(tiny_nemo, tensor_model_parallel_size=4), tokenizer)
@@ -148,29 +147,23 @@ def run(group, method, data, **common):
     return group.get_all_worker_results(future)
 
 
+def group_of(cluster, worker, shape, config, name, **options):
+    """A group as NeMo-RL makes it: a builder by the worker's path, and names of all axes."""
+    places = NamedSharding(layout=np.arange(2).reshape(shape), names=AXES)
+    options |= {"worker_sharding_annotations": places}
+    builder = RayWorkerBuilder(f"aligner.models.{worker}", config, **options)
+    return RayWorkerGroup(
+        *(cluster, builder, name), workers_per_node=2, sharding_annotations=places, env_vars={}
+    )
+
+
 @pytest.mark.ray_heavy
-def test_a_published_builder_makes_a_training_group(cluster, tiny_nemo):
-    with open_nemo(tiny_nemo) as checkpoint:
-        tokenizer = checkpoint.tokenizer
-    places = NamedSharding(layout=np.arange(2).reshape(1, 1, 1, 2), names=AXES)
+def test_a_published_builder_makes_a_training_group(cluster, tiny_nemo, tokenizer):
     config = value_config(tiny_nemo, tensor_model_parallel_size=2)
-    builder = RayWorkerBuilder(
-        "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker",
-        config,
-        tokenizer=tokenizer,
-        init_optimizer=True,
-        weights_path=None,
-        optimizer_path=None,
-        worker_sharding_annotations=places,
-    )
-    group = RayWorkerGroup(
-        cluster,
-        builder,
-        name_prefix="lm_value",
-        workers_per_node=2,
-        sharding_annotations=places,
-        env_vars={},
-    )
+    options = {"tokenizer": tokenizer, "init_optimizer": True}
+    options |= {"weights_path": None, "optimizer_path": None}
+    worker = "value.workers.megatron_value_worker.MegatronValueWorker"
+    group = group_of(cluster, worker, (1, 1, 1, 2), config, "lm_value", **options)
     (result,) = run(group, "get_values", prompts())
     assert result["values"].shape == (4, 5)
     assert group.shutdown(cleanup_method="shutdown")
@@ -178,26 +171,20 @@ def test_a_published_builder_makes_a_training_group(cluster, tiny_nemo):
 
 @pytest.mark.ray_heavy
 @pytest.mark.parametrize("backend", ["megatron", "dtensor"])
-def test_a_front_of_ones_own_on_published_workers(cluster, ray, tiny_nemo, tmp_path, backend):
+def test_a_front_of_ones_own_on_published_workers(
+    cluster, ray, tiny_nemo, tokenizer, tmp_path, backend
+):
     """As NeMo-RL's `Policy` has it: shards, calls by name, no ``sample_ids``."""
-    with open_nemo(tiny_nemo) as checkpoint:
-        tokenizer = checkpoint.tokenizer
     layout = {"tensor_parallel_size": 1, "context_parallel_size": 1}
     config = policy_config(tiny_nemo)
     config["megatron_cfg"]["enabled"] = backend == "megatron"
     config["dtensor_cfg"] = {"enabled": backend == "dtensor", **layout}
-    places = NamedSharding(np.arange(2).reshape(1, 2, 1, 1), AXES)
-    path = f"aligner.models.policy.{backend}_policy_worker."
-    path += {"megatron": "MegatronPolicyWorker", "dtensor": "DTensorPolicyWorker"}[backend]
-    builder = RayWorkerBuilder(
-        path,
-        config,
-        tokenizer=tokenizer,
-        init_reference_model=False,
-        worker_sharding_annotations=places,
-        pre_init_communication_queue=None,
+    name = {"megatron": "MegatronPolicyWorker", "dtensor": "DTensorPolicyWorker"}[backend]
+    worker = f"policy.{backend}_policy_worker.{name}"
+    options = {"init_reference_model": False, "pre_init_communication_queue": None}
+    group = group_of(
+        *(cluster, worker, (1, 2, 1, 1), config, "lm_policy"), tokenizer=tokenizer, **options
     )
-    group = RayWorkerGroup(cluster, builder, "lm_policy", sharding_annotations=places)
 
     def tokens(**common):
         parts = run(group, "generate", prompts(), greedy=False, **common)
@@ -207,9 +194,8 @@ def test_a_front_of_ones_own_on_published_workers(cluster, ray, tiny_nemo, tmp_p
         run(group, "generate", BatchedDataDict({"input_ids": prompts()["input_ids"]}))
     assert tokens() != tokens()
     assert tokens(seed=3) == tokens(seed=3)
-    assert [part["logprobs"].shape for part in run(group, "get_logprobs", prompts())] == [
-        (2, 5)
-    ] * 2
+    parts = run(group, "get_logprobs", prompts())
+    assert [part["logprobs"].shape for part in parts] == [(2, 5)] * 2
     ray.get(group.run_all_workers_single_data("prepare_for_training"))
     data = BatchedDataDict({**trained_batch(), "advantages": trained_batch()["returns"]})
     results = run(group, "train", data, loss_fn=PPOPolicyLoss(), gbs=4, mbs=2)

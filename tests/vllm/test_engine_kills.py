@@ -1,11 +1,17 @@
 """A vLLM engine that SIGKILL ends: the run starts all workers anew, pushes the weights again and
-ends with the uninterrupted run's numbers. No process and no shared memory is left.
+ends with the uninterrupted run's numbers. No process and no shared memory is left. Conversations of
+an engine that fails in the middle of a batch begin again.
 """
+
+import os
+from pathlib import Path
 
 import psutil
 import pytest
 from runs import ON_RAY, Killer, train
 from vllm_roles import ROOT
+
+from aligner.generation.vllm import generation
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 VLLM = [
@@ -54,3 +60,23 @@ def test_killed_while_it_draws_ahead(in_flight, tmp_path, fresh_nemo, ray, monke
     ended = train(tmp_path / "run", fresh_nemo, *way)
     assert len(killer.killed) == 1
     assert ended == left_alone
+
+
+def test_a_run_ends_as_one_whose_engine_never_failed(tmp_path, fresh_nemo, ray, monkeypatch):
+    options = ["environment.concurrency=4", "environment.retries=1", "trainer.ppo.max_steps=1"]
+
+    def run(name):
+        game = {"recipe": "ppo_tiny_guessing_cpu"}
+        numbers, weights = train(tmp_path / name, fresh_nemo, *VLLM, *options, **game)
+        names = [f"{kind}_rollouts/failed_engine_error" for kind in ("train", "val")]
+        failed = sum(line.pop(name, 0) for line in numbers for name in names)
+        return failed, numbers, weights
+
+    calm = run("calm")
+    # Engines import it from here.
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(generation, "WORKER", "failing_engine.FailingWorker")
+    shaken = run("shaken")
+    assert (calm[0], shaken[0] > 0) == (0, True)
+    assert shaken[1:] == calm[1:]

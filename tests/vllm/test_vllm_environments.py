@@ -1,13 +1,12 @@
-"""Conversations whose turns vLLM samples: of an agent behind an address, of a game, also ahead."""
+"""Conversations whose turns vLLM samples: of an agent behind an address, of a game ahead."""
 
 import json
 
 import pytest
 import user_agents
+from played import kept_batches, turns_of
 from runs import train
 from test_engine_kills import AHEAD, VLLM
-
-from aligner.algorithms.rollout.endpoint import EndpointRollouts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 GAME = {"recipe": "ppo_tiny_guessing_cpu"}
@@ -15,13 +14,7 @@ STEPS = ["trainer.ppo.max_steps=2", "trainer.ppo.save_interval=2"]
 
 
 def test_agents_are_answered_by_vllm(tmp_path, fresh_nemo, ray, monkeypatch):
-    batches, collect = [], EndpointRollouts.collect
-
-    def keeping(*arguments, **named):
-        batches.append(collect(*arguments, **named))
-        return batches[-1]
-
-    monkeypatch.setattr(EndpointRollouts, "collect", keeping)
+    batches = kept_batches(monkeypatch)
     saw = tmp_path / "saw.jsonl"
     agent = [
         *("environment.kind=endpoint", f"environment.factory={user_agents.__file__}:run"),
@@ -38,30 +31,23 @@ def test_agents_are_answered_by_vllm(tmp_path, fresh_nemo, ray, monkeypatch):
         assert step["train_optim/grad_norm"] > 0
     # Every batch of the run, those of its validations too, has what its agents were answered.
     seen = sorted(json.loads(line) for line in saw.open())
-    kept = sorted(turn for batch in batches for turn in turns_of(batch))
+    rows = [turns for batch in batches for turns in turns_of(batch)]
+    assert {len(turns) for turns in rows} == {3}
+    kept = sorted(turn[:3] for turns in rows for turn in turns)
     assert len(seen) == len(kept) >= 3 * 32
     for one, other in zip(kept, seen, strict=True):
         assert one[:2] == other[:2]
         assert one[2] == pytest.approx(other[2], abs=1e-6)
 
 
-def turns_of(batch):
-    """Of each turn: ids before it, ids that were sampled, and their log-probs."""
-    rows = zip(batch["input_ids"], batch["generation_logprobs"], batch["turn_ids"], strict=True)
-    for ids, logprobs, turn_ids in rows:
-        for turn in (1, 2, 3):
-            places = (turn_ids == turn).nonzero().flatten()
-            yield [each.tolist() for each in (ids[: places[0]], ids[places], logprobs[places])]
-
-
-@pytest.mark.parametrize("ahead", [[], AHEAD], ids=["in step", "one step ahead"])
-def test_a_game_is_played_by_vllm(ahead, tmp_path, fresh_nemo, ray):
+def test_a_game_is_played_one_step_ahead(tmp_path, fresh_nemo, ray):
+    """In step: `test_engine_kills`."""
     # So many conversations, and so wide a range, that some guess of a random model is rewarded.
     many = [
         *("model.ppo.num_rollout_samples=64", "data.train.arguments.size=128"),
         "environment.kwargs.high=99",
     ]
-    records = train(tmp_path / "run", fresh_nemo, *VLLM, *ahead, *STEPS, *many, **GAME)[0]
+    records = train(tmp_path / "run", fresh_nemo, *VLLM, *AHEAD, *STEPS, *many, **GAME)[0]
     steps = [record for record in records if "train_rollouts/rewards" in record]
     assert len(steps) == 2
     for step in steps:
@@ -70,8 +56,5 @@ def test_a_game_is_played_by_vllm(ahead, tmp_path, fresh_nemo, ray):
         assert step["train_optim/grad_norm"] > 0
     gaps = [step["sampler/logprob_gap_max"] for step in steps]
     assert 0 < gaps[0] < 1e-4
-    if ahead:  # the second step's turns are those of the weights before the first update
-        assert gaps[1] > 1e-3
-        assert all("train_optim/importance_weight" in step for step in steps)
-    else:
-        assert 0 < gaps[1] < 1e-4
+    assert gaps[1] > 1e-3  # turns of the weights before the first update
+    assert all("train_optim/importance_weight" in step for step in steps)

@@ -49,10 +49,16 @@ def test_a_response_does_not_depend_on_its_batch(pair):
     )
 
 
-def test_greedy_is_our_own_engines_greedy(pair):
-    ours, theirs = (engine.generate(prompts(), greedy=True) for engine in pair)
+def agreed(engines, **options):
+    """What both engines say to `prompts`, the same tokens."""
+    ours, theirs = (engine.generate(prompts(), **options) for engine in engines)
     for key in ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "is_end"):
         assert torch.equal(ours[key], theirs[key]), key
+    return ours, theirs
+
+
+def test_greedy_is_our_own_engines_greedy(pair):
+    ours, theirs = agreed(pair, greedy=True)
     assert torch.allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
 
 
@@ -62,11 +68,7 @@ def test_lengths_and_sampling_of_one_call(pair):
     sampling_options = SamplingOptions(
         LengthParams(max_length=5), SamplingParams(use_greedy=True, end_strings=("a", "e", "1"))
     )
-    ours, theirs = (
-        engine.generate(prompts(), seed=5, sampling_options=sampling_options) for engine in pair
-    )
-    for key in ("output_ids", "generation_lengths", "is_end"):
-        assert torch.equal(ours[key], theirs[key]), key
+    _, theirs = agreed(pair, seed=5, sampling_options=sampling_options)
     assert int(theirs["generation_lengths"].max()) <= 5
     after = pair[1].generate(prompts(), seed=5)
     assert torch.equal(before["output_ids"], after["output_ids"])
@@ -102,9 +104,7 @@ def test_ends_and_min_length_are_our_own_engines(own_ray, wide_nemo):
         known = {policy.tokenizer.eos_id, *map(ord, ends)}
         assert [int(token) in known for token in last] == is_end.tolist()
         assert len(set(last[is_end].flatten().tolist())) > 2
-        ours, theirs = (engine.generate(prompts(), greedy=True) for engine in (policy, generation))
-        for key in ("output_ids", "generation_lengths", "is_end"):
-            assert torch.equal(ours[key], theirs[key]), key
+        agreed((policy, generation), greedy=True)
 
 
 def test_it_draws_from_the_policys_distribution(pair):

@@ -10,16 +10,11 @@ from test_engine_kills import AHEAD, VLLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 LONG = [
-    "trainer.ppo.max_steps=30",
-    "trainer.ppo.val_check_interval=0",
-    "trainer.ppo.save_interval=10",
-    "model.ppo.num_rollout_samples=64",
-    "model.global_batch_size=64",
-    "model.micro_batch_size=32",
-    "critic.global_batch_size=64",
-    "critic.micro_batch_size=32",
-    "data.train.arguments.size=2048",
-    "data.validation.arguments.size=64",
+    *("trainer.ppo.max_steps=30", "trainer.ppo.val_check_interval=0"),
+    *("trainer.ppo.save_interval=10", "model.ppo.num_rollout_samples=64"),
+    *("model.global_batch_size=64", "model.micro_batch_size=32"),
+    *("critic.global_batch_size=64", "critic.micro_batch_size=32"),
+    *("data.train.arguments.size=2048", "data.validation.arguments.size=64"),
 ]
 
 

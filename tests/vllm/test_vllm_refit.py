@@ -8,6 +8,7 @@
 import psutil
 import pytest
 import torch
+from batches import ppo_batch
 from tiny_transformers import tiny_model
 from vllm_roles import prompts, roles, run_config, scored
 
@@ -20,26 +21,15 @@ TINY_BUFFER = 0.05  # MiB: the weights take a dozen groups
 
 
 def fixed_sequences():
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.tensor([20, 9, 14, 17, 5, 12, 20, 8])
-    ids = torch.randint(1, 250, (8, 20), generator=generator)
-    position = torch.arange(20)
-    mask = (position >= 1) & (position < lengths[:, None])
-    return BatchedDataDict(
-        {
-            "input_ids": torch.where(position < lengths[:, None], ids, 0),
-            "input_lengths": lengths,
-            "token_mask": mask.float(),
-        }
-    )
+    batch = ppo_batch([20, 9, 14, 17, 5, 12, 20, 8], [1] * 8)
+    batch["input_ids"] = 1 + batch["input_ids"] % 249
+    del batch["prev_logprobs"]  # the old policy is the one that is trained
+    return BatchedDataDict(batch)
 
 
-def train(policy, rows=8):
+def train(policy):
     """One real update towards some of the fixed sequences and away from others."""
     batch = fixed_sequences()
-    generator = torch.Generator().manual_seed(4)
-    batch["advantages"] = torch.randn(batch["input_ids"].shape, generator=generator)
-    batch["sample_mask"] = torch.ones(rows)
     batch["generation_logprobs"] = policy.get_logprobs(batch)["logprobs"]
     policy.prepare_for_training()
     policy.train(batch, PPOPolicyLoss())
@@ -54,6 +44,24 @@ def trainers(policy):
 def engines(generation):
     mask = fixed_sequences()["token_mask"]
     return generation.get_logprobs(fixed_sequences())["logprobs"] * mask
+
+
+def check_that_they_move(policy, generation):
+    """Train once and hand over; return the engine's responses to `prompts` thereafter."""
+    generation.prepare_for_generation()
+    ours, theirs = trainers(policy), engines(generation)
+    assert (ours - theirs).abs().max() < 1e-4
+    train(policy)
+    assert (engines(generation) - theirs).abs().max() == 0  # nothing moves by itself
+    generation.weights_changed()
+    generation.prepare_for_generation()
+    moved, theirs_moved = trainers(policy) - ours, engines(generation) - theirs
+    assert moved.abs().max() > 0.1
+    assert (moved - theirs_moved).abs().max() < 1e-4
+    output = generation.generate(prompts(), seed=2)
+    expected = policy.get_logprobs(scored(output))["logprobs"]
+    assert (expected - output["logprobs"]).abs().max() < 1e-4
+    return output
 
 
 @pytest.mark.parametrize(
@@ -83,20 +91,7 @@ def test_logprobs_move_as_the_trainers(ray, wide_nemo, way, backend, layout, eng
     with roles(config, backend=backend, workers=layout) as (policy, generation):
         groups = policy.prepare_weights_for_ipc(TINY_BUFFER / 1024)
         assert len(groups) > 5
-        generation.prepare_for_generation()
-        ours, theirs = trainers(policy), engines(generation)
-        assert (ours - theirs).abs().max() < 1e-4
-        train(policy)
-        assert (engines(generation) - theirs).abs().max() == 0  # nothing moves by itself
-        generation.weights_changed()
-        generation.prepare_for_generation()
-        moved, theirs_moved = trainers(policy) - ours, engines(generation) - theirs
-        assert moved.abs().max() > 0.1
-        assert (moved - theirs_moved).abs().max() < 1e-4
-
-        output = generation.generate(prompts(), seed=2)
-        expected = policy.get_logprobs(scored(output))["logprobs"]
-        assert (expected - output["logprobs"]).abs().max() < 1e-4
+        output = check_that_they_move(policy, generation)
         generation.generate_in_background(prompts(), seed=3).abandon()
         pending = generation.generate_in_background(prompts(), seed=2)
         assert torch.equal(pending.result()["output_ids"], output["output_ids"])
@@ -115,18 +110,7 @@ def test_models_that_only_transformers_builds(ray, model_type, sizes, tmp_path):
         (tmp_path / name).write_bytes(content)
     config = run_config(tmp_path, policy={"backend": "dtensor"})
     with roles(config, backend="dtensor") as (policy, generation):
-        generation.prepare_for_generation()
-        before = engines(generation)
-        assert (trainers(policy) - before).abs().max() < 1e-4
-        train(policy)
-        generation.weights_changed()
-        generation.prepare_for_generation()
-        after = engines(generation)
-        assert (trainers(policy) - after).abs().max() < 1e-4
-        assert (after - before).abs().max() > 0.1
-        output = generation.generate(prompts(), seed=2)
-        expected = policy.get_logprobs(scored(output))["logprobs"]
-        assert (expected - output["logprobs"]).abs().max() < 1e-4
+        check_that_they_move(policy, generation)
 
 
 def long_prompts():

@@ -56,13 +56,13 @@ class TransformersSource:
 
     @property
     def config(self) -> Config:
-        """Sizes of the model under NeMo's keys, and NeMo's settings of a reward model."""
+        """Model sizes, and settings of a reward model, under the keys of NeMo's configuration."""
         keys = json.loads(self.head[1].get("keys", "{}"))
         return {**config_from_architecture(self.architecture), **keys}
 
     @cached_property
     def head(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Tensors of `HEAD_FILE` by canonical name, and its metadata. Empty without the file."""
+        """Canonical name → tensor of `HEAD_FILE`, and its metadata. Both empty without the file."""
         file = self.folder / HEAD_FILE
         if not file.is_file():
             return {}, {}
@@ -103,15 +103,15 @@ class LoadedWeights(Mapping[str, Tensor]):
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        # A critic has only the body.
+        # A critic has a separate head, and no output layer after the body.
         missing = set(report["missing_keys"])
-        absent = missing
+        needed = missing
         if self._source.head[0]:
-            absent = {name for name in missing if name.startswith(f"{body_path(model)}.")}
-        unread = sorted(map(str, (*report["mismatched_keys"], *report["error_msgs"])))
-        problems = misfits(set(report["unexpected_keys"]), absent, set())
-        if problems or unread:
-            problems = "; ".join(filter(None, [problems, *unread]))
+            needed = {name for name in missing if name.startswith(f"{body_path(model)}.")}
+        name_problems = misfits(set(report["unexpected_keys"]), needed, set())
+        others = sorted(map(str, (*report["mismatched_keys"], *report["error_msgs"])))
+        problems = "; ".join(filter(None, [name_problems, *others]))
+        if problems:
             raise CheckpointError(
                 f"weights in {str(folder)!r} do not fit its config.json: {problems}. Add the "
                 "missing files, or correct config.json"
@@ -128,8 +128,7 @@ class LoadedWeights(Mapping[str, Tensor]):
             tensors |= {name: head[key] for name, key in zip(_HEAD, REWARD_HEAD, strict=True)}
         return tensors
 
-    def __contains__(self, name: object) -> bool:
-        """Return whether a tensor exists. For a head's canonical name, nothing is loaded."""
+    def __contains__(self, name: object) -> bool:  # loads nothing for the name of a head
         return name in (self._source.head[0] if name in REWARD_HEAD else self._tensors)
 
     def __iter__(self) -> Iterator[str]:
@@ -165,17 +164,19 @@ def read_any(folder: Path, *, trusted: bool = False) -> TransformersSource:
 def architecture_of(
     settings: Mapping[str, Any], origin: str, *, trusted: bool = False
 ) -> TransformersArchitecture:
-    """Return the architecture for a ``config.json``. ``origin``: its directory. See `read_any`."""
-    # Code of the directory runs only if the user trusts the directory.
+    """Return the architecture that ``settings``, the content of a ``config.json``, describes.
+
+    ``origin``: directory of the file. ``trusted``: allow Python code in it to build the model.
+    """
     code = origin if trusted and "auto_map" in settings else ""
     _check_type(settings, origin, bool(code))
     text = json.dumps(dict(settings), sort_keys=True)
     with raised_as(CheckpointError, f"config.json in {origin!r} is incomplete or damaged"):
         config = _config(text, code)
-        # Sizes have other names in other types, and some types lack sizes.
+        # Model types have different names for a size. A size that a type lacks is 0.
         values = config.to_dict()
         sizes = {name: _size(values, keys) for name, keys in _SIZES.items()}
-        heads = sizes["num_attention_heads"] or 1
+        heads = sizes["num_attention_heads"] or 1  # a type without attention
         groups = sizes["num_query_groups"] or heads
         positions = sizes["max_position_embeddings"]
         hidden = sizes["hidden_size"]
@@ -197,24 +198,26 @@ def architecture_of(
 
 
 def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> None:
-    """Raise `CheckpointError` unless transformers can build a causal language model."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    # Properties of the model type.
-    kind, problem = settings.get("model_type"), ""
-    version = f"transformers {transformers.__version__}"
-    parts = [
+    # Properties of the model: its type, the types of its parts, and whether it is causal.
+    model_type = settings.get("model_type")
+    part_types = [
         f"{name}.model_type={part['model_type']}"
         for name, part in settings.items()
         if name.endswith("_config") and isinstance(part, dict) and "model_type" in part
     ]
-    causal = settings["auto_map"] if has_code else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    is_causal = ("AutoModelForCausalLM" if has_code else kind) in causal
-    # Find the first reason against training the model.
-    if kind not in CONFIG_MAPPING_NAMES and not has_code:
-        similar_types = difflib.get_close_matches(str(kind), sorted(CONFIG_MAPPING_NAMES), n=3)
+    if has_code:
+        is_causal = "AutoModelForCausalLM" in settings["auto_map"]
+    else:
+        is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    # Find the first reason why the model cannot be trained.
+    version, problem = f"transformers {transformers.__version__}", ""
+    if model_type not in CONFIG_MAPPING_NAMES and not has_code:
+        known_types = sorted(CONFIG_MAPPING_NAMES)
+        similar_types = difflib.get_close_matches(str(model_type), known_types, n=3)
         similar = f" Similar types: {', '.join(similar_types)}." if similar_types else ""
         problem = (
             f"is not supported by {version}.{similar} Install a version of transformers that has "
@@ -226,10 +229,10 @@ def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> Non
                 "type. Read the code, then set model.trust_remote_code=true and "
                 "policy.backend=dtensor"
             )
-    elif any("text" in part for part in parts):
+    elif any("text" in part_type for part_type in part_types):
         problem = (
-            f"is a model of several kinds of input ({', '.join(parts)}). Save only its language "
-            "model with save_pretrained, and give that directory"
+            f"has inputs of several kinds ({', '.join(part_types)}). Save only its language model "
+            "with save_pretrained, and give that directory"
         )
     elif not is_causal or settings.get("is_encoder_decoder"):
         problem = "is not a decoder-only language model. Give a causal language model's directory"
@@ -240,17 +243,17 @@ def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> Non
             "of the unquantised model"
         )
     if problem:
-        raise CheckpointError(f"model_type={kind!r} in config.json of {origin!r} {problem}")
+        raise CheckpointError(f"model_type={model_type!r} in config.json of {origin!r} {problem}")
 
 
 def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """Return the first nonzero value among the keys ``names`` (the maximum of a list), or 0."""
+    """Return the first nonzero value of the keys ``names``, or 0. Of a list, take the maximum."""
     value = next(filter(None, map(values.get, names)), 0)
     return max(value) if isinstance(value, list | tuple) else int(value)
 
 
 def _config(text: str, code: str) -> "PreTrainedConfig":
-    """Build transformers' configuration from ``config.json``'s text, or the directory ``code``."""
+    """Parse ``text``, a ``config.json``. If ``code`` names a directory, use its Python code."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     if code:
@@ -270,7 +273,7 @@ def _own_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
 
 
 def unapplied_settings(architecture: GPTArchitecture) -> dict[str, float]:
-    """Return the nonzero settings that training ignores: dropout, router noise, router losses."""
+    """Return the rates of dropout and router noise, and router loss weights, that are not 0."""
     settings = _own_config(architecture).to_dict()
     unapplied = [*_RANDOM, *(["aux_loss"] if settings.get("output_router_logits") else [])]
     return {
@@ -346,7 +349,8 @@ def save_any(
 ) -> None:
     """Write a new directory for ``from_pretrained``. An error leaves no partial directory.
 
-    ``weights``: tensors by their names in the module. ``keys``: NeMo's settings of a reward model.
+    ``weights``: name in the module → tensor of any shape. ``keys``: settings of a reward model,
+    under the keys of NeMo's configuration, which are stored with its head.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -398,7 +402,7 @@ def _as_in_files(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> dic
 
 
 class FileWeights(LazyTensors):
-    """Weights [...] by their names in files, converted when indexed from weights of the module."""
+    """Weights [...] under their names in files. A module's weight is converted when indexed."""
 
     def __init__(self, weights: Mapping[str, Tensor], architecture: GPTArchitecture) -> None:
         self._weights = weights

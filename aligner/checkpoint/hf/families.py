@@ -362,7 +362,7 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
     lost = _differences(architecture, family.read(config))
     if lost:
         raise CheckpointError(
-            f"a Hugging Face {family.model_type} cannot express {', '.join(lost)}. "
+            f"a config.json with model_type={family.model_type} cannot express {', '.join(lost)}. "
             f"Keep the model as .nemo, or use a supported family: {', '.join(FAMILIES)}"
         )
     return family, config

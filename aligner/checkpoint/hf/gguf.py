@@ -174,8 +174,8 @@ def _family(
     biases = [name for name in tensors if name.endswith(".bias")]
     if len(biases) not in (0, 7 * config["num_hidden_layers"]):  # q, k, v, output, gate, up, down
         raise CheckpointError(
-            f"{biases[0]}: a bias in some projections only is not supported for llama models. Give "
-            "a model with biases in all projections or in none"
+            f"{biases[0]}: this llama model has biases in some projections only, which is not "
+            "supported. Give a model with biases in all projections or in none"
         )
     return {"model_type": kind, "attention_bias": bool(biases), "mlp_bias": bool(biases)}
 
@@ -183,23 +183,26 @@ def _family(
 def _rope(
     settings: dict[str, Any], config: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return ``rope_scaling``, taken out of ``settings`` or found from the tensor of factors."""
-    old = settings.pop("rope.scale_linear", None)
-    factor = settings.pop("rope.scaling.factor", old)
+    """Return ``rope_scaling``. The keys of linear scaling are removed from ``settings``."""
+    # Linear scaling. Its older key is rope.scale_linear.
+    older_factor = settings.pop("rope.scale_linear", None)
+    factor = settings.pop("rope.scaling.factor", older_factor)
     kind = settings.get("rope.scaling.type", "linear")
-    if factor is not None and kind == "linear" and _ROPE_FACTORS not in tensors:
+    has_factors = _ROPE_FACTORS in tensors
+    if factor is not None and kind == "linear" and not has_factors:
         settings.pop("rope.scaling.type", None)
         settings.pop("rope.scaling.original_context_length", None)  # of the model before scaling
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     if factor is not None:
-        settings["rope.scaling.factor"] = factor
-    if _ROPE_FACTORS not in tensors:
+        settings["rope.scaling.factor"] = factor  # the caller refuses keys that remain
+    if not has_factors:
         return {}
+    # Llama 3's scaling: a tensor has the factor of each frequency, but not the settings.
     factors = np.asarray(tensors[_ROPE_FACTORS].data, dtype=np.float64)
     head, base = config["head_dim"], config.get("rope_theta", 10_000.0)
     wavelengths = 2 * np.pi * float(base) ** (np.arange(0, head, 2) / head)
     factor = float(np.float32(factors.max()))
-    # Find the original context length that explains the factors. Meta's is 8192.
+    # Find the original context length that gives these factors. Meta's is 8192.
     for original in (8192, *(2**power for power in range(3, 24))):
         smooth = np.clip((original / wavelengths - 1.0) / 3.0, 0.0, 1.0)
         expected = 1.0 / ((1.0 - smooth) / factor + smooth)
@@ -208,8 +211,8 @@ def _rope(
             llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": original}
             return {"rope_scaling": llama3} if factor != 1.0 else {}
     raise CheckpointError(
-        f"the tensor {_ROPE_FACTORS} does not have the values of llama3's rope scaling. Other "
-        "scalings are not supported"
+        f"the tensor {_ROPE_FACTORS} does not have the values of llama3's rope scaling, the only "
+        "supported one. Give the Hugging Face directory of the model instead of the GGUF file"
     )
 
 

@@ -171,9 +171,9 @@ def save_hf(
 ) -> None:
     """Write a new Hugging Face directory for ``from_pretrained``.
 
-    A reward model becomes a sequence classifier, a critic a token classifier. ``keys``: the model's
-    settings under NeMo's keys. Raises `CheckpointError` if no classifier of transformers gives the
-    same scores, and the errors of `new_folder`.
+    A reward model is saved as a sequence classifier, a critic as a token classifier. ``keys``:
+    the model's settings under the keys of NeMo's configuration. Raises `CheckpointError` if no
+    classifier of transformers gives the same scores, and the errors of `new_folder`.
     """
     folder = Path(folder)
     for name in tokenizer_files:
@@ -187,13 +187,15 @@ def save_hf(
     is_reward_model = REWARD_HEAD[0] in weights and "reward_model_type" in (keys or {})
     if REWARD_HEAD[0] in weights:
         config |= _classifier(family, weights, keys if is_reward_model else None)
+    # transformers scores the last token that is not padding. This must be the end token.
     ends = config.get("eos_token_id")
-    if is_reward_model and config.get("pad_token_id") in (
-        ends if isinstance(ends, list) else [ends]
-    ):
-        config["pad_token_id"] = None  # else the score would be read before the end token
+    end_ids = ends if isinstance(ends, list) else [ends]
+    if is_reward_model and config.get("pad_token_id") in end_ids:
+        config["pad_token_id"] = None
     view = HuggingFaceView(weights, family.table, architecture)
-    names = [name for name in view if not (is_reward_model and name == SCORE[REWARD_HEAD[1]])]
+    # A sequence classifier has no bias. `_classifier` has checked that the bias is 0.
+    left_out = [SCORE[REWARD_HEAD[1]]] if is_reward_model else []
+    names = [name for name in view if name not in left_out]
     with new_folder(folder) as partial:
         for name, content in tokenizer_files.items():
             (partial / name).write_bytes(content)
@@ -228,7 +230,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``config.json`` keys of a reward model, or of a critic if ``keys`` is None."""
+    """Return ``config.json`` keys for the head of a reward model, or of a critic (no ``keys``)."""
     if family.table is not LLAMA_TABLE:
         raise CheckpointError(
             f"the model has a reward head (rm_head), which a Hugging Face {family.model_type} "
@@ -239,10 +241,10 @@ def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None
         has_offset |= bool(weights[REWARD_HEAD[1]].any())
     if keys is not None and has_offset:
         raise CheckpointError(
-            "the reward head (rm_head) has a bias or standardised rewards, which a sequence "
-            "classifier of transformers lacks. Score with the .nemo file (reward.model, "
-            "`aligner serve-reward`), or train with trainer.reward_model.loss=bradley_terry and "
-            "standardize_on=null"
+            "the reward head (rm_head) has a bias or standardises rewards, which a sequence "
+            "classifier of transformers cannot do. Use the .nemo file itself, as reward.model or "
+            "with `aligner serve-reward`, or train the model again with "
+            "trainer.reward_model.loss=bradley_terry and trainer.reward_model.standardize_on=null"
         )
     labels = list(((keys or {}).get("regression") or {}).get("attributes") or ["value"])
     kind = "ForTokenClassification" if keys is None else "ForSequenceClassification"
@@ -267,17 +269,18 @@ def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | list[i
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Write safetensors files of at most 5 GB. Returns the dtype's name, such as ``bfloat16``."""
-    shards: list[list[str]] = []
+    names_by_shard: list[list[str]] = []
     shard: dict[str, Tensor] = {}
-    total, dtype = 0, ""
+    total_bytes, dtype = 0, ""
 
     def flush() -> None:
-        file = folder / f"shard-{len(shards)}"
+        file = folder / f"shard-{len(names_by_shard)}"
         save_file(shard, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors restricts it to the owner
-        shards.append(list(shard))
+        file.chmod(0o644)  # safetensors makes it readable for the owner only
+        names_by_shard.append(list(shard))
         shard.clear()
 
+    # Write a shard before a tensor would make it too large.
     for name, tensor in tensors:
         dtype = dtype or str(tensor.dtype).removeprefix("torch.")
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > _MAX_SHARD_BYTES:
@@ -285,16 +288,17 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
         # safetensors refuses tensors that share storage, as parts of one canonical tensor may.
         is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
         shard[name] = tensor.clone() if is_part else tensor
-        total += tensor.nbytes
+        total_bytes += tensor.nbytes
     flush()
-    # The file names contain the number of files, which is only known now.
+    # Rename the files: the final names contain the number of files.
+    count = len(names_by_shard)
     weight_map: dict[str, str] = {}
-    for index, names in enumerate(shards):
-        part = "" if len(shards) == 1 else f"-{index + 1:05d}-of-{len(shards):05d}"
-        file = f"model{part}.safetensors"
+    for index, names in enumerate(names_by_shard):
+        numbers = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
+        file = f"model{numbers}.safetensors"
         (folder / f"shard-{index}").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    if count > 1:
+        content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(content, indent=2) + "\n")
     return dtype

@@ -38,15 +38,16 @@ def save_peft(
     if the adapters include a reward head that PEFT cannot represent.
     """
     has_table, has_head = architecture.has_table, REWARD_HEAD[0] in adapters.tensors
+    # Only models with Llama's tensor names have a classifier in transformers with such a head.
     if has_head and not (has_table and config_to_hf(architecture)[0].table is LLAMA_TABLE):
         raise CheckpointError(
             f"the adapters include a reward head (rm_head), which a Hugging Face "
             f"{architecture.family} cannot represent. Merge them with `aligner merge-lora`"
         )
     if has_table:
-        state, layers = _table_state(adapters, architecture, has_head)
+        state, target_settings = _table_state(adapters, architecture, has_head)
     else:
-        state, layers = _any_state(adapters, architecture)
+        state, target_settings = _any_state(adapters, architecture)
     config = {
         "peft_type": "LORA",
         "task_type": "TOKEN_CLS" if has_head else "CAUSAL_LM",
@@ -57,7 +58,7 @@ def save_peft(
         "modules_to_save": ["score"] if has_head else None,
         "bias": "none",
         "inference_mode": True,
-        **layers,
+        **target_settings,
     }
     with new_folder(Path(folder)) as partial:
         save_file(state, partial / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -67,10 +68,10 @@ def save_peft(
 def _any_state(
     adapters: Adapters, architecture: GPTArchitecture
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return PEFT tensors and settings for a model without a table of tensor names.
+    """Return PEFT's tensors and settings for a model that only transformers can build.
 
-    PEFT wraps a module of experts once for each adapted parameter, the last parameter outermost. A
-    is [experts * rank, in], and B [out, rank * experts].
+    PEFT wraps a module of experts once for each adapted parameter, the last parameter outermost.
+    PEFT's A of experts is [experts * rank, in], and its B is [out, rank * experts].
     """
     weights = adapted_weights(empty_model(architecture), adapters.lora)
     experts = [weight.name for weight in weights if weight.is_of_experts]

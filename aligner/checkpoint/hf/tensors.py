@@ -42,7 +42,11 @@ def _conv(tensor: Tensor) -> Tensor:
 
 
 def join_qkv(parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
-    """Join query ``[heads*D, …]``, key and value ``[groups*D, …]``, interleaved by query group."""
+    """Join query ``[heads * D, …]``, key and value ``[groups * D, …]`` to one tensor.
+
+    The rows of a query group are adjacent: its query heads, its key, its value. Returns
+    ``[(heads + 2 * groups) * D, …]`` for head width D.
+    """
     groups = architecture.num_query_groups
     grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
     return torch.cat(grouped, dim=1).flatten(0, 1)
@@ -68,9 +72,9 @@ def _join_fused_qkv(fused: Tensor, architecture: GPTArchitecture) -> Tensor:
 
 
 def _rotated_order(architecture: GPTArchitecture) -> Tensor:
-    """Return the indices of a head's columns, int64 [D]: even rotated, odd rotated, unrotated.
+    """Return int64 [D], an order of a head's D channels: even rotated, odd rotated, unrotated.
 
-    In this order, columns that were rotated in adjacent pairs can be rotated half against half.
+    A file's RoPE rotates adjacent channels. In this order, it rotates channel i with i + half.
     """
     width = architecture.kv_channels
     rotated = architecture.rotated_channels
@@ -140,9 +144,10 @@ INTERLEAVED_ROPE: Table = {
 
 
 def _rotated_last(width: Callable[[GPTArchitecture], int]) -> Layout:
-    """Return the layout of blocks of ``width`` rows whose rotated rows are last in the file.
+    """Return the layout of a weight whose blocks of ``width`` rows end with the rows for RoPE.
 
-    The file rotates adjacent rows. The canonical block begins with the even and the odd ones.
+    RoPE rotates adjacent rows of the file. A canonical block begins with the rotated rows, first
+    the even and then the odd ones.
     """
 
     def order(architecture: GPTArchitecture) -> Tensor:
@@ -193,7 +198,7 @@ _EXPERT = f"{_L}.mlp.experts.local_experts.{{e}}"
 
 
 def norms_after(attention: str, mlp: str, before_mlp: str = "post_attention_layernorm") -> Table:
-    """Return table rows for the norms after attention, after the MLP, and before the MLP."""
+    """Return table rows for Hugging Face's norms after attention, after and before the MLP."""
     return {
         f"{_L}.pre_mlp_layernorm": (_COPY, (f"{_H}.{before_mlp}",)),
         f"{_L}.self_attn_bda.norm": (_COPY, (f"{_H}.{attention}",)),
@@ -281,7 +286,7 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
 
 
 def _of_stack(layout: Layout, expert: int) -> Layout:
-    """Return the layout of one expert's tensor in a tensor of all experts."""
+    """Return ``layout`` for one expert, whose Hugging Face tensors have a leading expert axis."""
     return Layout(
         lambda parts, arch: layout.join([parts[0][expert]], arch),
         lambda tensor, arch: [part[None] for part in layout.part(tensor, arch)],
@@ -291,7 +296,7 @@ def _of_stack(layout: Layout, expert: int) -> Layout:
 def part_rows(
     linear: str, rows: Tensor, table: Table, architecture: GPTArchitecture
 ) -> dict[str, Tensor]:
-    """Split ``rows`` [outputs, …] of a canonical linear. Returns Hugging Face module → its rows."""
+    """Split ``rows`` [outputs, …] of layer ``linear``. Returns Hugging Face module → its rows."""
     layout, names = _row(f"{linear}.weight", table)
     parts = layout.part(rows, architecture)
     return {
@@ -301,7 +306,7 @@ def part_rows(
 
 
 class HuggingFaceWeights(LazyTensors):
-    """Canonical weights of a Hugging Face state dict. ``score`` becomes the reward head."""
+    """Canonical weights of a Hugging Face state dict. Its ``score`` layer is the reward head."""
 
     def __init__(self, state: Weights, table: Table, architecture: GPTArchitecture) -> None:
         self._state, self._architecture = state, architecture
@@ -330,8 +335,8 @@ class HuggingFaceWeights(LazyTensors):
         missing = [name for name in actual if actual[name] not in self._state]
         if missing or surplus:
             raise CheckpointError(
-                "the tensors do not fit config.json: "
-                f"missing {missing[:4] or 'none'}, unexpected {sorted(surplus)[:4] or 'none'}"
+                f"the tensors do not fit config.json: missing {missing[:4] or 'none'}, unexpected "
+                f"{sorted(surplus)[:4] or 'none'}. Give the config.json of this model"
             )
         # A stored copy of a tied output layer must equal the embedding.
         is_tied = not any(name in self._rows for name in (OUTPUT_LAYER, *REWARD_HEAD))
@@ -362,7 +367,7 @@ class HuggingFaceWeights(LazyTensors):
 
 
 class HuggingFaceView(LazyTensors):
-    """Canonical weights under Hugging Face names. A weight is converted when it is indexed."""
+    """Hugging Face name → tensor, converted from canonical ``weights`` when it is indexed."""
 
     def __init__(self, weights: Weights, table: Table, architecture: GPTArchitecture) -> None:
         self._weights, self._architecture = weights, architecture

@@ -30,7 +30,7 @@ _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 @contextlib.contextmanager
 def path_given_by(key: str) -> Iterator[None]:
-    """Name ``key`` instead of ``model.restore_from_path`` in errors about missing checkpoints."""
+    """In the ``with`` block, errors name ``key`` instead of ``model.restore_from_path``."""
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -75,9 +75,9 @@ class ArchiveReader:
             self._stream.close()
             self._stream = open_inflated(self.path)
         self._stream.seek(0)
-        foreign = f"{str(self.path)!r} is not a .nemo archive (a tar, plain or gzip)"
+        message = f"{str(self.path)!r} is not a .nemo archive (a tar, plain or gzip)"
         try:
-            with raised_as(CheckpointError, foreign, tarfile.TarError):
+            with raised_as(CheckpointError, message, tarfile.TarError):
                 self._tar = tarfile.open(fileobj=self._stream, mode="r:")  # noqa: SIM115
             self._members = self._checked_members(self._tar)
         except BaseException:
@@ -115,7 +115,7 @@ class ArchiveReader:
         return members
 
     def view(self, name: str) -> memoryview:
-        """Map member ``name`` into memory. The view stays valid after `close`.
+        """Return a view of member ``name``, mapped into memory. It stays valid after `close`.
 
         Processes share the memory. Writing to the view changes a copy of the page, not the file.
         Raises `CheckpointError` if there is no such member.
@@ -165,7 +165,6 @@ class ArchiveReader:
 
     @functools.cached_property
     def _digests(self) -> dict[str, Any]:
-        """SHA-256 of each member that `CHECKSUMS` lists. Empty without this member."""
         listed = self.read_json(CHECKSUMS) if CHECKSUMS in self.names else {}
         absent = sorted(set(listed) - self.names)
         if absent:
@@ -175,7 +174,7 @@ class ArchiveReader:
         return listed
 
     def close(self) -> None:
-        """Close the file. Mappings stay valid while views use them."""
+        """Close the file. Results of `view` stay valid."""
         self._mapped = {}
         if self._tar is not None:
             self._tar.close()
@@ -245,7 +244,7 @@ class ArchiveWriter:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a member for writing. Its size may be unknown until the block ends."""
+        """Yield a new member, open for writing. Its size may be unknown until the block ends."""
         info = tarfile.TarInfo(f"./{name}")
         info.mode = 0o644
         start = self._stream.tell()
@@ -260,7 +259,7 @@ class ArchiveWriter:
         self._stream.seek(next_member)
 
     def finish(self) -> None:
-        """Write the list of checksums and the end-of-archive mark, padded as tar does."""
+        """Write `CHECKSUMS` and the end-of-archive mark of a tar."""
         self.add(CHECKSUMS, json.dumps(self._digests, sort_keys=True).encode())
         self._stream.write(bytes(2 * _BLOCK))
         self._stream.write(bytes(-self._stream.tell() % tarfile.RECORDSIZE))

@@ -21,7 +21,7 @@ _PREFIX = re.compile(r"^[0-9a-f]{32}_")
 def write_artifacts(
     archive: ArchiveWriter, config: dict[str, Any], artifacts: Mapping[str, Path]
 ) -> None:
-    """Add the files of ``artifacts`` (dotted key → path), and set their keys in ``config``."""
+    """Add the files of ``artifacts`` (dotted key of ``config`` → path). The keys refer to them."""
     for key, path in sorted(artifacts.items()):
         name = _PREFIX.sub("", path.name)  # files extracted from a `.nemo` already have a prefix
         *parents, leaf = key.split(".")
@@ -32,8 +32,7 @@ def write_artifacts(
 
 
 def _add(archive: ArchiveWriter, name: str, content: bytes) -> str:
-    """Add a file, prefixed with its digest (in NeMo a random prefix). Return its reference."""
-    member = f"{hashlib.sha256(content).hexdigest()[:32]}_{name}"
+    member = f"{hashlib.sha256(content).hexdigest()[:32]}_{name}"  # NeMo's prefix is random
     archive.add(member, content)
     return f"{_REFERENCE}{member}"
 
@@ -75,15 +74,15 @@ def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> d
     listed = section.get("files") or {} if isinstance(section, Mapping) else section
     if not isinstance(listed, Mapping):
         raise CheckpointError(
-            f"tokenizer.files of model_config.yaml in {path} is a {type(listed).__name__}, not a "
-            "mapping of names to files"
+            f"tokenizer.files in model_config.yaml of {path} is a {type(listed).__name__}, but "
+            "must be a mapping of file names to members of the archive"
         )
     # A conversion writes files with these names, so that a path could overwrite other files.
     for name in listed:
         if not is_tokenizer_file(name):
             raise CheckpointError(
-                f"model_config.yaml of {path} names {str(name)!r}, which is not the name of a "
-                "tokenizer file: refused as malicious"
+                f"model_config.yaml of {path} lists {str(name)!r} as a tokenizer file, but no "
+                "tokenizer has a file of this name: refused as malicious. Do not use the archive"
             )
     # Read the members that the configuration refers to. An absent member raises an error.
     roles = {_ROLE_NAMES[key]: section[key] for key in _ROLE_NAMES if section.get(key)}

@@ -96,7 +96,7 @@ def parse_config(data: bytes) -> Config:
     missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
         raise CheckpointError(
-            f"model_config.yaml lacks {', '.join(missing)}, so that it does not describe a GPT. "
+            f"model_config.yaml lacks {', '.join(missing)}, which every GPT model has. "
             "Give a .nemo of a GPT model"
         )
     return {key: _resolved(config, value) for key, value in config.items()}
@@ -189,7 +189,7 @@ def _choice(config: Config, key: str, default: str, choices: dict[str, Any]) -> 
 
 
 def _activation(config: Config) -> Activation:
-    """Return the activation. NeMo's fused kernels of bias and gelu compute the tanh form."""
+    """Return the activation. NeMo's kernels that fuse bias and gelu compute its tanh form."""
     activation: Activation = _choice(config, "activation", "gelu", _ACTIVATIONS)
     fused = bool(config.get("bias_activation_fusion"))
     if activation == "gelu" and (fused or config.get("openai_gelu")):
@@ -205,11 +205,11 @@ def _normalization(config: Config) -> Normalization:
 
 
 def _positions(config: Config) -> int:
-    """Return the number of positions. Learned embeddings have ``encoder_seq_length`` rows."""
+    """Return the maximum number of tokens in a sequence."""
     keys = ["max_position_embeddings", "encoder_seq_length"]
     learned = config.get("position_embedding_type") in (None, "learned_absolute")
     if learned and config.get("mcore_gpt"):
-        keys.reverse()
+        keys.reverse()  # the learned position embedding has ``encoder_seq_length`` rows
     for key in keys:
         if config.get(key) is not None:
             return int(config[key])
@@ -292,7 +292,10 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
 
 
 def _skipped(config: Config, key: str, *, invert: bool = False) -> tuple[int, ...]:
-    """Return the layers with a flag of 1 (``invert``: 0), or for an integer n every n-th layer."""
+    """Return the indices of the layers that ``config[key]`` selects, by flags or by an integer n.
+
+    Flags, one per layer, select those with 1, or with 0 if ``invert``. n selects every n-th layer.
+    """
     flags, layers = config.get(key) or [], range(int(config["num_layers"]))
     if isinstance(flags, int):
         return tuple(n for n in layers if (n + 1) % flags == 0)

@@ -24,10 +24,10 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
         trainer: Any = None,
         validate_access_integrity: bool = True,
     ) -> Any:
-        """Build a model of ``calling_cls`` from a `.nemo` on the accelerator. Arguments are NeMo's.
+        """Build a model of ``calling_cls`` from a `.nemo`, on the accelerator.
 
-        ``map_location`` and ``validate_access_integrity`` have no effect. ``return_config=True``
-        returns the content of ``model_config.yaml`` instead of a model.
+        The arguments are those of NeMo's method. ``map_location`` and ``validate_access_integrity``
+        have no effect. ``return_config=True`` returns the content of ``model_config.yaml``.
         """
         del map_location, validate_access_integrity
         if override_config_path is not None:
@@ -51,5 +51,5 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
             return model
 
     def save_to(self, model: Any, save_path: str) -> None:
-        """Write the model to ``save_path`` atomically. Called on every rank."""
+        """Write the model to ``save_path`` atomically. All ranks must call this method."""
         model.save_to(save_path)

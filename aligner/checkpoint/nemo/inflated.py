@@ -35,7 +35,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_inflated(path: Path) -> IO[bytes]:
-    """Open the decompressed content of the gzip file ``path`` for reading.
+    """Decompress the gzip file ``path`` to ``TMPDIR``, and open the result for reading.
 
     Raises `CheckpointError` for a damaged file, `StorageError` if ``TMPDIR`` has too little space.
     """

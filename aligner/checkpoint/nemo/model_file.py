@@ -138,9 +138,10 @@ def _chunks(
 def _stack_position(
     name: str, architecture: GPTArchitecture
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return where a torch_dist checkpoint, which stacks layers and experts, has a tensor.
+    """Return where a torch_dist checkpoint stores a canonical tensor.
 
-    Returns the key without numbers, the index of layer (and expert), and their counts.
+    The checkpoint stacks the tensors of all layers, and of all experts, under one key. Returns this
+    key, the tensor's index [layer] or [layer, expert] in the stack, and the shape of the stack.
     """
     match = LAYER.match(name)
     if match is None:

@@ -31,14 +31,14 @@ _THREAD_BYTES = 1 << 20  # for smaller records, starting a thread costs more tha
 
 
 class Record:
-    """Bytes of a record in a zip file. ``crc``: CRC-32 when they were written, None if unknown."""
+    """Bytes of a record in a zip file. ``crc``: CRC-32 that the file gives, None if it has none."""
 
     def __init__(self, content: memoryview, crc: int | None, name: str) -> None:
         self.content, self._crc, self._name = content, crc, name
         self._computed: Future[int] | None = None
 
     def begin(self, threads: Executor) -> None:
-        """Start to compute the CRC-32 of a large record in one of ``threads``."""
+        """Start computing the CRC-32 of a large record in one of ``threads``."""
         if self._computed is None and self._crc is not None and len(self.content) >= _THREAD_BYTES:
             self._computed = threads.submit(zlib.crc32, self.content)
 
@@ -55,14 +55,14 @@ class Record:
         """Raise `CheckpointError` if the record is damaged."""
         if not self.is_intact():
             raise CheckpointError(
-                f"{self._name} is damaged: its CRC-32 is not the one that was written with it. "
+                f"{self._name} is damaged: its bytes do not have the CRC-32 that the file gives. "
                 "Copy the file again"
             )
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor of any shape in a mapped file. The checksum of ``view`` has not been compared yet."""
+    """Tensor of any shape in a memory-mapped file, whose CRC-32 has not been checked yet."""
 
     view: Tensor
     record: Record | None = None  # None: the bytes have been compared already
@@ -73,11 +73,11 @@ class StoredTensor:
         return self.view.shape
 
     def records(self) -> list[Record]:
-        """Return the records that a caller must `check` before it uses the tensor's values."""
+        """Return the records that a caller must `Record.check` before it uses the values."""
         return [] if self.record is None else [self.record]
 
     def tensor(self, index: tuple[int, ...] = ()) -> Tensor:
-        """Return ``view[index]``. Its checksum has not been compared yet."""
+        """Return ``view[index]``. Call `Record.check` on its `records` before using it."""
         part = self.view[index]  # its address may not be aligned to the dtype
         return part.clone() if part.data_ptr() % part.element_size() else part
 
@@ -103,37 +103,41 @@ def load_tensors(content: memoryview, name: str) -> Any:
         except pickle.UnpicklingError as error:
             reason = str(error).strip().split("\n")[0]  # the other lines advise to trust the file
             raise CheckpointError(
-                f"{name} is damaged or contains more than tensors: refused ({reason}). Copy the "
+                f"{name} is damaged, or contains objects that are no tensors ({reason}). Copy the "
                 "file again, or save only tensors in it"
             ) from error
 
 
 def _load_zip(file: zipfile.ZipFile, content: memoryview, name: str) -> Any:
-    # Make the records of the zip file, as views of the mapped file.
+    # Find the records of the zip file. Their bytes are views of ``content``.
     infos = {info.filename: info for info in file.infolist()}
     root = next(path for path in infos if path.endswith("/data.pkl")).removesuffix("data.pkl")
     records = {
         path: Record(_bytes_of(file, info, content), info.CRC, f"{path} of {name}")
         for path, info in infos.items()
     }
-    # Check the short records now, as the pickle. They also show whether the file has CRC-32s.
-    short = [record for path, record in records.items() if not path.startswith(f"{root}data/")]
-    if not any(record.is_intact() for record in short):
+    # Check all records but the tensors' now. If none has its CRC-32, the file was written without.
+    data_folder = f"{root}data/"
+    others = [record for path, record in records.items() if not path.startswith(data_folder)]
+    if not any(record.is_intact() for record in others):
         _warn_without_crc()
         records = {path: Record(record.content, None, name) for path, record in records.items()}
     else:
-        for record in short:
+        for record in others:
             record.check()
-    order = records.get(f"{root}byteorder")
-    is_swapped = order is not None and bytes(order.content).decode() != sys.byteorder
+    byte_order = records.get(f"{root}byteorder")
+    is_swapped = byte_order is not None and bytes(byte_order.content).decode() != sys.byteorder
     storages: dict[str, torch.TypedStorage] = {}
-    checked_by: dict[int, Record] = {}
+    record_at: dict[int, Record] = {}  # address of a storage → its record
 
+    # Called by the unpickler with ("storage", type, key, device, number of elements).
     def storage(identity: tuple[Any, ...]) -> torch.TypedStorage:
-        _, kind, key, _, count = identity
+        _, storage_type, key, _, count = identity
         if key not in storages:
-            dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-            path, size = f"{root}data/{key}", count * dtype.itemsize
+            is_untyped = storage_type is torch.UntypedStorage
+            dtype = torch.uint8 if is_untyped else storage_type.dtype
+            path = f"{data_folder}{key}"
+            size = count * dtype.itemsize
             record = records[path]
             if len(record.content) < size:
                 raise CheckpointError(
@@ -147,22 +151,18 @@ def _load_zip(file: zipfile.ZipFile, content: memoryview, name: str) -> Any:
                 record.check()
                 values = values.clone()
                 values.untyped_storage().byteswap(dtype)
-            # Tensors find their record by the address of their storage.
             untyped = values.untyped_storage()
-            checked_by[untyped.data_ptr()] = record
+            record_at[untyped.data_ptr()] = record
             storages[key] = torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
         return storages[key]
 
-    # Unpickle the tensors, whose storages are views of the records.
-    pickled = io.BytesIO(records[f"{root}data.pkl"].content)
-    unpickler = Unpickler(pickled, encoding="utf-8")
+    # Build the tensors, which use these storages.
+    unpickler = Unpickler(io.BytesIO(records[f"{root}data.pkl"].content), encoding="utf-8")
     unpickler.persistent_load = storage
-    return _stored(unpickler.load(), checked_by)
+    return _stored(unpickler.load(), record_at)
 
 
 def _stored(value: Any, records: Mapping[int, Record]) -> Any:
-    """Replace tensors in ``value`` by `StoredTensor`. ``records``: storage address → record."""
-
     def stored(item: Any) -> Any:
         if not isinstance(item, Tensor):
             return item
@@ -180,7 +180,7 @@ def _bytes_of(file: zipfile.ZipFile, info: zipfile.ZipInfo, content: memoryview)
     mark, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(content, info.header_offset)
     start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
     if mark != _MARK or start + info.file_size > len(content):
-        raise zipfile.BadZipFile(f"{info.filename} is not at the offset in the file's directory")
+        raise zipfile.BadZipFile(f"the zip directory gives a wrong offset for {info.filename}")
     return content[start : start + info.file_size]
 
 

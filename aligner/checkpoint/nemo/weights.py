@@ -50,7 +50,7 @@ _LEGACY_UP = re.compile(r"(.*\.mlp\.)dense_h_to_4h_2\.(weight|bias)$")
 
 @dataclass(frozen=True)
 class StackedPart:
-    """Tensor of a distributed checkpoint, or one layer or expert of a stacked tensor."""
+    """``tensor[index]`` of the tensor ``key``. ``index``: layer and expert in a stacked tensor."""
 
     source: TorchDistSource | ZarrSource
     key: str
@@ -58,15 +58,15 @@ class StackedPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the part, without the axes of layers and experts."""
+        """Shape of ``tensor[index]``, without the axes of layers and experts."""
         return self.source.shapes[self.key][len(self.index) :]
 
     def records(self) -> list[Record]:
-        """Return the records that a caller must `check` before it uses the tensor's values."""
+        """Return the records that a caller must `Record.check` before it uses the values."""
         return self.source.records(self.key, self.index)
 
     def tensor(self) -> Tensor:
-        """Return the part as a tensor, whose checksum has not been compared yet."""
+        """Return ``tensor[index]``, whose checksum has not been checked yet."""
         return self.source.read(self.key, self.index)
 
 
@@ -109,7 +109,7 @@ class LazyWeights(LazyTensors):
         return tensor
 
     def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
-        """Return this rank's part of a tensor (see `split`). Call `check` before it is used."""
+        """Return this rank's part of a tensor (see `split`). Call `check` before using the part."""
         parts, axis = self._parts[name], split_axis(name)
         first, shapes = parts[0], {tuple(part.shape) for part in parts}
         is_split = axis is not None and axis < len(first.shape) and len(shapes) == 1
@@ -118,7 +118,7 @@ class LazyWeights(LazyTensors):
         return split(name, self._joined(name), self._architecture, tp_rank, tp_size)
 
     def check(self) -> None:
-        """Raise `CheckpointError` if the checksum of a part that was read differs."""
+        """Raise `CheckpointError` if a part that was read since the last check is damaged."""
         for record in self._unchecked:
             record.check()
         self._unchecked.clear()
@@ -138,7 +138,7 @@ class LazyWeights(LazyTensors):
         return merge(name, [self._read(part) for part in self._parts[name]], self._architecture)
 
     def _resplit(self, name: str, axis: int, like: Tensor, tp_rank: int, tp_size: int) -> Tensor:
-        """Copy this rank's rows (or columns) from all parts, of which ``like`` is one."""
+        """Copy this rank's rows (or columns) from the file's parts, which have ``like``'s shape."""
         self._check_shape(name)
         parts, shape = self._parts[name], like.shape
         ranks = {"tp_rank": tp_rank, "tp_size": tp_size}
@@ -165,7 +165,7 @@ class LazyWeights(LazyTensors):
 
 
 def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyWeights:
-    """Detect the format of the archive's weights and open them."""
+    """Open the weights of an archive, in any format that NeMo has written."""
     names = archive.names
     if f"{WEIGHTS_FOLDER}/metadata.json" in names:
         backend = archive.read_json(f"{WEIGHTS_FOLDER}/metadata.json").get("sharded_backend")
@@ -190,7 +190,7 @@ def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyW
 def _stacked_parts(
     source: TorchDistSource | ZarrSource, architecture: GPTArchitecture
 ) -> dict[str, Sequence[Part]]:
-    """Return canonical name → part, for each layer (and expert) of each stacked tensor."""
+    """Return canonical name → a list of one part, for every layer (and expert) of a stack."""
     # List one layer more than the model has, which `check_names` then reports.
     max_counts = (architecture.num_layers + 1, (architecture.num_moe_experts or 0) + 1)
     parts: dict[str, Sequence[Part]] = {}
@@ -221,7 +221,8 @@ def _load_rank(archive: ArchiveReader, name: str) -> RankState:
     """Return name → tensor of one rank's file. Layers are numbered within the pipeline stage."""
     state = load_tensors(archive.view(name), f"{name} of {str(archive.path)!r}")
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{name} contains a {type(state).__name__}, expected a state dict")
+        kind = type(state).__name__
+        raise CheckpointError(f"{name} contains a {kind} instead of a state dict. Copy it again")
     result: RankState = {}
     for key, value in state.items():
         if not isinstance(key, str):
@@ -246,7 +247,7 @@ def _load_rank(archive: ArchiveReader, name: str) -> RankState:
 
 
 def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:
-    """Load the files of all ranks. Returns their tensors as ``[pipeline stage][tensor rank]``."""
+    """Load the files of all ranks. The result is indexed ``[pipeline stage][tensor rank]``."""
     files: dict[tuple[int, int], str] = {}
     for name in archive.names:
         match = _RANK_FILE.match(name)
@@ -257,7 +258,8 @@ def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:
         f"tp {tp} pp {pp}" for pp in range(stages) for tp in range(ranks) if (pp, tp) not in files
     ]
     if absent:
-        raise CheckpointError(f"{str(archive.path)!r} lacks the files of ranks {', '.join(absent)}")
+        ranks_text = ", ".join(absent)
+        raise CheckpointError(f"{str(archive.path)!r} lacks the files of ranks {ranks_text}")
     return [[_load_rank(archive, files[pp, tp]) for tp in range(ranks)] for pp in range(stages)]
 
 
@@ -270,8 +272,8 @@ def _rank_parts(stages: list[list[RankState]]) -> dict[str, Sequence[Part]]:
         for name in ranks[0]:
             if any(name not in rank for rank in ranks):
                 raise CheckpointError(
-                    f"pipeline stage {stage}: the file of a tensor-parallel rank lacks {name}. "
-                    "Copy the checkpoint again"
+                    f"{name} is missing in the file of a tensor-parallel rank of pipeline stage "
+                    f"{stage}, but not in the file of rank 0. Copy the checkpoint again"
                 )
             match = LAYER.match(name)
             layers = max(layers, int(match[1]) + 1 if match else 0)

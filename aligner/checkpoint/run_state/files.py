@@ -39,10 +39,11 @@ class SavedState:
 
 @contextlib.contextmanager
 def raised_on_all(exchange: Exchange, prefix: str = "") -> Iterator[None]:
-    """Raise an error on all ranks if the block, which every rank runs, fails on any rank.
+    """Raise an error on all ranks if the ``with`` block fails on any rank.
 
-    A rank on which the block fails raises this error. Other ranks raise a `DamagedStateError` if
-    all errors have this class, else a `StorageError`. Its message begins with ``prefix``.
+    All ranks must run the block. A rank on which it fails raises its own error. The other ranks
+    raise a `DamagedStateError` if all errors have this class, else a `StorageError`, with a message
+    that begins with ``prefix``.
     """
     error: Exception | None = None
     try:
@@ -71,7 +72,7 @@ def file_checksum(path: Path) -> str:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Return file name → checksum from `CHECKSUMS` in ``folder``, empty without this file."""
+    """Return file name → checksum from `CHECKSUMS` in ``folder``, or {} without this file."""
     path = folder / CHECKSUMS
     if not path.exists():
         return {}
@@ -88,7 +89,8 @@ def check_files(folder: Path, checksums: Mapping[str, str]) -> None:
             actual = file_checksum(path)
         if actual != expected:
             raise DamagedStateError(
-                f"{path} is damaged: its checksum was {expected} when it was saved, and is {actual}"
+                f"{path} is damaged: its checksum was {expected} when it was saved, and is "
+                f"{actual}. Copy it back from a backup, or continue from an earlier run state"
             )
 
 
@@ -128,7 +130,7 @@ def read_manifest(path: Path) -> SavedState:
 
 
 def replace_folder(partial: Path, final: Path) -> None:
-    """Flush ``partial`` to the disk and rename it to ``final``, which it replaces."""
+    """Flush ``partial`` to the disk and rename it to ``final``. An old ``final`` is removed."""
     sync_tree(partial)
     old = final.with_name(f".old-{final.name}")
     if final.exists():

@@ -61,7 +61,7 @@ _OTHERS_S = 30.0  # seconds to wait for other processes after an error
 
 @dataclass(frozen=True)
 class LoadedState(SavedState):
-    """State whose entries were read. Tensors are on the CPU, memory-mapped, copied on write."""
+    """Run state with its entries. Their tensors are on the CPU and mapped from the files."""
 
     state: Mapping[str, Any]  # entry name → tree, as passed to ``save``
 
@@ -77,7 +77,7 @@ class SavedRole(Protocol):
         """Let each worker write its share, or copy it and write the copy in the background."""
 
     def check_saving(self, wait: bool) -> None:
-        """Raise the error of a worker that could not write. ``wait``: wait for all workers."""
+        """Raise the error of a worker that could not write. ``wait``: wait for all first."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,13 @@ class RunStateStore:
 
     Args:
         root: directory of the states, visible to all ranks.
-        save_top_k: number of best states to keep, by ``metric``, or by step without ``monitor``.
-        monitor: name of the metric that is passed to `save`, or None.
+        save_top_k: number of states to keep whose ``metric`` is best. If ``monitor`` is None,
+            later states are better.
+        monitor: name of the metric whose value is passed to `save`, or None.
         mode: whether a higher (``max``) or lower (``min``) metric is better.
-        save_last_k: number of newest states to keep, in case the newest is damaged.
+        save_last_k: number of newest states to keep. Several help if the newest is damaged.
         rank: rank of this process.
-        exchange: function that gathers an object of every rank. The default is for one process.
+        exchange: function that returns the list of all ranks' arguments on every rank.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class RunStateStore:
             step: number of the step.
             state: entry name → tree (`run_state.tree`), equal on every rank. Rank 0 writes it.
             metric: value of ``monitor`` at this step, or None if it was not measured.
-            roles: folder name → role whose workers write into this folder.
+            roles: folder name → workers of a model, which write into this folder.
             in_background: copy the data and return. Threads write the copies, and `check` raises
                 their errors.
             on_saved: function that is called on rank 0 when the state is complete.
@@ -191,7 +192,7 @@ class RunStateStore:
         return self._pending is not None
 
     def check(self, wait: bool = False) -> None:
-        """Raise the error of background writing. ``wait``: wait for the complete state first."""
+        """Raise the error of background writing, if any. ``wait``: first wait for its end."""
         pending = self._pending
         if pending is None:
             return
@@ -213,11 +214,11 @@ class RunStateStore:
             self._pending = None
 
     def finish(self) -> None:
-        """Wait until the last state is complete. Raises an error of background writing."""
+        """Wait until the last state is complete. Raises the error of background writing, if any."""
         self.check(wait=True)
 
     def drain(self) -> None:
-        """Wait for the last state after an error on this rank only. No collectives, no errors."""
+        """Wait for the end of background writing. Does not raise, and needs no other rank."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -289,7 +290,7 @@ class RunStateStore:
     # Reading
 
     def survey(self) -> tuple[list[SavedState], list[str]]:
-        """Return the complete states, oldest step first, and an error text for each other state."""
+        """Return the complete states, oldest step first, and the error text of each damaged one."""
         states, damaged = [], []
         folders = sorted(filter(is_step, self.root.iterdir())) if self.root.is_dir() else []
         for folder in folders:
@@ -304,7 +305,7 @@ class RunStateStore:
         return self.survey()[0]
 
     def recover(self) -> None:
-        """Remove what an interrupted save left."""
+        """Remove the files of an interrupted save."""
         with self._raised_on_all():
             if self.rank == 0 and self.root.is_dir():
                 recover(self.root)

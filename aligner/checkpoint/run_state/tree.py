@@ -32,14 +32,14 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "sta
     """Return a copy of ``tree`` with ``change`` applied to each tensor [...].
 
     Mappings become dicts. NumPy's numbers and enums become int, float or str. Raises
-    `CheckpointError` for a value that is not a tree, with its path, which begins with ``where``.
+    `CheckpointError` for a value that is not a tree. ``where``: name of the tree in the message.
     """
     if isinstance(tree, Tensor):
         kind, is_strided = type(tree), tree.layout is torch.strided
         if kind not in _TENSOR_TYPES or tree.is_meta or not is_strided:
             raise CheckpointError(
                 f"{where} is a {tree.layout} {kind.__qualname__} on {tree.device}, which cannot be "
-                "saved. Save this rank's local tensor with data, such as tensor.to_local()"
+                "saved. Save a dense tensor in memory instead, such as tensor.to_local()"
             )
         return change(tree.detach())
     if isinstance(tree, Mapping):
@@ -93,14 +93,14 @@ def is_json(tree: Any) -> bool:
 
 
 def normalise(tree: Any, where: str = "state") -> Any:
-    """Return a plain tree, with clones of tensors whose storages have other elements."""
+    """Return a tree to save: a tensor is cloned if its storage has elements outside of the tree."""
     tree = map_tensors(tree, lambda tensor: tensor, where)
     is_covered = _covering(tree)
     return map_tensors(tree, lambda tensor: tensor if is_covered(tensor) else tensor.clone(), where)
 
 
 def copied(tree: Any, memory: CopyMemory) -> Any:
-    """Return a result of `map_tensors` with copies in ``memory`` (see `bytes_to_copy`)."""
+    """Return a copy of ``tree`` whose tensors are in ``memory``, which needs `bytes_to_copy`."""
     is_covered = _covering(tree)
     copies: dict[int, Tensor] = {}
 
@@ -128,7 +128,6 @@ def copied(tree: Any, memory: CopyMemory) -> Any:
 
 
 def _copy_bytes(source: Tensor, target: Tensor) -> None:
-    """Copy uint8 [n] to host memory. Call `accelerator.synchronize` before using the copy."""
     if not source.is_cpu:
         target.copy_(source, non_blocking=True)
         return
@@ -150,12 +149,12 @@ def bytes_to_copy(tree: Any) -> int:
 
 
 def storage_bytes(storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
-    """Return a storage as uint8 [bytes]. ``device``: device of its tensors, if they are fake."""
+    """Return a view of ``storage`` as uint8 [bytes]. ``device``: its device, for fake tensors."""
     return torch.empty(0, dtype=torch.uint8, device=device or storage.device).set_(storage)
 
 
 def _covering(tree: Any) -> Callable[[Tensor], bool]:
-    """Return a test whether the tree contains all elements of a tensor's storage."""
+    """Return a function that tells whether all elements of a tensor's storage are in the tree."""
     spans: dict[int, set[tuple[int, int]]] = {}  # storage → address and bytes of its tensors
     for tensor in tensors_of(tree):
         span = tensor.data_ptr(), tensor.nbytes
@@ -174,13 +173,13 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def estimate_bytes(tree: Any) -> int:
-    """Return an upper estimate of the file size of a normalised tree in bytes."""
+    """Return an upper estimate, in bytes, of the file that `write_tree` writes."""
     storages = {storage_id(t): t.untyped_storage().nbytes() for t in tensors_of(tree)}
     return sum(storages.values()) + _TENSOR_OVERHEAD * len(storages) + _FILE_OVERHEAD
 
 
 def write_tree(path: Path, tree: Any, stop: threading.Event | None = None) -> int:
-    """Write a normalised tree durably. Return the file's CRC-32. ``stop``: see `durable_file`."""
+    """Write a result of `normalise` to the disk. Returns the CRC-32. ``stop``: cancels writing."""
     with _no_archive_checksums(), durable_file(path, estimate_bytes(tree), stop) as file:
         torch.save(tree, file)
     assert file.checksum is not None, "torch.save writes sequentially"
@@ -237,7 +236,7 @@ def capture_rng(device_state: Callable[[], Any] = lambda: None) -> dict[str, Any
 def restore_rng(
     state: Mapping[str, Any], set_device_state: Callable[[Any], None] = lambda _: None
 ) -> None:
-    """Restore the result of `capture_rng`. ``set_device_state`` is called with the device state."""
+    """Restore ``state``, a result of `capture_rng`. ``set_device_state`` gets its device state."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)

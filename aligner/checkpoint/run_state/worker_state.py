@@ -62,7 +62,7 @@ class StatefulWorker(Protocol):
         """Return this worker's part of the role's state, as a tree (`run_state.tree`)."""
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the state. ``states``: `state_dict` of all workers of the saved run, by rank."""
+        """Restore the state. ``states[r]``: the `state_dict` of rank r in the saved run."""
 
 
 class ShareWriter:
@@ -75,7 +75,7 @@ class ShareWriter:
         self._has_warned = False
 
     def prepare(self) -> None:
-        """Start a thread that allocates the memory for a copy, which takes longer than copying."""
+        """Start a thread that allocates memory for a copy. Allocation takes longer than copying."""
         size = bytes_to_copy(_share_of(self._worker))
         if self._task is not None or not self._has_memory(size):
             return
@@ -112,7 +112,7 @@ class ShareWriter:
             write()
 
     def failure(self, wait: bool) -> str | None:
-        """Return the error text of the last write, or None. ``wait``: wait for its end first."""
+        """Return the error text of the last write, or None. ``wait``: first wait for its end."""
         task = self._task
         if task is None or not (task.wait() if wait else task.is_finished):
             return None
@@ -161,9 +161,10 @@ def _write_share(target: Path, rank: int, tree: Any, stop: threading.Event | Non
 
 
 def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> None:
-    """Wait until all workers have written their shares, and replace their marks by `CHECKSUMS`.
+    """Wait until all workers have written their shares, and write `CHECKSUMS` of the shares.
 
-    Raises `AbandonedError` if ``stop`` is set, `DamagedStateError` if a share's size is wrong.
+    A worker marks the end of its share by a file, which is removed. Raises `AbandonedError` if
+    ``stop`` is set, `DamagedStateError` if a share's size is wrong.
     """
     checksums = {}
     for rank in range(num_shares):
@@ -177,8 +178,8 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
         mark = json.loads(mark_path.read_bytes())
         if share.stat().st_size != mark["size"]:
             raise DamagedStateError(
-                f"{share} has {share.stat().st_size} bytes, but {mark['size']} were written. Make "
-                "sure that this directory is the same on all machines"
+                f"{share} has {share.stat().st_size} bytes, but {mark['size']} were written. Use a "
+                "directory on a disk that all machines share"
             )
         checksums[share.name] = f"{mark['checksum']:08x}"
     write_json(folder / CHECKSUMS, checksums)
@@ -187,9 +188,10 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
 
 
 def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> None:
-    """Write this worker's share and its random states to ``folder``, on a disk that workers share.
+    """Write this worker's part of the role's state, and its random states, to ``folder``.
 
-    All workers of the role must call this function. ``prefix``: see `raised_on_all`.
+    All workers of the role must call this function with the same ``folder``, on a shared disk.
+    ``prefix``: beginning of the error on the ranks that did not fail.
     """
     with raised_on_all(gather_objects, prefix):
         ShareWriter(worker).begin(folder, in_background=False)
@@ -200,8 +202,8 @@ def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> 
 def load_worker_state(worker: StatefulWorker, folder: str) -> None:
     """Check the files of `save_worker_state`, and restore the state in any parallel layout.
 
-    All workers of the role must call this function. In another layout than the saved one, random
-    generators are not restored.
+    All workers of the role must call this function. Random generators are restored only if the
+    parallel layout is that of the saved run.
     """
     parallel = worker.parallel
     check_worker_states(parallel, Path(folder))
@@ -258,9 +260,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
 
 
 class SavedShares(Sequence[Mapping[str, Any]]):
-    """Saved `StatefulWorker.state_dict` of every worker, in rank order, read when indexed.
+    """Saved results of `StatefulWorker.state_dict`, by rank. A result is read when it is indexed.
 
-    ``rank``: worker whose file, if there is one, is read for the size and layout of the saved run.
+    ``rank``: rank whose file is opened first, because it also has the saved run's layout.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -271,7 +273,7 @@ class SavedShares(Sequence[Mapping[str, Any]]):
         self.layout = str(self.share(first)["layout"])  # text of the parallel layout
 
     def share(self, rank: int) -> Mapping[str, Any]:
-        """Return all that one worker wrote: its state, random states and parallel layout."""
+        """Return what rank ``rank`` wrote: its state, random states and parallel layout."""
         if rank not in self._shares:
             self._shares[rank] = read_tree(self._folder / _name(rank))
         return self._shares[rank]

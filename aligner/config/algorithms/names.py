@@ -8,7 +8,7 @@ from aligner.catalog import ESTIMATORS, SURROGATES
 
 
 class Algorithm(NamedTuple):
-    """Name of an algorithm, its section of ``trainer``, and whether it trains a critic."""
+    """An algorithm's title, the key of its section in ``trainer``, and whether it has a critic."""
 
     name: str
     section: str  # of ``trainer``
@@ -16,16 +16,13 @@ class Algorithm(NamedTuple):
 
     @property
     def directory(self) -> str:
-        """The name as part of a directory name, such as ``dr_grpo``."""
+        """Name for use in a directory's name, such as ``dr_grpo`` for "Dr. GRPO"."""
         plain = self.name.lower().replace("reinforce++", "reinforce_plus_plus")
         return re.sub(r"[^a-z0-9]+", "_", plain.replace(" with a baseline", "_baseline")).strip("_")
 
 
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
-    """Return the algorithm that ``config`` selects.
-
-    ``config``: nested dicts as of `BaseRunConfig.as_dict`, also if an earlier version saved them.
-    """
+    """Return the algorithm of a configuration: nested dicts of a current or a saved run."""
     sections = ("ppo", "rs", "sft", "dpo", "reward_model", "distill")
     trainer = config["trainer"]
     section = next(name for name in sections if name in trainer)
@@ -50,7 +47,7 @@ def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
 
 
 def _variants(loop: Mapping[str, Any], policy: Mapping[str, Any]) -> list[str]:
-    """Return the published variants of GRPO whose options are set (docs/reinforce.md)."""
+    """Return the variants of GRPO, such as DAPO, that ``trainer.ppo`` and ``model.ppo`` select."""
     eps = policy.get("ratio_eps")
     clips_higher = isinstance(eps, Sequence) and len(set(eps)) > 1
     surrogate = SURROGATES.get(policy.get("surrogate", ""))

@@ -45,7 +45,7 @@ class PairDataConfig(PromptColumns, TrainingSets):
     sequence is dropped, never truncated."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if only one of the two reward columns is set."""
+        """Yield an error message if only one of the two reward columns is set."""
         yield from super().problems(key, run)
         chosen, rejected = self.chosen_reward_column, self.rejected_reward_column
         if (chosen is None) != (rejected is None):
@@ -57,7 +57,7 @@ class PairDataConfig(PromptColumns, TrainingSets):
 
 @dataclass(frozen=True)
 class PreferenceDataConfig(PairDataConfig):
-    """Columns of pairs, or for KTO of single responses that are labelled good or bad."""
+    """Columns of pairs. For KTO: columns of single responses with the label good or bad."""
 
     response_column: StrictStr = "response"
     """KTO: column of the response."""
@@ -106,16 +106,16 @@ class TrainerDPOConfig(SupervisedLoopConfig):
 
     @property
     def is_paired(self) -> bool:
-        """True if an example consists of two responses, in adjacent rows."""
+        """True if an example has two rows: a chosen and a rejected response."""
         return self.loss != "kto"
 
     @property
     def has_reference(self) -> bool:
-        """True if the loss uses the log-probs of the initial weights."""
+        """True if the loss uses the log-probs of the initial policy."""
         return self.loss != "simpo"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for each changed option that belongs to another loss."""
+        """Yield an error message for each option that is set but belongs to another loss."""
         options = sorted({name for names in LOSS_OPTIONS.values() for name in names})
         for name in options:
             value, default = getattr(self, name), getattr(TrainerDPOConfig, name)
@@ -136,7 +136,7 @@ class DPOTrainerConfig(TrainingConfig):
 
 @dataclass(frozen=True)
 class RewardDataConfig(PairDataConfig):
-    """Columns of pairs, or for regression of single responses with ratings."""
+    """Columns of pairs. For regression: columns of single responses with ratings."""
 
     response_column: StrictStr = "response"
     """`regression`: column of the rated response."""
@@ -166,21 +166,22 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
     """Number of pairs to measure, from the beginning of the data."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if data of the loss are missing, or options of the other loss are set."""
-        data, is_regression = run.data, self.loss == "regression"
-        # Regression of ratings.
+        """Yield an error message if columns are missing, or an option of the other loss is set."""
+        data = run.data
+        is_regression = self.loss == "regression"
+        # Options for regression of ratings.
         if is_regression and not data.attribute_columns:
             yield (
                 f"{key}.loss=regression needs ratings, but data.attribute_columns is empty. Set "
                 "it to the columns of ratings, for example data.attribute_columns=[helpfulness]"
             )
         if is_regression and self.variant != "plain":
-            yield f"{key}.variant={self.variant}, but {key}.loss=regression. Set it to plain"
+            yield f"{key}.variant={self.variant}, but {key}.loss=regression. Set variant=plain"
         if is_regression and self.standardize_on is not None:
             setting = f"{key}.standardize_on={self.standardize_on}"
-            yield f"{setting}, but {key}.loss=regression. Set it to null"
+            yield f"{setting} needs pairs, but {key}.loss=regression. Set it to null"
 
-        # Bradley-Terry on pairs.
+        # Options for the Bradley-Terry loss on pairs.
         if not is_regression and data.attribute_columns:
             yield (
                 f"data.attribute_columns={list(data.attribute_columns)} needs {key}.loss="

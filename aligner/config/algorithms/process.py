@@ -12,7 +12,7 @@ from aligner.config.fields import Count, UserClass
 
 
 def _precision(value: Any) -> Any:
-    """Convert Lightning's spellings, and the number 32 that YAML reads, to "32" or "bf16"."""
+    """Convert Lightning's names, such as "bf16-mixed", to "bf16" or "32". Refuse float16."""
     if str(value) in ("16", "16-mixed", "16-true", "fp16"):
         raise PydanticCustomError(
             "float16",
@@ -44,7 +44,7 @@ Duration = Annotated[StrictStr, AfterValidator(_duration)]
 
 @dataclass(frozen=True)
 class ProcessConfig:
-    """Processes, precision and limits."""
+    """Number of processes, number format and time limit of a command."""
 
     num_nodes: Count = 1
     """Number of machines."""
@@ -67,7 +67,7 @@ class ProcessConfig:
 
     @property
     def max_seconds(self) -> float | None:
-        """``max_time`` in seconds."""
+        """``max_time`` in seconds, or None without a limit."""
         if self.max_time is None:
             return None
         days, hours, minutes, seconds = map(int, self.max_time.split(":"))

@@ -74,7 +74,7 @@ class StudentConfig(TrainedModelConfig):
 
     @property
     def rollout(self) -> RolloutConfig:
-        """Sampling options of on-policy rollouts, with one response per prompt."""
+        """Options of on-policy sampling, with one response per prompt."""
         return RolloutConfig(
             rollout_micro_batch_size=self.distill.rollout_micro_batch_size,
             forward_micro_batch_size=self.micro_batch_size,
@@ -85,7 +85,7 @@ class StudentConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """The frozen teacher, which uses the student's layout and token budgets."""
+    """The frozen teacher. It has the student's parallel layout and limits of micro-batches."""
 
     restore_from_path: ModelPath
     """A `.nemo` file or Hugging Face directory with the same tokenizer as the student."""
@@ -115,7 +115,7 @@ class TrainerDistillConfig(SupervisedLoopConfig):
     """Assume teacher probability 0 for all other tokens. `false` leaves them out."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if an option has no effect, or if on-policy data contain answers."""
+        """Yield an error message for unused ``mixed_weight``, and on-policy data with responses."""
         default = TrainerDistillConfig.mixed_weight
         if self.kl != "mixed" and self.mixed_weight != default:
             yield (

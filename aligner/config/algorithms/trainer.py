@@ -16,7 +16,7 @@ from aligner.config.roles.sampling import KLEstimator
 
 @dataclass(frozen=True)
 class KLControllerConfig:
-    """Options of the controller that adapts the weight β of the KL penalty."""
+    """Controller that adapts the weight β of the KL penalty during training."""
 
     mode: Literal["fixed", "adaptive"] = "fixed"
     """`fixed`, or `adaptive`: β changes so that the KL reaches the target (Ziegler et al. 2019)."""
@@ -29,7 +29,7 @@ class KLControllerConfig:
     docs/ppo.md#the-mathematics."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if the controller would multiply a weight of 0."""
+        """Yield an error message if β is adapted but starts at 0, since β would stay 0."""
         if self.mode == "adaptive" and run.trainer.ppo.initial_policy_kl_penalty == 0:
             yield (
                 f"{key}.mode=adaptive multiplies trainer.ppo.initial_policy_kl_penalty=0, which "
@@ -42,7 +42,7 @@ Estimator = Annotated[StrictStr, one_of(ESTIMATORS, or_path="package.module:func
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """Computation of token advantages from rewards."""
+    """Estimator of token advantages, and its options."""
 
     estimator: Estimator = "gae"
     """Estimator of advantages, with a critic (`gae`) or without. Without a critic: `reinforce`,
@@ -62,18 +62,18 @@ class AdvantageConfig:
 
     @property
     def function(self) -> str | None:
-        """Path of the function that computes the advantages. None for a built-in formula."""
+        """Import path of the function that computes advantages, or None for a built-in formula."""
         entry = ESTIMATORS.get(self.estimator)
         return self.estimator if entry is None else entry.function
 
     @property
     def reads_gae_lambda(self) -> bool:
-        """True if the estimator may use γ and λ."""
+        """True if the estimator gets γ and λ: `gae` and user-defined estimators."""
         return self.estimator == "gae" or self.function is not None
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if the estimator lacks what it needs, or options of others are set."""
-        # Critic.
+        """Yield an error message for each option that does not fit the estimator, or is missing."""
+        # Only gae uses a critic.
         estimator = f"{key}.estimator={self.estimator}"
         if self.estimator == "gae" and run.critic is None:
             remedy = f"Remove critic=null, or set {key}.estimator=rloo"
@@ -84,14 +84,15 @@ class AdvantageConfig:
                 "run aligner train-reinforce (examples/train_gpt_reinforce.py)"
             )
 
-        # Options of single estimators.
+        # Options that only some estimators support.
         if self.kwargs and self.function is None:
             yield (
                 f"{key}.kwargs={dict(self.kwargs)} needs a user-defined estimator, but "
                 f"{estimator}. Leave it out, or set {key}.estimator to the path of a function"
             )
-        entry, per_prompt = ESTIMATORS.get(self.estimator), run.model.ppo.num_rollouts_per_prompt
-        if entry is not None and entry.compares_group and per_prompt < 2:
+        built_in = ESTIMATORS.get(self.estimator)  # None for a user-defined estimator
+        per_prompt = run.model.ppo.num_rollouts_per_prompt
+        if built_in is not None and built_in.compares_group and per_prompt < 2:
             yield (
                 f"{estimator} compares responses to one prompt, but "
                 f"model.ppo.num_rollouts_per_prompt={per_prompt}. Set it to 4 to 16, at least 2"
@@ -99,11 +100,11 @@ class AdvantageConfig:
         if self.batch_baseline and self.estimator != "reinforce":
             yield f"{key}.batch_baseline=true needs reinforce, but {estimator}. Set it to false"
 
-        # Credit per turn.
+        # Credit for single turns of a conversation.
         if self.credit != "turn":
             return
         if not run.has_environment:
-            yield f"{key}.credit{_NEED_TURNS}"
+            yield f"{key}.credit{_TURN_WITHOUT_ENVIRONMENT}"
         if self.reads_gae_lambda:
             yield (
                 f"{key}.credit=turn needs an estimator that compares groups, but {estimator}. "
@@ -116,7 +117,9 @@ class AdvantageConfig:
             )
 
 
-_NEED_TURNS = "=turn needs conversations, but environment.factory is null. Leave it out"
+_TURN_WITHOUT_ENVIRONMENT = (
+    "=turn needs conversations, but environment.factory is null. Leave it out"
+)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class DynamicSamplingConfig:
     on. At the limit, prompts with equal rewards fill the step."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for groups of one response, and for schedules of unknown length."""
+        """Yield an error message for groups of one response, and schedules of unknown length."""
         if not self.enabled:
             return
         key, per_prompt = f"{key}.enabled=true", run.model.ppo.num_rollouts_per_prompt
@@ -155,7 +158,7 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True)
 class RewardShapingConfig:
-    """Shaping of a reward before training: first scale and shift, then clip."""
+    """Changes of a reward before training: scale and shift, clip, and a penalty on length."""
 
     scale: StrictFloat = 1.0
     """Factor of the reward."""
@@ -172,7 +175,7 @@ class RewardShapingConfig:
     The penalty of a truncated response is 1. `null` turns it off."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for a penalty on all lengths, and for shaping without single responses."""
+        """Yield an error message for options that do not fit the length limit or an environment."""
         cache, lengths = self.overlong_cache, "model.ppo.length_params"
         longest = run.model.ppo.length_params.max_length
         if cache is not None and cache > longest:
@@ -189,7 +192,7 @@ class RewardShapingConfig:
 
 @dataclass(frozen=True)
 class ImproperEndConfig:
-    """Treatment of responses that the length limit truncated."""
+    """Treatment of responses that reached the length limit."""
 
     mode: Literal["keep", "mask", "penalize"] = "keep"
     """Truncated responses: `keep`, `mask` (exclude from training) or `penalize`."""
@@ -286,7 +289,7 @@ class TrainerPPOConfig(SamplingLoopConfig):
     improper_end: ImproperEndConfig = field(default_factory=ImproperEndConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for each option that the estimator of advantages does not use."""
+        """Yield an error message for each option that the advantage estimator does not support."""
         # Options that need a critic or an estimator.
         advantage = self.advantage
         estimator = f"{key}.advantage.estimator={advantage.estimator}"
@@ -308,7 +311,7 @@ class TrainerPPOConfig(SamplingLoopConfig):
 
         # Turns of conversations.
         if self.timestep == "turn" and not run.has_environment:
-            yield f"{key}.timestep{_NEED_TURNS}"
+            yield f"{key}.timestep{_TURN_WITHOUT_ENVIRONMENT}"
         if self.timestep == "turn" and advantage.estimator != "gae":
             yield (
                 f"{key}.timestep=turn works only with gae, but {estimator}. Set it to token"

@@ -41,7 +41,7 @@ from aligner.hub import ON_HUB
 
 @dataclass(frozen=True)
 class AskedModelConfig(ModelSourceConfig):
-    """A model that only generates."""
+    """A model that generates and is not trained."""
 
     restore_from_path: Annotated[
         StrictStr,
@@ -57,7 +57,7 @@ class AskedModelConfig(ModelSourceConfig):
 
 @dataclass(frozen=True)
 class AskedDataConfig(AnsweredColumns):
-    """Sets of prompts, and the columns of their rows."""
+    """Prompts, in one set or several named sets, and the columns of their rows."""
 
     prompts: PromptSourceConfig | None = None
     """A set of prompts, with `source`, `arguments` and `limit`. `null` means no such set."""
@@ -68,7 +68,7 @@ class AskedDataConfig(AnsweredColumns):
 
 @dataclass(frozen=True)
 class ServedDataConfig:
-    """Options for converting requests into prompts."""
+    """Conversion of HTTP requests to prompts."""
 
     system_prompt: StrictStr | None = None
     """System message for chats without one. `null` adds none."""
@@ -137,7 +137,7 @@ class AskConfig:
         return json.loads(json.dumps(asdict(self)))
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for contradictory length limits, and for settings of training runs."""
+        """Yield an error message for invalid length limits, and for options of training runs."""
         yield from self.sampling.problems("sampling", run)
         for option, value, default in (
             ("trainer.max_time", self.trainer.max_time, None),
@@ -158,7 +158,7 @@ class PromptedConfig(AskConfig):
     data: AskedDataConfig = field(default_factory=AskedDataConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield the errors of all commands, and those of `answer_problems`."""
+        """Yield the messages of `AskConfig.problems` and `answer_problems`."""
         yield from super().problems(key, run)
         samples, greedy = self.sampling.samples_per_prompt, self.sampling.use_greedy
         yield from answer_problems("sampling", samples, greedy, "data.sets", self.data.sets)
@@ -172,7 +172,7 @@ class ServeConfig(AskConfig):
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield the errors of all commands, and one if the number of samples is set."""
+        """Yield the messages of `AskConfig.problems`, and one if ``samples_per_prompt`` is set."""
         yield from super().problems(key, run)
         if self.sampling.samples_per_prompt != 1:
             yield (
@@ -195,7 +195,7 @@ class GenerateConfig(PromptedConfig):
     """A `.jsonl` file for the answers: `--output FILE`. `null` prints them."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield also an error for a command without prompts, and for a chat of many processes."""
+        """Yield an error message if there are no prompts, or options do not fit a chat."""
         yield from super().problems(key, run)
         # A chat reads its prompts from the terminal.
         has_prompts = bool(self.prompt or self.data.prompts or self.data.sets)
@@ -230,7 +230,7 @@ class EvaluateConfig(PromptedConfig):
     """Answers of each set in the HTML report."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield also an error if there are no prompts, or ``max_tokens`` has no room for one."""
+        """Yield an error message if there are no prompts, or ``max_tokens`` is too low."""
         yield from super().problems(key, run)
         environment, response = self.environment, self.sampling.max_length
         if environment.is_set and environment.max_tokens <= response:
@@ -249,32 +249,39 @@ class EvaluateConfig(PromptedConfig):
 def as_run(
     config: AskConfig, restore_from_path: str, peft: PeftConfig, tokenizer: str | None = None
 ) -> RSRunConfig:
-    """Convert ``config`` to a training configuration, from which models and engines are built.
+    """Convert ``config`` to a training configuration, as the functions that start models require.
 
-    ``restore_from_path``, ``peft`` and ``tokenizer``: the model to load, which differs from
-    ``config.model`` if that is a run's directory.
+    Args:
+        restore_from_path: model file. It differs from ``config.model.restore_from_path`` if this is
+            a run's directory.
+        peft: adapters of the model.
+        tokenizer: tokenizer of the model, unless ``config.model.tokenizer`` is set.
     """
     # Sections that every command has.
-    sampling_options, rows = config.sampling.sampling_options, config.sampling.batch_size
-    layout = asdict(config.model) | {"restore_from_path": restore_from_path, "peft": peft}
-    layout["tokenizer"] = config.model.tokenizer or tokenizer
+    sampling_options = config.sampling.sampling_options
+    rows = config.sampling.batch_size
+    model = asdict(config.model) | {"restore_from_path": restore_from_path, "peft": peft}
+    model["tokenizer"] = config.model.tokenizer or tokenizer
 
-    # Sections that only some commands have. A run requires a reward, which is not called here.
-    reward, folder, environment = RewardConfig(function=FINAL_ANSWER), ".", EnvironmentConfig()
-    sections = ["policy", "cluster", "generation"]
+    # Sections that only `evaluate` has. A run requires a reward, which other commands never call.
+    reward = RewardConfig(function=FINAL_ANSWER)
+    environment = EnvironmentConfig()
+    folder = "."
+    checked_sections = ["policy", "cluster", "generation"]
     if isinstance(config, EvaluateConfig):
-        reward, folder, environment = config.reward, config.output, config.environment
-        sections += ["reward", "environment"]
+        reward, environment = config.reward, config.environment
+        folder = config.output
+        checked_sections += ["reward", "environment"]
     data: dict[str, Any] = {}
     source = None
     if isinstance(config, PromptedConfig):
         source = config.data.prompts
         data = {key.name: getattr(config.data, key.name) for key in fields(AnsweredColumns)}
 
-    # The run, and the rules of the sections that the command sets.
+    # Build the run, and check the sections that the command sets.
     run = RSRunConfig(
         model=RSModelConfig(
-            **layout,
+            **model,
             rs=PolicyRSConfig(
                 num_rollout_samples=rows,
                 num_rollouts_per_prompt=1,
@@ -293,5 +300,7 @@ def as_run(
         data=DataConfig(train=source or PromptSourceConfig(source=""), **data),
         exp_manager=ExpManagerConfig(explicit_log_dir=folder),
     )
-    refuse(chain.from_iterable(broken_rules(getattr(run, key), key, run) for key in sections))
+    refuse(
+        chain.from_iterable(broken_rules(getattr(run, key), key, run) for key in checked_sections)
+    )
     return run

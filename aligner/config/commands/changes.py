@@ -12,35 +12,36 @@ _GRANULARITIES = (None, "selective", "full")  # in order of decreasing memory
 
 
 def overrides_of(changes: Mapping[str, Any]) -> list[str]:
-    """Return changes as arguments of the command line, ``key=value``."""
+    """Return changed keys as command-line arguments ``key=value``."""
     return [f"{key}={shown(value)}" for key, value in changes.items()]
 
 
 def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield changes of the configuration, as dicts of keys and new values, each to be tried alone.
+    """Yield alternatives to ``config`` that may be faster or use less memory.
 
-    ``saving``: only changes that save memory on a device.
+    Each alternative is a dict of dotted keys and new values. ``saving``: yield only alternatives
+    that use less device memory.
     """
-    # Recomputation.
+    # Recomputation of activations. Later granularities use less memory.
     model = config.model
-    level = _GRANULARITIES.index(model.activations_checkpoint_granularity)
+    current = _GRANULARITIES.index(model.activations_checkpoint_granularity)
     for index, granularity in enumerate(_GRANULARITIES):
-        if index != level and not (saving and index < level):
+        if index > current or (index < current and not saving):
             yield {RECOMPUTE: granularity}
 
     # Size of a micro-batch, by tokens or by sequences.
     budgets = model.token_budgets
-    name = "sequence_packing" if model.sequence_packing.enabled is True else "dynamic_batching"
+    section = "sequence_packing" if model.sequence_packing.enabled is True else "dynamic_batching"
     for factor in (0.5,) if saving else (0.5, 2):
         if budgets is not None:
-            yield {f"model.{name}.train_mb_tokens": int(budgets.train_mb_tokens * factor)}
+            yield {f"model.{section}.train_mb_tokens": int(budgets.train_mb_tokens * factor)}
         elif model.micro_batch_size * factor >= 1:
             yield {
-                f"{role}.micro_batch_size": max(1, int(section.micro_batch_size * factor))
-                for role, section in config.trained_roles.items()
+                f"{key}.micro_batch_size": max(1, int(role.micro_batch_size * factor))
+                for key, role in config.trained_roles.items()
             }
 
-    # Storage in host memory.
+    # Storage of states and weights in host memory.
     critic = config.critic
     if isinstance(config, SamplingRunConfig) and not model.rollout.offload_adam_states:
         yield {f"{model.rollout_key}.offload_adam_states": True}
@@ -56,8 +57,8 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
         yield {"model.sequence_parallel": True}
     if not saving and config.trainer.precision == "32":
         yield {"trainer.precision": "bf16"}
-    tensor = 2 * model.tensor_model_parallel_size
-    while not saving and tensor <= config.trainer.devices:
-        is_megatron = config.policy.backend == "megatron"
-        yield {TENSOR: tensor, **({"model.sequence_parallel": True} if is_megatron else {})}
-        tensor *= 2
+    is_megatron = config.policy.backend == "megatron"
+    tensor_size = 2 * model.tensor_model_parallel_size
+    while not saving and tensor_size <= config.trainer.devices:
+        yield {TENSOR: tensor_size, **({"model.sequence_parallel": True} if is_megatron else {})}
+        tensor_size *= 2

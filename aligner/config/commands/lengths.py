@@ -21,26 +21,27 @@ def longest_lengths(
     length: int | None = None,
     read: int | None = None,
 ) -> tuple[int, int]:
-    """Return the maximum numbers of tokens in a prompt and in a response of a run.
+    """Return the maximum numbers of tokens (in a prompt, in a response) of a run.
 
     For a run on given examples, return 0 and the maximum number of tokens in an example.
 
     Args:
         config: configuration of a training run.
-        positions: number of positions of the model. None: no limit.
-        prompt: length of prompts. None: the configured limit, else ``read``, else 512.
-        length: length of responses or examples. None: the configured limit (examples: as prompts,
-            with a default of 2048).
-        read: length of the longest prompt or example, if the data were read.
+        positions: maximum sequence length of the model. None means no limit.
+        prompt: maximum prompt length, in place of the configured limit, ``read`` or 512.
+        length: maximum length of a response or an example, in place of the configured limit.
+            Without a limit, an example has at most ``read`` or 2048 tokens.
+        read: length of the longest prompt or example in the data, or None if it is unknown.
 
-    Raises `ConfigError` if prompt and response together exceed the positions of the model.
+    Raises `ConfigError` if prompt and response together are longer than ``positions``.
     """
-    # Limit of a prompt, or of an example, by the configuration.
-    positions, limit = positions or _NO_LIMIT, None
+    # The configured limit of a prompt or an example.
+    positions = positions or _NO_LIMIT
+    limit = None
     max_response = config.model.rollout.length_params.max_length
     if isinstance(config, SamplingRunConfig):
         limit = config.data.max_prompt_length
-        if config.environment.is_set:  # a conversation before the response of its last turn
+        if config.environment.is_set:  # the prompt of a conversation's last response
             limit = config.environment.max_tokens - max_response
     elif isinstance(config, SupervisedRunConfig):
         limit = config.data.max_length
@@ -51,7 +52,7 @@ def longest_lengths(
         default = _EXAMPLE if budgets is None else budgets.train_mb_tokens
         return 0, length or min(limit or read or default, positions)
 
-    # Sampled responses.
+    # Sampled responses. The prompt must leave room for the response.
     response = length or max_response
     prompt = prompt or max(1, min(limit or read or _PROMPT, positions - response))
     if prompt + response > positions:

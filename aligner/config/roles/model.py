@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound="TrainedModelConfig")
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Options of the frozen reference policy, which is built only if a KL term needs it."""
+    """Options of the frozen reference policy, which is built only if a KL term uses it."""
 
     mode: Literal["keep", "swap"] = "keep"
     """Storage of the reference's weights. `keep`: a second model on the device. `swap`: in host
@@ -39,7 +39,7 @@ PackingAlgorithmName = Literal[
 
 @dataclass(frozen=True)
 class TokenBudgets:
-    """Limits of the tokens in a micro-batch, for policy and critic."""
+    """Maximum numbers of tokens in a micro-batch, for policy and critic."""
 
     enabled: StrictBool = False
     train_mb_tokens: Count = 4096
@@ -79,7 +79,7 @@ class DynamicBatchingConfig(TokenBudgets):
 
 @dataclass(frozen=True)
 class ModelSourceConfig:
-    """A model and its parallel layout, which applies to all roles of a run."""
+    """A model, and its parallel layout, which all roles of the run have."""
 
     restore_from_path: ModelPath
     """The model to train: a `.nemo` file, an unpacked `.nemo`, or a Hugging Face directory."""
@@ -175,12 +175,13 @@ class TrainedModelConfig(ModelSourceConfig):
 
     @property
     def rollout(self) -> RolloutConfig:
-        """Sampling options of rollouts. Defaults if the algorithm does not sample."""
-        return RolloutConfig(forward_micro_batch_size=self.micro_batch_size)
+        """Options of rollouts. Default values for algorithms that do not sample."""
+        default = RolloutConfig(forward_micro_batch_size=self.micro_batch_size)
+        return getattr(self, self.rollout_key.removeprefix("model."), default)
 
     @property
     def reference_mode(self) -> Literal["keep", "swap"]:
-        """How initial weights are kept if a loss needs a reference. See `ReferenceConfig`."""
+        """Storage of the reference policy's weights, `keep` or `swap`. See `ReferenceConfig`."""
         return "keep"
 
     @property
@@ -198,19 +199,19 @@ class TrainedModelConfig(ModelSourceConfig):
 
     @property
     def layers(self) -> LayerOptions:
-        """Choice of layer implementations."""
+        """Implementation of the transformer layers."""
         return LayerOptions(self.layer_spec, self.fusions)
 
     @cached_property
     def token_budgets(self) -> SequencePackingConfig | DynamicBatchingConfig | None:
-        """Token budgets of micro-batches. None means batches of ``micro_batch_size`` sequences."""
+        """Token limits of micro-batches, or None if each has ``micro_batch_size`` sequences."""
         if self.sequence_packing.enabled is True:
             return self.sequence_packing
         return self.dynamic_batching if self.dynamic_batching.enabled else None
 
     @property
     def token_limits(self) -> dict[str, int]:
-        """Token budgets in use, by their keys in this section."""
+        """Token limits in use, by key, such as ``sequence_packing.train_mb_tokens``."""
         budgets = self.token_budgets
         if budgets is None:
             return {}
@@ -223,7 +224,7 @@ class TrainedModelConfig(ModelSourceConfig):
 
     @property
     def length_multiple(self) -> int:
-        """Multiple to which sequences are padded in a micro-batch with a token budget."""
+        """Number of which padded sequence lengths are multiples. 1 without token limits."""
         if self.sequence_packing.enabled is True:
             return self.parallel.sequence_multiple
         if self.dynamic_batching.enabled:
@@ -231,13 +232,8 @@ class TrainedModelConfig(ModelSourceConfig):
         return 1
 
     @property
-    def plans_shared_prefixes(self) -> bool:
-        """True if micro-batches are planned for shared prefixes, which dropout excludes."""
-        return self.shared_prefixes and self.dropout == 0.0
-
-    @property
     def sequence_length_round(self) -> int:
-        """Multiple to which padded lengths in micro-batches are rounded up."""
+        """Number of which the padded lengths in a micro-batch are multiples."""
         dynamic = self.dynamic_batching
         multiple = dynamic.sequence_length_round if dynamic.enabled else 1
         if self.fp8 is None:
@@ -254,13 +250,8 @@ class ModelConfig(TrainedModelConfig):
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     @property
-    def rollout(self) -> RolloutConfig:
-        """Sampling options of rollouts."""
-        return self.ppo
-
-    @property
     def reference_mode(self) -> Literal["keep", "swap"]:
-        """See ``reference.mode``."""
+        """Storage of the reference policy's weights, `keep` or `swap`."""
         return self.reference.mode
 
 
@@ -271,15 +262,10 @@ class RSModelConfig(TrainedModelConfig):
     rollout_key: ClassVar[str] = "model.rs"
     rs: PolicyRSConfig = field(default_factory=PolicyRSConfig)
 
-    @property
-    def rollout(self) -> RolloutConfig:
-        """Sampling options of rollouts."""
-        return self.rs
-
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """Options of the critic, a model of the policy's architecture with a value head."""
+    """The critic: the policy's architecture with a value head, and options of its training."""
 
     restore_from_path: ModelPath | None = None
     """A `.nemo` file or Hugging Face directory. `null` means the policy's file, with a new value
@@ -325,7 +311,7 @@ class CriticConfig:
 
     @property
     def layout_overrides(self) -> dict[str, int | bool]:
-        """Sizes that are set for the critic, by their keys."""
+        """Parallel sizes that are set for the critic, by key."""
         sizes = {key: getattr(self, key) for key in LAYOUT_KEYS}
         return {key: size for key, size in sizes.items() if size is not None}
 

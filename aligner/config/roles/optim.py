@@ -38,7 +38,7 @@ class SchedConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimizer of one role."""
+    """Optimizer of the policy or the critic."""
 
     name: Annotated[Literal["adam", "sgd"], aliases(dict.fromkeys(_ADAM_OF_NEMO, "adam"))] = "adam"
     """`adam` (AdamW, decoupled weight decay) or `sgd`. NeMo's names for AdamW mean `adam`. The

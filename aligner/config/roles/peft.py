@@ -41,19 +41,19 @@ class LoraConfig:
 
     @property
     def linears(self) -> frozenset[str]:
-        """megatron-core's names of the adapted linears in a transformer layer."""
+        """Names of the linear layers with adapters, such as megatron-core's ``linear_qkv``."""
         targets = self.target_modules
         return frozenset(name for target in targets for name in LINEARS.get(target, (target,)))
 
     @property
     def scale(self) -> float:
-        """Factor of the product of an adapter's matrices."""
+        """Factor by which the product B A is multiplied: alpha / rank."""
         return self.alpha / self.adapter_dim
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """Training of adapters instead of all weights, in policy and critic."""
+    """Training of adapters in place of all weights, for policy and critic."""
 
     peft_scheme: Annotated[Literal["lora"] | None, aliases({"none": None})] = None
     """Kind of adapters, in policy and critic. `lora` trains adapters and heads and freezes all

@@ -27,14 +27,14 @@ _MEGATRON_ONLY = {
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """Implementation of policy and critic."""
+    """Implementation of the policy and the critic."""
 
     backend: Literal["megatron", "dtensor"] = "megatron"
     """Implementation of policy and critic. `megatron`: megatron-core, in all layouts. `dtensor`:
     models of transformers, sharded by FSDP2 and tensor-parallel DTensors (docs/value_parity.md)."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for each setting of the model that the backend does not support."""
+        """Yield an error message for each option of policy or critic that the backend lacks."""
         yield from model_problems(self.backend, run.model)
         if run.critic is not None and run.critic.layout_overrides:
             critic_model = run.critic.with_layout(run.model)
@@ -44,12 +44,12 @@ class BackendConfig:
 
 
 def check_policy_backend(backend: str, model: TrainedModelConfig) -> None:
-    """Raise `ConfigError` for settings of ``model`` that the backend does not support."""
+    """Raise `ConfigError` if the backend does not support the options of ``model``."""
     refuse(model_problems(backend, model))
 
 
 def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
-    """Yield a message for each setting of ``model`` that the backend does not support."""
+    """Yield an error message for each option of ``model`` that the backend does not support."""
     # Micro-batches and communication.
     if model.sequence_packing.enabled is True and model.dynamic_batching.enabled:
         yield (
@@ -76,7 +76,7 @@ def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
 
 
 def _budget_problems(model: TrainedModelConfig, key: str) -> Iterator[str]:
-    """Yield a message for each token budget that is not a multiple of the padded length."""
+    """Yield an error message for each token limit that padded rows would not fill exactly."""
     parallel, length_round = model.parallel, model.sequence_length_round
     multiple = math.lcm(
         parallel.sequence_multiple, parallel.context * parallel.row_multiple(length_round)
@@ -93,8 +93,9 @@ def _budget_problems(model: TrainedModelConfig, key: str) -> Iterator[str]:
 
 
 def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
-    # Backend and adapters.
-    lora, full_training = model.peft.lora_tuning, "model.peft.peft_scheme=null"
+    # Options of the adapters.
+    lora = model.peft.lora_tuning
+    full_training = "model.peft.peft_scheme=null"
     if backend == "dtensor" and model.parallel.tensor > 1:
         yield (
             f"model.tensor_model_parallel_size={model.parallel.tensor}: policy.backend=dtensor "
@@ -118,15 +119,15 @@ def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
             "not receive. Set it to 0, or activations_checkpoint_granularity to selective or null"
         )
 
-    # Layers and communication.
-    for name, value, remedy in (
+    # Options of the model that exclude adapters.
+    for name, value, default in (
         ("fp8", model.fp8, "null"),
         ("layer_spec", model.layer_spec, "auto"),
     ):
         if value not in (None, "auto", "local"):
             yield (
                 f"model.{name}={value} needs Transformer Engine's linears, and adapters need "
-                f"megatron-core's. Set model.{name}={remedy}, or {full_training}"
+                f"megatron-core's. Set model.{name}={default}, or {full_training}"
             )
     if model.overlap_param_gather:
         yield (

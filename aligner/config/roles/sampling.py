@@ -28,7 +28,7 @@ Surrogate = Annotated[StrictStr, one_of(SURROGATES)]
 
 @dataclass(frozen=True)
 class LengthParams:
-    """Limits of a response's length in tokens, the end-of-sequence token included."""
+    """Limits of a response's length, in tokens with the end-of-sequence token."""
 
     max_length: Count = 64
     """Maximum number of new tokens, the end-of-sequence token included."""
@@ -37,7 +37,7 @@ class LengthParams:
     """Minimum number of new tokens."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if the lower limit exceeds the upper limit."""
+        """Yield an error message if ``min_length`` exceeds ``max_length``."""
         if self.min_length > self.max_length:
             yield (
                 f"{key}.min_length={self.min_length} exceeds {key}.max_length="
@@ -97,7 +97,7 @@ class KLLossConfig:
     docs/ppo.md#the-mathematics."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for a KL estimator whose mean gradient is 0."""
+        """Yield an error message for the estimator ``k1``, whose mean gradient is 0."""
         if self.coef > 0 and self.estimator == "k1":
             yield (
                 f"{key}.estimator=k1 has a mean gradient of 0 and does not change the policy. Use "
@@ -137,8 +137,8 @@ class CorrectionConfig:
         return self != CorrectionConfig()
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error for bounds that exclude a ratio of 1, and for options without effect."""
-        # Bounds.
+        """Yield an error message for bounds that exclude 1, and for options without effect."""
+        # Bounds must include 1, the ratio of equal policies.
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
             if bounds is not None and not (bounds[0] <= 1 <= bounds[1] and bounds[0] < bounds[1]):
@@ -147,10 +147,11 @@ class CorrectionConfig:
                     "agree. Set low <= 1 <= high, such as [0.5,2.0]"
                 )
 
-        # Weights of the correction and of truncated_importance_sampling.
-        ppo, weights = run.model.ppo, f"{key}.weights={self.weights}"
+        # Importance weights, which truncated_importance_sampling (`cap`) sets as well.
+        ppo = run.model.ppo
         cap = ppo.truncated_importance_sampling
-        capped = f"model.ppo.truncated_importance_sampling={shown(cap)}"
+        weights = f"{key}.weights={self.weights}"
+        cap_setting = f"model.ppo.truncated_importance_sampling={shown(cap)}"
         if self.weights == "none":
             for name in ("bounds", "outside"):
                 if (value := getattr(self, name)) != getattr(CorrectionConfig, name):
@@ -160,8 +161,8 @@ class CorrectionConfig:
                     )
         elif cap is not None:
             yield (
-                f"{capped} means {key}.weights={ppo.ratio_level} with {key}.bounds=[0,{cap:g}], "
-                f"but {weights} is also set. Leave one of them out"
+                f"{cap_setting} means {key}.weights={ppo.ratio_level} with "
+                f"{key}.bounds=[0,{cap:g}], but {weights} is also set. Leave one of them out"
             )
         if self.weights == "token" and ppo.ratio_level == "sequence":
             yield (
@@ -169,12 +170,12 @@ class CorrectionConfig:
                 f"weight per response. Set {key}.weights=sequence"
             )
 
-        # Old log-probs of the sampler.
+        # With the sampler's log-probs as old log-probs, nothing is left to correct.
         sampler = f"{key}.old_logprobs=sampler"
         if self.old_logprobs == "sampler" and (self.weights != "none" or cap is not None):
             yield (
                 f"{sampler} already corrects the ratio of the loss, so that "
-                f"{weights if cap is None else capped} has no effect. Leave one of them out"
+                f"{weights if cap is None else cap_setting} has no effect. Leave one of them out"
             )
         if self.old_logprobs == "sampler" and self.second_moment is not None:
             yield (
@@ -185,7 +186,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Options of a policy's rollouts, for every algorithm that learns from samples."""
+    """Options of rollouts, for all algorithms that learn from the policy's own samples."""
 
     num_rollout_samples: BatchSize = 64
     """Responses per step, over all ranks."""
@@ -216,7 +217,7 @@ class RolloutConfig:
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error if ``num_rollouts_per_prompt`` does not divide the number of samples."""
+        """Yield an error message if samples do not divide into groups of equal size."""
         samples, per_prompt = self.num_rollout_samples, self.num_rollouts_per_prompt
         if samples % per_prompt:
             yield (
@@ -236,7 +237,7 @@ class PolicyRSConfig(RolloutConfig):
     rewards, the earlier response is selected."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield also an error if more responses are selected than sampled."""
+        """Yield the base class's messages, and one if more responses are selected than sampled."""
         yield from super().problems(key, run)
         if self.top_n_rollouts > self.num_rollouts_per_prompt:
             yield (
@@ -247,7 +248,7 @@ class PolicyRSConfig(RolloutConfig):
 
 @dataclass(frozen=True)
 class PolicyPPOConfig(RolloutConfig):
-    """The policy's options in PPO."""
+    """Options of the policy in PPO: its rollouts, loss and importance-sampling correction."""
 
     ppo_epochs: Count = 1
     """Number of passes over the same rollout."""
@@ -293,13 +294,13 @@ class PolicyPPOConfig(RolloutConfig):
 
     @property
     def ratio_eps_range(self) -> tuple[float, float]:
-        """Clip range as (low, high). The ratio is clipped to [1 - low, 1 + high]."""
+        """The clip range as (low, high): the ratio is clipped to [1 - low, 1 + high]."""
         if isinstance(self.ratio_eps, tuple):
             return self.ratio_eps
         return self.ratio_eps, self.ratio_eps
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield also an error for arguments without a loss, and for recording without effect."""
+        """Yield error messages for ``loss_kwargs`` without a loss, and for useless recording."""
         yield from super().problems(key, run)
         if self.loss_kwargs and self.loss is None:
             yield (

@@ -16,7 +16,7 @@ _INCOMPLETE = "�"
 
 
 def known_ids(ids: Sequence[int], size: int) -> list[int]:
-    """Return the ids below ``size``. Higher ids are rows that pad an embedding and have no text.
+    """Return the ids below ``size``. Higher ids have no text: they are padding of an embedding.
 
     Raises `TokenizerError` if an id is negative.
     """
@@ -62,7 +62,6 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
-        """Begin a response after the tokens ``prompt_ids``."""
         self._tokenizer = tokenizer
         self._window, self._emitted = _context_of(tokenizer, prompt_ids)
 
@@ -93,17 +92,17 @@ def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
 def _context_of(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], limit: int = _CONTEXT
 ) -> tuple[list[int], str]:
-    """Return the last prompt tokens and their text, both empty if a character is incomplete."""
+    """Return the last ``limit`` prompt ids and their text. Both are empty if a character is cut."""
     context = list(prompt_ids[max(0, len(prompt_ids) - limit) :])
     text = tokenizer.decode(context) if context else ""
     return ([], "") if text.endswith(_INCOMPLETE) else (context, text)
 
 
 class StopStrings:
-    """Detector of stop ``strings`` in a response, called after each of its tokens.
+    """Detector of stop ``strings`` in a response that grows token by token.
 
-    A token can complete a stop string only if its text contains the string's last character. This
-    is cached for each token id, so that most tokens need no decoding.
+    A token can complete a stop string only if its text contains the string's last character. The
+    class caches this property of a token id, so that most tokens need no decoding.
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:

@@ -51,7 +51,7 @@ _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"}
 
 
 def gguf_values(path: Path) -> tuple[Any, dict[str, Any]]:
-    """Open a GGUF file. Returns its ``gguf.GGUFReader``, and its values by key.
+    """Open a GGUF file. Returns its ``gguf.GGUFReader``, and key → value of its metadata.
 
     Long arrays of the tokenizer have the value None. Raises `CheckpointError` for a damaged file,
     `MissingPackageError` if the package gguf is not installed.
@@ -77,7 +77,7 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
     from transformers import AutoTokenizer
 
     reader, values = gguf_values(path)
-    prefix = "tokenizer.ggml."
+    prefix, template_prefix = "tokenizer.ggml.", "tokenizer.chat_template."
     keys = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
     _check(path, keys)
     # transformers raises many types of errors for unknown settings.
@@ -89,30 +89,31 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
             tokenizer.save_pretrained(folder)
             paths = (path for path in Path(folder).iterdir() if is_tokenizer_file(path.name))
             files = {path.name: path.read_bytes() for path in paths}
-    # Remove GPT-2's end token, which transformers adds.
+    # Correct tokenizer.json: transformers adds GPT-2's end token, and ignores the splitting rule.
     content = json.loads(files["tokenizer.json"])
-    size = len(reader.fields["tokenizer.ggml.tokens"].data)
-    added = [token for token in content["added_tokens"] if token["id"] < size]
+    vocab_size = len(reader.fields["tokenizer.ggml.tokens"].data)
+    added = [token for token in content["added_tokens"] if token["id"] < vocab_size]
     if added != content["added_tokens"]:
         files["tokenizer.json"] = json.dumps({**content, "added_tokens": added}).encode()
     if keys["model"] == "gpt2":
         files["tokenizer.json"] = _with_rule(files["tokenizer.json"], keys.get("pre") or "gpt-2")
-    settings = json.loads(files["tokenizer_config.json"])
     # Remove settings that transformers adds when it loads a file.
+    settings = json.loads(files["tokenizer_config.json"])
     for key in ("is_local", "local_files_only", "backend"):
         settings.pop(key, None)
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     # Convert several named chat templates to a list.
     named = {
-        key.removeprefix("tokenizer.chat_template."): text
+        key.removeprefix(template_prefix): text
         for key, text in values.items()
-        if key.startswith("tokenizer.chat_template.")
+        if key.startswith(template_prefix)
     }
     if named:
         text = files.pop("chat_template.jinja", b"").decode()
         default = text or values.get("tokenizer.chat_template")
         settings["chat_template"] = named_templates(named, default)
     files["tokenizer_config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
+    # A response may also end with the end token of a turn (eot) or of a message (eom).
     ends = [keys[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in keys]
     if len(set(ends)) > 1:
         files |= generation_file(dict.fromkeys(ends))
@@ -141,8 +142,8 @@ def _check(path: Path, keys: dict[str, Any]) -> None:
         problem = f"{unknown[0]} is not supported"
     if problem:
         raise CheckpointError(
-            f"{str(path)!r}: tokenizer.ggml.{problem}. Or give the model's Hugging Face directory "
-            "instead of the GGUF file"
+            f"{str(path)!r}: tokenizer.ggml.{problem}. You can also give the model's Hugging Face "
+            "directory instead of the GGUF file"
         )
 
 

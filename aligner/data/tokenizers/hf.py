@@ -41,14 +41,15 @@ class HuggingFaceTokenizer:
         generation_config: Mapping[str, Any] | None = None,
         origin: str = "tokenizer.json",
     ) -> None:
-        """Create a tokenizer from ``backend``. Raises `TokenizerError` if it has no EOS token.
+        """Create a tokenizer. Raises `TokenizerError` if ``config`` names no EOS token.
 
         Args:
             backend: tokenizer of the package ``tokenizers``. Its truncation and padding are turned
                 off.
             config: ``eos_token`` (required), ``bos_token`` and ``pad_token`` as text, and
                 ``chat_template`` as Jinja text or a list of named templates.
-            generation_config: its ``eos_token_id`` lists more tokens that end a response.
+            generation_config: content of ``generation_config.json``. Its ``eos_token_id`` lists
+                additional tokens that end a response.
             origin: name of the tokenizer's source, for errors.
         """
         self._backend = backend
@@ -61,7 +62,8 @@ class HuggingFaceTokenizer:
         self._renderer: PreTrainedTokenizerFast | None = None
         self._template_kwargs: dict[str, Any] = {}
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
-        eos_id, self.bos_id, pad_id = map(self._special_id, ("eos_token", "bos_token", "pad_token"))
+        self.bos_id = self._special_id("bos_token")
+        eos_id, pad_id = self._special_id("eos_token"), self._special_id("pad_token")
         if eos_id is None:
             raise TokenizerError(
                 f"{origin} names no end-of-sequence token. Set eos_token in the "
@@ -88,7 +90,7 @@ class HuggingFaceTokenizer:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response, see `Tokenizer.end_ids`."""
+        """Tokens that end a response, without duplicates. The first is ``eos_id``."""
         if self._ends is None:
             configured = generation_ends(self._generation_file(), self._origin)
             self._ends = tuple(dict.fromkeys((self.eos_id, *configured, self.turn_end_id)))
@@ -132,7 +134,9 @@ class HuggingFaceTokenizer:
         return text
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "HuggingFaceTokenizer":
-        """Return a copy for which ``tokens`` (text or ids) also end a response, as in its `files`.
+        """Return a copy for which ``tokens`` (texts or ids) also end a response.
+
+        The `files` of the copy contain these tokens.
 
         Raises `TokenizerError` if a text or id is not a token.
         """
@@ -173,7 +177,7 @@ class HuggingFaceTokenizer:
         if unused:
             raise DataError(
                 f"chat_template_kwargs={dict(values)!r:.200}: the model's chat template does not "
-                f"read {', '.join(unused):.200}. Remove it"
+                f"read {', '.join(unused):.200}. Remove the unread keys"
             )
         result = copy.copy(self)
         result._template_kwargs, result._ends = {**self._template_kwargs, **values}, None
@@ -186,7 +190,7 @@ class HuggingFaceTokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render ``messages`` to text, see `Tokenizer.apply_chat_template`.
+        """Render ``messages`` to text. For the arguments see `Tokenizer.apply_chat_template`.
 
         Raises `DataError` if the template refuses the messages, and `TokenizerError` if the
         tokenizer has no template.
@@ -269,12 +273,13 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
         settings |= config_of(files, name, origin)
     for name in _SPECIAL_NAMES:
         token = settings.get(name)
+        if token is None:
+            continue
         text = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(text, str | None) or (text is None and token is not None):
+        if not isinstance(text, str):
             raise TokenizerError(f"{origin}: {name}={token!r} is not a text. Correct the file")
-        if token is not None:
-            settings[name] = text
-    # Read the chat template. Of several named ones, transformers selects one for each chat.
+        settings[name] = text
+    # Read the chat template: a text, or a list of named templates.
     if "chat_template.jinja" in files:
         settings["chat_template"] = files["chat_template.jinja"].decode("utf-8-sig")
     template = settings.get("chat_template")
@@ -283,6 +288,7 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
         and all(isinstance(entry.get(key), str) for key in ("name", "template"))
         for entry in template
     ):
+        # transformers uses the template "default". A single template needs no such name.
         names = {entry["name"] for entry in template}
         if len(names) == 1 and "default" not in names:
             settings["chat_template"] = template[-1]["template"]
@@ -309,6 +315,7 @@ def _add_missing_tokens(backend: RustTokenizer, config: Mapping[str, Any]) -> No
             backend.add_tokens([AddedToken(content, special=special)])
             if backend.token_to_id(content) != token_id:
                 raise TokenizerError(
-                    f"added token {content!r} must have id {token_id}, which does not follow the "
-                    "ids of tokenizer.json. Give a tokenizer.json that contains the token"
+                    f"tokenizer_config.json gives the added token {content!r} the id {token_id}, "
+                    "but this is not the next free id of tokenizer.json. Give a tokenizer.json "
+                    "that contains the token"
                 )

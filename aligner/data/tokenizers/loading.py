@@ -55,7 +55,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     files = read_files(directory)
     if path.is_file():
         if path.name not in ("tokenizer.json", "vocab.json", "merges.txt", *_CONFIG_FILES):
-            files["tokenizer.json"] = path.read_bytes()
+            files["tokenizer.json"] = path.read_bytes()  # under another name
     elif is_slow(directory):
         return _convert_with_transformers(directory)
     elif len(files) == 1 and (model := next(iter(files))).endswith(".model"):
@@ -74,7 +74,8 @@ def named_tokenizer(name: str, *, key: str) -> Tokenizer:
     ``name``, the value of ``key``: a path for `load_tokenizer`, ``package.module:function`` or
     ``path/to/file.py:function``. The function has no arguments and returns a tokenizer of
     transformers or a `Tokenizer`. Raises `ConfigError` if the function cannot be imported, raises
-    an error, or returns no tokenizer, or one from whose `files` another tokenizer is built.
+    an error, or returns no tokenizer. Also raises it if the returned tokenizer's `files` give a
+    different tokenizer.
     """
     if ":" not in name or Path(name).expanduser().exists():
         return load_tokenizer(name)
@@ -93,9 +94,9 @@ def named_tokenizer(name: str, *, key: str) -> Tokenizer:
         rebuilt = tokenizer_from_files(tokenizer.files(), origin=f"{key}={name}")
     if rebuilt.encode(_PROBE) != tokenizer.encode(_PROBE) or rebuilt.end_ids != tokenizer.end_ids:
         raise ConfigError(
-            f"{key}={name}: the tokenizer of its files() encodes text or ends responses "
-            "differently, but a trained model contains only these files. Return a tokenizer of "
-            "transformers"
+            f"{key}={name}: a tokenizer built from the returned tokenizer's files() encodes text "
+            "or ends responses differently. Return a tokenizer of transformers, because a trained "
+            "model contains only these files"
         )
     return rebuilt  # picklable, unlike a user's object
 
@@ -110,21 +111,22 @@ def tokenizer_from_files(
     converts a ``*.model`` to a Hugging Face tokenizer. ``origin``: name of the source, for errors.
     Raises `TokenizerError` if the files contain no tokenizer, or a damaged one.
     """
-    # Each of these modules requires a package that may not be installed.
+    # These modules require packages that may not be installed.
     from aligner.data.tokenizers.hf import HuggingFaceTokenizer
     from aligner.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
     models = [name for name in files if name.endswith(".model")]
     if "tokenizer.json" in files:
         return HuggingFaceTokenizer.from_files(files, origin=origin)
-    is_pair = {"vocab.json", "merges.txt"} <= files.keys()
-    if is_pair or ("tokenizer_config.json" in files and len(models) == 1):
+    # transformers converts GPT-2's files, and a SentencePiece model with a configuration.
+    is_gpt2 = {"vocab.json", "merges.txt"} <= files.keys()
+    if is_gpt2 or ("tokenizer_config.json" in files and len(models) == 1):
         with TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / Path(name).name).write_bytes(content)
             config = config_of(files, "tokenizer_config.json", origin)
             if not config.get("tokenizer_class"):  # it was in the model's ``config.json``
-                config["tokenizer_class"] = "GPT2Tokenizer" if is_pair else "LlamaTokenizer"
+                config["tokenizer_class"] = "GPT2Tokenizer" if is_gpt2 else "LlamaTokenizer"
                 (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
             return _convert_with_transformers(Path(folder), origin=origin)
     if len(models) == 1:
@@ -168,7 +170,7 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
     omitted = [role for role, content in messages.items() if content not in chat]
     if omitted:
         raise ConfigError(
-            f"{setting}: the template omits the message of the {omitted[0]}. It renders "
+            f"{setting}: the template omits the message of the {omitted[0]}. Instead, it renders "
             f"{chat[:60]!r}. Correct the template"
         )
     return result
@@ -228,7 +230,7 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 def is_slow(directory: Path) -> bool:
-    """Return whether a directory has a tokenizer that transformers must convert first."""
+    """Return whether a directory has only a slow tokenizer, which transformers must convert."""
     names = {path.name for path in directory.iterdir()}
     has_vocabulary = "vocab.json" in names or any(name.endswith(".model") for name in names)
     has_class = "tokenizer_config.json" in names or ("config.json" in names and has_vocabulary)

@@ -18,7 +18,8 @@ class SentencePieceTokenizer:
     ) -> None:
         """Load ``model``, the file's content. Raises `TokenizerError` if it is damaged.
 
-        ``extra_ends``: ids that end a response in addition to EOS. ``origin``: name, for errors.
+        ``extra_ends``: ids that end a response in addition to EOS. ``origin``: name of the file,
+        for errors.
         """
         self._model, self._extra_ends, self._origin = model, tuple(extra_ends), origin
         self._processor = SentencePieceProcessor()
@@ -77,7 +78,7 @@ class SentencePieceTokenizer:
         )
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "SentencePieceTokenizer":
-        """Return this tokenizer, which has no template. Raises `DataError` if there are values."""
+        """Return this tokenizer. Raises `DataError` for any values, because it has no template."""
         if values:
             raise DataError(
                 f"chat_template_kwargs: {self._origin} has no chat template. Remove the key"
@@ -99,7 +100,7 @@ class SentencePieceTokenizer:
         )
 
     def files(self) -> dict[str, bytes]:
-        """Return name → content of ``tokenizer.model`` and, with more end tokens, their file."""
+        """Return name → content of ``tokenizer.model``, and of an end-token file if set."""
         ends = generation_file(self.end_ids) if self._extra_ends else {}
         return {"tokenizer.model": self._model, **ends}
 

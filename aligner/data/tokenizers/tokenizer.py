@@ -56,8 +56,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, with the text of special tokens.
 
-        Incomplete UTF-8 becomes U+FFFD. Ids from ``vocab_size`` on have no text, because they are
-        rows that pad an embedding. For a response after a prompt, use `decode_response`.
+        Incomplete UTF-8 becomes U+FFFD. Ids of ``vocab_size`` and above have no text, because they
+        are padding of an embedding. For a response after a prompt, use `decode_response`.
         """
 
     def apply_chat_template(
@@ -67,10 +67,10 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return a chat as text. ``tools``: JSON schemas of functions for the assistant."""
+        """Return a chat as text. ``tools``: JSON schemas of functions that the model may call."""
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "Tokenizer":
-        """Return a copy that passes ``values`` to its chat template. They are not in `files`."""
+        """Return a copy that passes variables, ``values``, to its chat template. Not in `files`."""
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "Tokenizer":
         """Return a copy for which these tokens (text or ids) also end a response.
@@ -96,7 +96,7 @@ def differing_token(first: Tokenizer, second: Tokenizer) -> str | None:
 
 
 def encode_after(tokenizer: Tokenizer, ids: Sequence[int], text: str, added: str) -> list[int]:
-    """Return the ids of ``added`` where it follows ``text``, which has the token ``ids``."""
+    """Return the token ids of ``added`` after ``text``, whose token ids are ``ids``."""
     all_ids = tokenizer.encode(text + added)
     if all_ids[: len(ids)] == list(ids):
         return all_ids[len(ids) :]
@@ -104,7 +104,7 @@ def encode_after(tokenizer: Tokenizer, ids: Sequence[int], text: str, added: str
 
 
 def encode_fragment(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of ``text`` in a longer text, where no tokenizer adds a space at its start."""
+    """Return the ids of ``text`` inside a longer text, where no tokenizer prepends a space."""
     for prefix in ("\n", ".", "x", "0"):
         prefix_ids = tokenizer.encode(prefix)
         all_ids = tokenizer.encode(prefix + text)
@@ -125,7 +125,7 @@ def config_of(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, A
 
 
 def named_templates(named: Mapping[str, str], default: Any) -> list[dict[str, str]]:
-    """Return ``chat_template`` for several templates. ``default``: the template called default."""
+    """Return Hugging Face's list of named chat templates. ``default``: template named "default"."""
     templates = {"default": default, **named} if isinstance(default, str) and default else named
     return [{"name": name, "template": text} for name, text in templates.items()]
 
@@ -167,7 +167,7 @@ class RunClock(datetime):
 
 @contextmanager
 def fixed_time(moment: str) -> Iterator[None]:
-    """Fix the time of chat templates in the block to ``moment``, local time in ISO format."""
+    """Fix chat templates' time in the ``with`` block to ``moment``, local time in ISO format."""
     os.environ[TEMPLATE_TIME] = moment
     try:
         yield

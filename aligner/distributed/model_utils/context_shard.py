@@ -21,7 +21,7 @@ from aligner.parallel.context import holder, local_position
 def _get_tokens_on_this_cp_rank(
     input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1
 ) -> Tensor:
-    """Return this rank's two chunks of dimension ``seq_dim``, concatenated. Any dtype."""
+    """Select rank r's part of a sequence: chunks r and 2 CP - 1 - r of 2 CP equal chunks."""
     if cp_size == 1:
         return input_ids
     length = input_ids.shape[seq_dim]
@@ -36,16 +36,16 @@ def _get_tokens_on_this_cp_rank(
 
 
 class AllGatherCPTensor(torch.autograd.Function):
-    """Gathers the chunks of all ranks in sequence order.
+    """Gathers the chunks of all context-parallel ranks in the order of the sequence.
 
-    Backward returns each rank the sum of all ranks' gradients at its chunks. If every rank computes
-    the loss, gradients are CP times too large. The later mean over data x context ranks corrects
-    this.
+    Backward sums the gradients of all ranks and returns each rank its chunks. If every rank
+    computes the loss, this sum is CP times too large. The mean over data- and context-parallel
+    ranks, which megatron-core computes later, divides by CP.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cp_group: dist.ProcessGroup, seq_dim: int = 1) -> Tensor:
-        """Gather each rank's [..., S / CP, ...] to [..., S, ...]. Any dtype."""
+        """Gather [..., S / CP, ...] of each rank to [..., S, ...]. Any dtype."""
         ctx.group, ctx.seq_dim = cp_group, seq_dim
         ranks = dist.get_world_size(cp_group)
         if ranks == 1:
@@ -56,7 +56,7 @@ class AllGatherCPTensor(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        """Sum the gradients [..., S, ...] over ranks. Return this rank's [..., S / CP, ...]."""
+        """Sum the gradients [..., S, ...] over ranks and return this rank's [..., S / CP, ...]."""
         ranks = dist.get_world_size(ctx.group)
         if ranks == 1:
             return grad_outputs[0], None, None
@@ -66,7 +66,7 @@ class AllGatherCPTensor(torch.autograd.Function):
 
 
 def _rank_order(ranks: int) -> list[int]:
-    """Return for each chunk of a sequence its index in the chunks of rank 0, rank 1, …"""
+    """For chunk 0, 1, 2, … of a sequence, return its position among the chunks sorted by rank."""
     first = [2 * rank for rank in range(ranks)]
     return first + [chunk + 1 for chunk in reversed(first)]
 
@@ -79,20 +79,24 @@ def _reorder(tensor: Tensor, order: list[int]) -> Tensor:
 def allgather_cp_sharded_tensor(
     tensor: Tensor, cp_group: dist.ProcessGroup, seq_dim: int = 1
 ) -> Tensor:
-    """Gather each rank's [..., S / CP, ...] to [..., S, ...]. See `AllGatherCPTensor`."""
+    """Gather [..., S / CP, ...] of each rank to [..., S, ...]. See `AllGatherCPTensor`."""
     return AllGatherCPTensor.apply(tensor, cp_group, seq_dim)
 
 
 def scatter_context(
     tensor: Tensor, local_length: int, cp_group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Pad [B, S, ...] with zeros to ``S_cp * CP`` positions. Return this rank's [B, S_cp, ...]."""
+    """Return this rank's positions [B, S_cp, ...] of a tensor [B, S, ...], padded with zeros.
+
+    ``local_length``: S_cp, the number of positions on each of the CP context-parallel ranks.
+    """
     ranks = 1 if cp_group is None else dist.get_world_size(cp_group)
     padding = local_length * ranks - tensor.shape[1]
     if padding < 0:
         raise LayoutError(
-            f"sequence length {tensor.shape[1]} exceeds the {local_length} positions of logits on "
-            f"each of {ranks} context-parallel ranks. Pass the group that shards the logits"
+            f"sequence length {tensor.shape[1]} exceeds the {local_length * ranks} positions of "
+            f"the logits, {local_length} on each of {ranks} context-parallel ranks. Pass the "
+            "process group over which the logits are sharded"
         )
     if padding:
         tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, padding))
@@ -102,7 +106,7 @@ def scatter_context(
 
 
 def gather_context(local: Tensor, length: int, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """Gather each rank's [B, S_cp, ...] to [B, length, ...]. The inverse of `scatter_context`."""
+    """Gather [B, S_cp, ...] of each rank to [B, length, ...]. The inverse of `scatter_context`."""
     if cp_group is not None and dist.get_world_size(cp_group) > 1:
         local = allgather_cp_sharded_tensor(local, cp_group)
     return local[:, :length]
@@ -111,11 +115,11 @@ def gather_context(local: Tensor, length: int, cp_group: dist.ProcessGroup | Non
 def packed_targets(
     target: Tensor, cu_seqlens_padded: Tensor, cp_group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Return the next token of each position on this rank, int64 [T_cp].
+    """Return the next token for each packed position on this rank, int64 [T_cp].
 
-    ``target``: int64 [T], the packed tokens. ``cu_seqlens_padded``: integers [n + 1], start of each
-    sequence and end of the last. The last position of a sequence gets the sequence's first token.
-    `unpack` drops this position.
+    ``target``: int64 [T], tokens of all packed sequences. ``cu_seqlens_padded``: integers [n + 1],
+    start of each of n sequences and end of the last. The last position of a sequence has no next
+    token: its target is the sequence's first token, and `unpack` drops it.
     """
     rank, ranks = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
     boundaries = cu_seqlens_padded.to(target.device, torch.int64)
@@ -137,10 +141,10 @@ def unpack(
     unpacked_seqlen: int,
     cp_group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Gather each rank's packed ``values`` [T_cp] into one row per sequence.
+    """Convert packed ``values``, [T_cp] on each rank, to one row per sequence.
 
-    The result is [n, unpacked_seqlen - 1], without the last position of each sequence. Rows are
-    padded with 0 or truncated. Backward sums gradients over context-parallel ranks.
+    The result [n, unpacked_seqlen - 1] omits the last position of each sequence. Rows are padded
+    with 0 or truncated. Backward sums gradients over context-parallel ranks.
     """
     boundaries = cu_seqlens_padded.to(values.device, torch.int64)
     starts, lengths = boundaries[:-1].unsqueeze(1), boundaries.diff().unsqueeze(1)

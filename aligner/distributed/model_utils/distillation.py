@@ -26,23 +26,23 @@ def get_distillation_topk_logprobs_from_logits(
     vocab_parallel_group: dist.ProcessGroup | None = None,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute log-probs of student and teacher at the teacher's ``k`` most probable tokens.
+    """Compute log-probs of student and teacher for the teacher's ``k`` most probable tokens.
 
     Args:
         student_logits: float [B, S, V]; a DTensor [B, S, V] on a mesh with ``tp`` (and ``cp``); or
             this rank's [B, S_cp, V_local], if ``vocab_parallel_group`` is given.
         teacher_topk_logits: float [B, S, k].
         teacher_topk_indices: int64 [B, S, k], token ids.
-        zero_outside_topk: True normalises the student over the vocabulary, False over the k
-            tokens. The teacher is always normalised over the k tokens.
-        calculate_entropy: also compute the third result.
+        zero_outside_topk: True normalises the student over the vocabulary, False over the k tokens.
+            The teacher is always normalised over the k tokens.
+        calculate_entropy: whether to compute the third result.
         vocab_parallel_rank: rank in ``vocab_parallel_group``.
         vocab_parallel_group: ranks that share the vocabulary.
         context_parallel_group: ranks that share the sequence.
 
     Returns:
-        Student log-probs [B, S-1, k], teacher log-probs [B, S-1, k], and None or the student's
-        negative entropy ``Σ_v p_v log p_v`` over the vocabulary [B, S-1]. All are float32.
+        Student log-probs [B, S-1, k], teacher log-probs [B, S-1, k], and the student's negative
+        entropy ``Σ_v p_v log p_v`` over the vocabulary [B, S-1] or None. All are float32.
     """
     if teacher_topk_indices.shape[-1] == 0:
         raise LayoutError("teacher_topk_indices has 0 tokens per position. Give at least 1")
@@ -77,7 +77,7 @@ def get_distillation_topk_logprobs_from_logits(
 
 
 def logprobs_of(logits: Tensor, indices: Tensor, shard: VocabShard) -> Tensor:
-    """Compute log-probs [B, S, K] of the token ids ``indices`` from logits [B, S, V_local]."""
+    """Compute log-probs of token ids ``indices`` [B, S, K] from logits [B, S, V_local]."""
     end = shard.start + shard.columns
     return ChunkedDistributedGatherLogprob.apply(
         logits, indices, shard.start, end, _CHUNK_SIZE, shard.group, not torch.is_grad_enabled()

@@ -14,20 +14,20 @@ from aligner.logprobs.output_layer import VocabShard, sequence_chunks
 
 
 def arithmetic_dtype(logits: Tensor) -> torch.dtype:
-    """Return float32, or float64 for float64 logits [..., V]."""
+    """Return the dtype for computing with logits [..., V]: float64 for float64, else float32."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _compute_distributed_log_softmax(
     vocab_parallel_logits: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """Compute this rank's columns of the log-softmax, [B, S, V_local] in the logits' dtype."""
+    """Compute the log-softmax of this rank's columns, [B, S, V_local] in the logits' dtype."""
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, True)
 
 
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Compute this rank's columns of the softmax, [B, S, V_local] in the logits' dtype."""
+    """Compute the softmax of this rank's columns, [B, S, V_local] in the dtype of the logits."""
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, False)
 
@@ -35,8 +35,8 @@ def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.Proc
 class _DistributedSoftmax(torch.autograd.Function):
     """Log-softmax ``y = l - log Σ exp(l)``, or softmax ``p = exp(y)``, of logits l.
 
-    With upstream gradient g, the gradient of l is ``g - p · Σ_v g_v`` for y, and
-    ``p · (g - Σ_v p_v g_v)`` for p.
+    Given the gradient g of the output, the gradient of l is ``g - p · Σ_v g_v`` for y, and ``p · (g
+    - Σ_v p_v g_v)`` for p.
     """
 
     @staticmethod

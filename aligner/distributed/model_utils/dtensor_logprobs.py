@@ -25,25 +25,25 @@ def get_logprobs_from_vocab_parallel_logits(
 ) -> Tensor:
     """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: float [B, S, V], whose last dimension is sharded over ``tp``. V need
-    not be a multiple of the ranks. `dtensor_from_parallel_logits_to_logprobs` describes the other
-    arguments.
+    ``vocab_parallel_logits``: float [B, S, V], whose last dimension is sharded over the mesh
+    dimension ``tp``. V need not be a multiple of the number of ``tp`` ranks. For the other
+    arguments see `dtensor_from_parallel_logits_to_logprobs`.
     """
     mesh = vocab_parallel_logits.device_mesh
     names = mesh.mesh_dim_names or ()
     if seq_index is not None and "cp" not in names:
         raise LayoutError(
-            f"seq_index describes a sequence sharded over 'cp', but the mesh has {names}. Name the "
-            "dimension, or leave seq_index out"
+            f"seq_index describes a sequence sharded over 'cp', but the mesh has {names}. Name its "
+            "context-parallel dimension 'cp', or leave seq_index out"
         )
-    local, shard = local_shard(vocab_parallel_logits)
-    # Top-k and top-p exchange rows, which requires the same number of columns on every rank.
-    width = -(-vocab_parallel_logits.shape[-1] // mesh["tp"].size())
-    if local.shape[-1] < width:
-        local = F.pad(local, (0, width - local.shape[-1]))
-    # The local part, with the position of its columns in the vocabulary.
+    local_logits, shard = local_shard(vocab_parallel_logits)
+    # Ranks exchange logits for top-k and top-p, so all need the same number of columns.
+    columns = -(-vocab_parallel_logits.shape[-1] // mesh["tp"].size())  # rounded up
+    if local_logits.shape[-1] < columns:
+        local_logits = F.pad(local_logits, (0, columns - local_logits.shape[-1]))
+    # The padded columns are after `vocab_end_index`, so they are ignored.
     return dtensor_from_parallel_logits_to_logprobs(
-        local,
+        local_logits,
         input_ids,
         shard.start,
         shard.start + shard.columns,
@@ -58,10 +58,11 @@ def get_logprobs_from_vocab_parallel_logits(
 def local_shard(
     logits: Tensor, rank: int | None = None, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, VocabShard]:
-    """Return this rank's logits [B, S / CP, V_local], and their columns in the vocabulary.
+    """Return this rank's logits [B, S / CP, V_local], and the range of their token ids.
 
-    ``logits``: a DTensor, or already this rank's logits. ``rank`` is then the rank in ``group``,
-    over which the padded vocabulary is split evenly. Raises `LayoutError` if ``rank`` is missing.
+    ``logits``: a DTensor, or this rank's part, whose position is ``rank`` in ``group``. The group's
+    ranks share the padded vocabulary evenly. Raises `LayoutError` if ``group`` is given without
+    ``rank``.
     """
     width = logits.shape[-1]
     if isinstance(logits, DTensor) and group is None:
@@ -92,9 +93,10 @@ def dtensor_from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """Compute log-probs of all tokens after the first, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: this rank's float [B, S / CP, V_local]. ``target``: int64 [B, S],
-    the tokens in the order ``seq_index`` (int64 [S]), not shifted, sharded over ``cp`` like the
-    logits. `from_parallel_logits_to_logprobs` describes the other arguments.
+    ``vocab_parallel_logits``: this rank's float [B, S / CP, V_local]. ``target``: int64 [B, S], the
+    input tokens, not shifted. If it is a DTensor sharded over ``cp`` like the logits, column i is
+    the token at position ``seq_index[i]`` (int64 [S]). For the other arguments see
+    `from_parallel_logits_to_logprobs`.
 
     Backward does not sum gradients over ``cp``. They are exact if all ranks compute the same loss.
     """
@@ -106,20 +108,22 @@ def dtensor_from_parallel_logits_to_logprobs(
     # Without context parallelism every rank stores the complete sequence.
     if mesh is None or "cp" not in names or mesh["cp"].size() == 1:
         tokens = target.full_tensor() if isinstance(target, DTensor) else target
-        shifted = tokens.to(vocab_parallel_logits.device).roll(-1, dims=-1)
-        return PlannedLogprob.apply(vocab_parallel_logits, shifted, plan, inference_only)[:, :-1]
+        next_tokens = tokens.to(vocab_parallel_logits.device).roll(-1, dims=-1)
+        logprobs = PlannedLogprob.apply(vocab_parallel_logits, next_tokens, plan, inference_only)
+        return logprobs[:, :-1]
     if seq_index is None:
         raise LayoutError(
-            "seq_index is missing, but target is sharded over 'cp'. Pass the order of the positions"
+            "seq_index is missing, but target is sharded over 'cp'. Pass each column's position"
         )
     assert isinstance(target, DTensor)
-    # Shift in sequence order, then restore the order and the sharding of the target.
+    # Sort the columns by position, shift to the next token, and undo the sorting.
+    by_position = seq_index.argsort()
+    next_tokens = target.full_tensor()[:, by_position].roll(-1, dims=-1)[:, seq_index]
+    # Shard the next tokens like the target.
     placements = target.placements
-    order = seq_index.argsort()
-    shifted = target.full_tensor()[:, order].roll(-1, dims=-1)[:, seq_index]
-    replicated = DTensor.from_local(shifted, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    local = replicated.redistribute(placements=placements).to_local()
-    # Compute the local positions, then gather them in sequence order.
-    logprobs = PlannedLogprob.apply(vocab_parallel_logits, local, plan, inference_only)
+    replicated = DTensor.from_local(next_tokens, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    local_targets = replicated.redistribute(placements=placements).to_local()
+    # Compute this rank's log-probs, gather all, and sort them by position.
+    logprobs = PlannedLogprob.apply(vocab_parallel_logits, local_targets, plan, inference_only)
     gathered = DTensor.from_local(logprobs, mesh, placements, run_check=False).full_tensor()
-    return gathered[:, order][:, :-1]
+    return gathered[:, by_position][:, :-1]

@@ -41,10 +41,10 @@ def from_parallel_hidden_states_to_logprobs(
     unpacked_seqlen: int | None = None,
     sequence_parallel: bool = True,
 ) -> Tensor:
-    """Compute log-probs of ``target[:, 1:]`` from hidden states, one tile of logits at a time.
+    """Compute log-probs of ``target[:, 1:]`` from hidden states, a few tokens at a time.
 
     The result is float32 [B, S-1], or [n, unpacked_seqlen - 1] for n packed sequences. Gradients
-    are exact if all tensor-parallel ranks compute the same loss. Backward sums them over
+    are exact if all tensor-parallel ranks compute the same loss. Backward sums gradients over
     context-parallel ranks.
 
     Args:
@@ -52,17 +52,17 @@ def from_parallel_hidden_states_to_logprobs(
             [S_cp, B, H], equal on all tensor-parallel ranks.
         output_weight_layer: float [V_local, H], the output layer's weight.
         output_weight: weight to use instead, such as the tied embedding.
-        runtime_gather_output: unused.
+        runtime_gather_output: ignored.
         target: int64 [B, S], not shifted, complete on every rank, or packed tokens [1, T].
         vocab_start_index: token id of the weight's first row.
-        vocab_end_index: token id after the last one. Further rows are padding.
+        vocab_end_index: end of this rank's token ids (exclusive). Later rows are padding.
         tp_group: ranks that share the vocabulary.
         inference_only: save nothing for backward.
         cp_group: ranks that share the sequence (`context_shard`).
-        chunk_size: maximum number of tokens per step.
+        chunk_size: maximum number of tokens whose logits are in memory.
         sampling_params: temperature, top-k and top-p of the distribution.
         cu_seqlens_padded: integers [n + 1], start of each packed sequence and end of the last.
-        unpacked_seqlen: length of the result's rows plus one, for packed sequences.
+        unpacked_seqlen: for packed sequences, the number of columns of the result plus one.
         sequence_parallel: whether hidden states are sharded over ``tp_group``.
     """
     del runtime_gather_output  # logits are not materialised
@@ -105,10 +105,7 @@ def from_parallel_hidden_states_to_logprobs(
 
 
 class ChunkedDistributedHiddenStatesToLogprobs:
-    """Computes log-probs of targets from hidden states, without [B, S, V] in memory.
-
-    Call ``apply`` with the arguments of `forward` after ``ctx``.
-    """
+    """Computes log-probs of targets from hidden states, without storing logits [B, S, V]."""
 
     @staticmethod
     def forward(
@@ -122,11 +119,11 @@ class ChunkedDistributedHiddenStatesToLogprobs:
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log-probs, float32 [B, S].
+        """Compute the log-probs of the targets, float32 [B, S].
 
-        ``ctx`` is unused. ``tensor_parallel_hidden_states``: float [S / TP, B, H], sharded by
-        sequence parallelism. ``target``: int64 [B, S], the next token of each position.
-        `from_parallel_hidden_states_to_logprobs` describes the other arguments.
+        ``ctx`` is ignored. ``tensor_parallel_hidden_states``: float [S / TP, B, H], sharded by
+        sequence parallelism. ``target``: int64 [B, S], the next token of each position. For the
+        other arguments see `from_parallel_hidden_states_to_logprobs`.
         """
         del ctx
         shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)

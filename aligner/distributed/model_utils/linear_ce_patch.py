@@ -15,10 +15,10 @@ if TYPE_CHECKING:  # log-probs of plain tensors need no megatron-core
 
 
 def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
-    """Add the argument ``return_logprobs_for_linear_ce_fusion`` to ``GPTModel.forward``.
+    """Add the argument ``return_logprobs_for_linear_ce_fusion`` to `GPTModel.forward`.
 
-    ``chunk_size``: maximum number of tokens with logits in memory. A second call changes only this
-    number.
+    ``chunk_size``: maximum number of tokens whose logits are in memory. A second call only changes
+    ``chunk_size``.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -48,9 +48,9 @@ def _gpt_forward_with_linear_ce_fusion(
     """Call the original ``forward``, or compute log-probs of ``labels``, float32 [B, S-1].
 
     With ``return_logprobs_for_linear_ce_fusion``, ``labels`` are the tokens, int64 [B, S], not
-    shifted. For packed sequences (labels [1, T]) the log-probs are [n, max_seqlen_q - 1].
+    shifted. For n packed sequences (labels [1, T]) the result is [n, max_seqlen_q - 1].
     """
-    original = partial(
+    original_forward = partial(
         self._original_forward_for_linear_ce_fusion,
         input_ids,
         position_ids,
@@ -65,15 +65,15 @@ def _gpt_forward_with_linear_ce_fusion(
         padding_mask=padding_mask,
     )
     if not return_logprobs_for_linear_ce_fusion:
-        return original(labels=labels)
+        return original_forward(labels=labels)
     if labels is None:
         raise ConfigError(
             "labels=None, but return_logprobs_for_linear_ce_fusion=True needs tokens. Pass "
             "labels=input_ids"
         )
-    # The forward pass up to the hidden states.
+    # Only the last pipeline stage (`post_process`) has an output layer.
     with bypassed_output_layer(self):
-        hidden = original()
+        hidden = original_forward()
     return _logprobs(self, hidden, labels, packed_seq_params) if self.post_process else hidden
 
 

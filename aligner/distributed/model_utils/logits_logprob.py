@@ -25,7 +25,7 @@ from aligner.logprobs.top_k_top_p import TrainingSamplingParams, shard_threshold
 
 @dataclass(frozen=True)
 class LogprobPlan:
-    """Parameters of the computation: vocabulary columns, chunk size and sampling distribution."""
+    """Options for log-probs: token ids of the local columns, chunk size, sampling options."""
 
     shard: VocabShard
     chunk_size: int | None
@@ -40,20 +40,20 @@ class LogprobPlan:
         chunk_size: int | None = None,
         sampling: TrainingSamplingParams | None = None,
     ) -> "LogprobPlan":
-        """Return a plan for logits whose columns are token ids ``start`` to ``end - 1``."""
+        """Return a plan for logits whose columns are the token ids ``start`` to ``end - 1``."""
         shard = VocabShard.between(start, end, group)
         return cls(shard, chunk_size, sampling or TrainingSamplingParams())
 
     def chunk(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return ``logits[..., rows, :]`` [..., rows, V] without padding, over the temperature."""
+        """Return positions ``rows`` of logits [..., V], divided by the temperature, not padded."""
         chunk = logits[..., rows, : self.shard.columns].to(arithmetic_dtype(logits))
         return chunk if self.sampling.temperature == 1.0 else chunk / self.sampling.temperature
 
     def thresholds(self, chunk: Tensor, width: int) -> Tensor | None:
-        """Compute per position the smallest logit that top-k and top-p keep, [..., n].
+        """Compute the smallest logit that top-k and top-p keep at each position, [..., n].
 
-        ``chunk``: [..., n, columns]. ``width``: number of columns with padding, equal on all ranks,
-        which exchange their chunks. Returns None without top-k and top-p.
+        ``chunk``: [..., n, columns], this rank's logits. Ranks exchange chunks, so all pad them to
+        ``width`` columns. Returns None without top-k and top-p.
         """
         if not self.sampling.restricts:
             return None
@@ -70,7 +70,8 @@ class LogprobPlan:
         """Replace logits in ``chunk`` [..., n, columns] below ``limits`` [..., n] by -inf.
 
         With ``sampling.keep_target`` the logits of targets remain. ``local``: columns of the
-        targets, [..., n, K]. ``owned``: whether the columns are on this rank.
+        targets in this rank's logits, [..., n, K]. ``owned``: [..., n, K], whether the target is on
+        this rank.
         """
         if limits is None or chunk.shape[-1] == 0:
             return chunk
@@ -110,7 +111,7 @@ def logprob_forward(
 
 
 def select_owned(chunk: Tensor, local: Tensor, owned: Tensor) -> Tensor:
-    """Gather columns ``local`` [..., K] of ``chunk`` [..., columns]. 0 where ``owned`` is False."""
+    """Gather columns ``local`` [..., K] of ``chunk`` [..., columns], or 0 if not ``owned``."""
     if chunk.shape[-1] == 0:  # this rank stores only padding
         return chunk.new_zeros(local.shape)
     return torch.where(owned, chunk.gather(-1, local), 0)
@@ -124,12 +125,12 @@ def target_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Base of the public classes, whose forward passes differ only in their arguments."""
+    """Base class with the backward pass. Subclasses differ only in the arguments of ``forward``."""
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient of this rank's logits. The set of kept tokens counts as constant."""
+        """Compute the gradient of this rank's logits. Top-k and top-p are treated as constant."""
         logits, indices, normalizer, thresholds = ctx.saved_tensors
         upstream = grad_outputs[0].view(indices.shape)
         plan: LogprobPlan = ctx.plan
@@ -156,13 +157,13 @@ class _Logprobs(torch.autograd.Function):
 
 
 class PlannedLogprob(_Logprobs):
-    """Log-probs [..., S] of token ids [..., S] from logits [..., S, V_local], given a plan."""
+    """Log-probs [..., S] of token ids [..., S] from logits [..., S, V_local], by a plan."""
 
     forward = staticmethod(target_logprobs)
 
 
 class DistributedLogprob(_Logprobs):
-    """Log-probs of one target per position, in chunks of a size that bounds memory."""
+    """Log-probs of one target per position, computed in chunks of positions to save memory."""
 
     @staticmethod
     def forward(
@@ -174,10 +175,10 @@ class DistributedLogprob(_Logprobs):
         group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log-probs, float32 [B, S] (float64 for float64 logits).
+        """Compute the targets' log-probs, float32 [B, S] (float64 for float64 logits).
 
-        ``vocab_parallel_logits``: float [B, S, V_local]. The first columns are token ids
-        ``vocab_start_index`` to ``vocab_end_index - 1``. Further columns are padding and ignored.
+        ``vocab_parallel_logits``: float [B, S, V_local]. Its first columns are the token ids
+        ``vocab_start_index`` to ``vocab_end_index - 1``, later columns are ignored padding.
         ``target``: int64 [B, S], the next token of each position. ``group``: ranks that share the
         vocabulary. ``inference_only``: save nothing for backward.
         """
@@ -199,7 +200,7 @@ class ChunkedDistributedLogprob(_Logprobs):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log-probs as `DistributedLogprob.forward`, ``chunk_size`` positions per step."""
+        """Compute as `DistributedLogprob.forward`, ``chunk_size`` positions at a time."""
         plan = LogprobPlan.between(vocab_start_index, vocab_end_index, tp_group, chunk_size)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
@@ -218,7 +219,10 @@ class ChunkedDistributedGatherLogprob(_Logprobs):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log-probs, float32 [B, S, K], of token ids. Arguments: `DistributedLogprob`."""
+        """Compute log-probs, float32 [B, S, K], of token ids ``global_indices`` [B, S, K].
+
+        For the other arguments see `DistributedLogprob.forward`.
+        """
         plan = LogprobPlan.between(vocab_start_index, vocab_end_index, tp_group, chunk_size)
         return logprob_forward(ctx, vocab_parallel_logits, global_indices, plan, inference_only)
 
@@ -226,7 +230,7 @@ class ChunkedDistributedGatherLogprob(_Logprobs):
 class DistributedLogprobWithSampling(_Logprobs):
     """Log-probs of one target per position, in the distribution after top-k and top-p.
 
-    The softmax includes all columns, so padding must be -inf.
+    The softmax includes all columns. Logits of padding columns must be -inf.
     """
 
     @staticmethod
@@ -239,13 +243,13 @@ class DistributedLogprobWithSampling(_Logprobs):
         top_p: float,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log-probs, float32 [B, S] (float64 for float64 logits).
+        """Compute the targets' log-probs, float32 [B, S] (float64 for float64 logits).
 
         ``vocab_parallel_logits``: float [B, S, V_local]. Rank r of ``tp_group`` stores part r of
-        the vocabulary. ``target``: int64 [B, S], the next token of each position. An excluded
-        target has log-prob -inf. ``top_k`` (off: None, 0 or -1) is applied first, then ``top_p``
-        (off: 1) to the remaining tokens. Equal logits are kept or excluded together. Raises
-        `ConfigError` for invalid values of ``top_k`` and ``top_p``.
+        the vocabulary. ``target``: int64 [B, S], the next token of each position. A target that
+        top-k or top-p excludes has log-prob -inf. ``top_k`` (None, 0 or -1: off) is applied before
+        ``top_p`` (1: off). Equal logits are kept or excluded together. Raises `ConfigError` for
+        invalid ``top_k`` or ``top_p``.
         """
         plan = _sampling_plan(vocab_parallel_logits, tp_group, top_k, top_p, None)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
@@ -265,7 +269,7 @@ class ChunkedDistributedLogprobWithSampling(_Logprobs):
         chunk_size: int,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute as `DistributedLogprobWithSampling.forward`, in steps of ``chunk_size``."""
+        """Compute in chunks. See `DistributedLogprobWithSampling.forward`."""
         plan = _sampling_plan(vocab_parallel_logits, tp_group, top_k, top_p, chunk_size)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 

@@ -32,14 +32,15 @@ def from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """Compute log-probs of ``target[:, 1:]``, float32 [B, S-1] (float64 for float64 logits).
 
-    ``vocab_parallel_logits``: float [B, S / CP, V_local], where S may include padding. The first
-    columns are token ids ``vocab_start_index`` to ``vocab_end_index - 1``. Further columns are
-    padding and ignored. ``target``: int64 [B, S], not shifted, complete on every rank.
-    ``inference_only``: save nothing for backward. ``chunk_size``: positions per step. None: a size
-    that bounds memory. ``sampling_params``: temperature, top-k and top-p of the distribution.
+    ``vocab_parallel_logits``: float [B, S / CP, V_local], where S may include padding. Its first
+    columns are the token ids ``vocab_start_index`` to ``vocab_end_index - 1``, later columns are
+    ignored padding. ``target``: int64 [B, S], not shifted, complete on every rank.
+    ``inference_only``: save nothing for backward. ``chunk_size``: number of positions computed at a
+    time, chosen to bound memory if None. ``sampling_params``: temperature, top-k and top-p of the
+    distribution.
 
     Every rank returns all rows. Gradients are exact if all tensor-parallel ranks compute the same
-    loss. Backward sums them over context-parallel ranks (`AllGatherCPTensor`).
+    loss. Backward sums gradients over context-parallel ranks (`AllGatherCPTensor`).
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params
@@ -64,23 +65,23 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     sampling_params: TrainingSamplingParams | None = None,
     target_is_pre_rolled: bool = False,
 ) -> Tensor:
-    """Compute log-probs of packed sequences, as one row per sequence.
+    """Compute log-probs of packed sequences. Returns one row per sequence.
 
     The result is float32 [n, unpacked_seqlen - 1]. Rows are padded with 0 or truncated.
 
-    ``vocab_parallel_logits``: float [1, T / CP, V_local]. Each sequence is cut separately into 2·CP
-    chunks. ``target``: tokens, int64 [1, T], not shifted. With ``target_is_pre_rolled``: the next
-    token of each position on this rank, [1, T / CP]. ``cu_seqlens_padded``: integers [n + 1], start
-    of each sequence and end of the last. `from_parallel_logits_to_logprobs` describes the other
-    arguments.
+    ``vocab_parallel_logits``: float [1, T / CP, V_local], where each sequence is split over the CP
+    ranks separately. ``target``: int64 [1, T], packed tokens, not shifted. With
+    ``target_is_pre_rolled``: the next token of each position on this rank, [1, T / CP].
+    ``cu_seqlens_padded``: integers [n + 1], start of each sequence and end of the last. For the
+    other arguments see `from_parallel_logits_to_logprobs`.
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, group, chunk_size, sampling_params
     )
-    local = target.to(vocab_parallel_logits.device)
+    next_tokens = target.to(vocab_parallel_logits.device)
     if not target_is_pre_rolled:
-        local = packed_targets(local[0], cu_seqlens_padded, cp_group).unsqueeze(0)
-    logprobs = PlannedLogprob.apply(vocab_parallel_logits, local, plan, inference_only)
+        next_tokens = packed_targets(next_tokens[0], cu_seqlens_padded, cp_group).unsqueeze(0)
+    logprobs = PlannedLogprob.apply(vocab_parallel_logits, next_tokens, plan, inference_only)
     return unpack(logprobs[0], cu_seqlens_padded, unpacked_seqlen, cp_group)
 
 
@@ -95,10 +96,14 @@ def get_next_token_logprobs_from_logits(
 ) -> Tensor:
     """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], from logits in any layout.
 
-    ``input_ids``: int64 [B, S]. ``next_token_logits`` are one of: float [B, S, V]; a DTensor, with
-    ``seq_index`` (int64 [S]: position of each token) if the sequence is sharded; or float [B, S /
-    CP, V_local], part ``vocab_parallel_rank`` of the padded vocabulary in ``vocab_parallel_group``.
-    Raises `LayoutError` if the rank is missing.
+    Args:
+        input_ids: int64 [B, S].
+        next_token_logits: float [B, S, V], a DTensor, or one rank's float [B, S / CP, V_local].
+        seq_index: int64 [S], position of each token, for a DTensor with a sharded sequence.
+        vocab_parallel_rank: rank in ``vocab_parallel_group``, whose ranks share the padded
+            vocabulary. Required with the group, or `LayoutError` is raised.
+        context_parallel_group: ranks that share the sequence.
+        sampling_params: temperature, top-k and top-p of the distribution.
     """
     if isinstance(next_token_logits, DTensor) and vocab_parallel_group is None:
         return get_logprobs_from_vocab_parallel_logits(

@@ -17,7 +17,7 @@ from aligner.logprobs.output_layer import VocabShard, sequence_chunks
 
 
 class ChunkedDistributedEntropy(torch.autograd.Function):
-    """Negative entropy ``Σ_v p_v log p_v`` of the softmax of logits, as in NeMo-RL."""
+    """Negative entropy ``Σ_v p_v log p_v`` of the softmax p of logits. Sign as in NeMo-RL."""
 
     @staticmethod
     def forward(
@@ -27,9 +27,10 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute float32 [B, S] from float [B, S, V_local], ``chunk_size`` positions per step.
+        """Compute the negative entropy, float32 [B, S], ``chunk_size`` positions at a time.
 
-        A logit of -inf adds 0. ``inference_only``: save nothing for backward.
+        ``vocab_parallel_logits``: float [B, S, V_local]. A logit of -inf contributes 0.
+        ``inference_only``: save nothing for backward.
         """
         logits = vocab_parallel_logits
         result, normalizer, _ = _mean_logprob(logits, logits, tp_group, chunk_size)
@@ -41,7 +42,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the logits' gradient ``g · p_v · (log p_v - Σ p log p)``, given g [B, S]."""
+        """Return the logits' gradient, ``g · p_v · (log p_v - Σ p log p)``, given g [B, S]."""
         logits, normalizer, result = ctx.saved_tensors
         upstream, grad = grad_outputs[0].unsqueeze(-1), torch.empty_like(logits)
         for rows in sequence_chunks(logits, ctx.chunk_size):
@@ -54,7 +55,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
 
 
 class DistributedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy ``-Σ_v p_v log q_v`` of target p and student q (forward KL + entropy of p)."""
+    """Cross-entropy ``-Σ_v p_v log q_v`` of target p and student q."""
 
     @staticmethod
     def forward(
@@ -66,9 +67,9 @@ class DistributedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """Compute the cross-entropy at each position, float32 [B, S].
 
-        Both logits are float [B, S, V_local], sharded in the same way. Only the student gets a
-        gradient. If only the student has a logit of -inf at a token, the result is infinite. Raises
-        `LayoutError` if shapes differ.
+        Both logits are float [B, S, V_local] with the same token ids and positions. The gradient
+        flows to the student only. If only the student has a logit of -inf for a token, the result
+        is infinite. Raises `LayoutError` if shapes differ.
         """
         if student_logits.shape != target_logits.shape:
             raise LayoutError(
@@ -88,7 +89,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the student logits' gradient ``g · (q_v - p_v)``, given g [B, S]."""
+        """Return the gradient of the student's logits, ``g · (q_v - p_v)``, given g [B, S]."""
         student, target, student_normalizer, target_normalizer = ctx.saved_tensors
         upstream, grad = grad_outputs[0].unsqueeze(-1), torch.empty_like(student)
         for rows in sequence_chunks(student, None):
@@ -101,7 +102,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
 def _mean_logprob(
     p_logits: Tensor, q_logits: Tensor, group: dist.ProcessGroup | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``Σ_v p_v log q_v`` and the logsumexp of both logits, [B, S] each."""
+    """Compute ``Σ_v p_v log q_v``, and the logsumexp of p's and q's logits, each [B, S]."""
     shard = VocabShard.between(0, p_logits.shape[-1], group)
     dtype = torch.promote_types(arithmetic_dtype(q_logits), p_logits.dtype)
     logits = [p_logits] if p_logits is q_logits else [p_logits, q_logits]
@@ -124,5 +125,5 @@ def _mean_logprob(
 
 
 def _finite(normalizer: Tensor) -> Tensor:
-    """Replace -inf by the smallest float, so that subtraction from -inf is -inf and not NaN."""
+    """Replace -inf by the smallest finite number. Otherwise -inf - (-inf) would be NaN."""
     return normalizer.clamp(min=torch.finfo(normalizer.dtype).min)

@@ -23,29 +23,29 @@ def distributed_vocab_topk(
     vocab_end_index: int,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each position's ``k`` largest logits over the whole vocabulary, without gradient.
+    """Return the ``k`` largest logits of each position over the whole vocabulary. No gradient.
 
-    ``vocab_parallel_logits``: as in `DistributedLogprob.forward`. Padding is never selected: if
-    ranks have fewer than ``k`` tokens, the rest is -inf with id 0.
-    ``chunk_size``: positions converted to float32 at a time. Returns logits, float32 [B, S, k] in
-    descending order, and their token ids, int64 [B, S, k], on every rank.
+    ``vocab_parallel_logits``: as in `DistributedLogprob.forward`. ``chunk_size``: number of
+    positions converted to float32 at a time. Every rank returns the logits, float32 [B, S, k] in
+    descending order, and their token ids, int64 [B, S, k]. If there are fewer than ``k`` tokens,
+    the remaining logits are -inf with token id 0.
     """
     logits = vocab_parallel_logits
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
-    width = logits.shape[-1]
-    count = min(k, width)
+    # Every rank provides `count` candidates. Candidates that are not filled stay (-inf, id 0).
+    count = min(k, logits.shape[-1])
     values = logits.new_full(
         (*logits.shape[:-1], count), -torch.inf, dtype=arithmetic_dtype(logits)
     )
     ids = torch.zeros(values.shape, dtype=torch.int64, device=logits.device)
-    # Candidates of this rank.
-    local_count = min(count, shard.columns)
-    for rows in sequence_chunks(logits, chunk_size):
-        chunk = logits[..., rows, : shard.columns].to(values.dtype)
-        best = chunk.topk(local_count, dim=-1)
-        values[..., rows, :local_count] = best.values
-        ids[..., rows, :local_count] = best.indices + shard.start
-    # The largest candidates of all ranks.
+    # The largest logits of this rank, without columns of padding.
+    filled = min(count, shard.columns)
+    for positions in sequence_chunks(logits, chunk_size):
+        chunk = logits[..., positions, : shard.columns].to(values.dtype)
+        best = chunk.topk(filled, dim=-1)
+        values[..., positions, :filled] = best.values
+        ids[..., positions, :filled] = best.indices + shard.start
+    # The largest of all ranks' candidates, [ranks, ..., count] -> [..., ranks * count].
     candidates = torch.cat(shard.stack_ranks(values).unbind(0), dim=-1)
     candidate_ids = torch.cat(shard.stack_ranks(ids).unbind(0), dim=-1)
     best = candidates.topk(min(k, candidates.shape[-1]), dim=-1)
@@ -65,8 +65,8 @@ def gather_logits_at_global_indices(
     """Return the logits of token ids ``global_indices`` [B, S, k], float32 [B, S, k].
 
     ``vocab_parallel_logits``: float [B, S_cp, V_local], as in `DistributedLogprob.forward`.
-    ``cp_group``: ranks that share the sequence (`context_shard`). ``chunk_size``: positions per
-    step. Every rank returns all logits.
+    ``cp_group``: ranks that share the sequence (`context_shard`). ``chunk_size``: number of
+    positions per chunk in backward. Every rank returns all logits.
     """
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     local = scatter_context(global_indices, vocab_parallel_logits.shape[1], cp_group)
@@ -75,7 +75,7 @@ def gather_logits_at_global_indices(
 
 
 class _SelectedLogits(torch.autograd.Function):
-    """Selects the logits of token ids [B, S, K] from [B, S, V_local], on every rank."""
+    """Selects the logits of token ids [B, S, K] from logits [B, S, V_local], on all ranks."""
 
     @staticmethod
     def forward(

@@ -17,7 +17,7 @@ _LOG_LINES = 20
 
 
 class WorkerHandle:
-    """Handle of one worker, for calls as ``ray.get(handle.method.remote(...))``."""
+    """Handle of one worker. Its methods are called like those of a Ray actor (``.remote``)."""
 
     def __init__(self, actor: Any, identity: WorkerIdentity) -> None:
         self._actor, self._identity = actor, identity
@@ -93,7 +93,7 @@ def wait_for(
 
 
 def last_lines(log: str) -> str:
-    """Return the end of a worker's log as text for a message. Names the path if reading fails."""
+    """Return a worker's last log lines for an error message, or the path if unreadable."""
     try:
         lines = Path(log).read_text(errors="replace").splitlines()[-_LOG_LINES:]
     except OSError:

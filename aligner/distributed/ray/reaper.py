@@ -20,7 +20,7 @@ _END_S = 5.0  # limit of the wait for processes to end
 
 
 def main(driver_pid: int, folder: str) -> None:
-    """Record Ray's processes until standard input closes. Then kill them and remove the folder."""
+    """Wait until standard input closes, then kill Ray's processes and remove ``folder``."""
     recorded: dict[int, psutil.Process] = {}
     while not select.select([sys.stdin], [], [], _POLL_S)[0]:
         recorded |= {process.pid: process for process in processes_of(driver_pid, folder)}
@@ -34,7 +34,7 @@ def main(driver_pid: int, folder: str) -> None:
 
 
 def processes_of(driver_pid: int, folder: str) -> list[psutil.Process]:
-    """Return the driver's children whose command line names ``folder``, and their descendants."""
+    """Return the driver's children with ``folder`` in the command line, and their descendants."""
     children = defaultdict(list)
     for process in psutil.process_iter(["ppid", "cmdline"]):
         children[process.info["ppid"]].append(process)

@@ -36,11 +36,11 @@ _REAPER_S = 20.0  # time limit of the cleanup
 
 @contextlib.contextmanager
 def ray_session(address: str | None, cpus: float, object_store_mb: int) -> Iterator[None]:
-    """Connect to the Ray cluster at ``address`` or ``RAY_ADDRESS``. Without both, start a cluster.
+    """Context manager: connect to the Ray cluster at ``address`` or ``RAY_ADDRESS``.
 
-    A started cluster has ``cpus`` CPUs and an object store of ``object_store_mb`` MiB. It ends with
-    the ``with`` block or this process. An existing cluster or connection is kept. Raises
-    `ConfigError` if no cluster answers, and `WorkerError` if Ray does not start.
+    Without an address, a cluster with ``cpus`` CPUs and an object store of ``object_store_mb`` MiB
+    is started. It ends with the block or with this process. An existing connection or cluster stays
+    open. Raises `ConfigError` if no cluster answers, and `WorkerError` if Ray does not start.
     """
     require_extra("ray", "a connection to Ray")
     for name, value in _SETTINGS.items():
@@ -65,8 +65,8 @@ def _joined(address: str) -> Iterator[None]:
 
     if address.startswith("ray://"):
         raise ConfigError(
-            f"cluster.address={address} (or RAY_ADDRESS) is not supported. Run the command on a "
-            "machine of the cluster and give the address as host:port"
+            f"cluster.address={address} (or RAY_ADDRESS): Ray's client (ray://) is not supported. "
+            "Run the command on a machine of the cluster, and give the address as host:port"
         )
     text = f"cluster.address={address} (or RAY_ADDRESS): no Ray cluster answers at this address"
     remedy = "start a cluster with `ray start --head`, or set neither to start one in the run"
@@ -110,7 +110,7 @@ def _started(cpus: float, object_store_mb: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reaper(folder: str) -> Iterator[None]:
-    """Start the cleanup process, and wait for the cleanup at the end of the block."""
+    """Start a process that cleans up after Ray. At the end of the block, wait until it is done."""
     reaper = subprocess.Popen(
         [sys.executable, "-m", "aligner.distributed.ray.reaper", str(os.getpid()), folder],
         stdin=subprocess.PIPE,

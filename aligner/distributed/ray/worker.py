@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Role, rank and process of a worker, for messages."""
+    """Role, rank and process of a worker, for error messages."""
 
     role: str  # such as "policy"
     rank: int  # in the worker group
@@ -38,7 +38,7 @@ class WorkerIdentity:
 
 @dataclass(frozen=True)
 class TorchWorld:
-    """torch.distributed world of a worker group: its layout, and the address of rank 0."""
+    """Layout of a worker group that uses torch.distributed, and the address of its rank 0."""
 
     parallel: "ParallelConfig"
     seed: int
@@ -49,7 +49,7 @@ class TorchWorld:
 
 
 class WorkerFailure(Exception):
-    """An exception of a worker as text. ``error``: the exception, if a picklable `AlignerError`."""
+    """An exception in a worker, as text. ``error`` is a picklable `AlignerError` or None."""
 
     def __init__(self, message: str, trace: str, error: AlignerError | None) -> None:
         super().__init__(message, trace, error)
@@ -71,7 +71,6 @@ class WorkerProcess:
         environment: Mapping[str, str],
         workers_on_node: int,  # of this group
     ) -> None:
-        """Set up log, environment variables, working directory and threads before imports."""
         self._role, self._rank, self._log = role, rank, log
         _write_output_to(log)
         os.environ.update(environment)
@@ -97,7 +96,7 @@ class WorkerProcess:
         )
 
     def free_port(self) -> tuple[str, int]:
-        """Return this node's address, and a port that is reserved while this process lives."""
+        """Return this node's address and a free port, which is reserved until this process ends."""
         import ray
 
         # The socket is bound but never listens. With SO_REUSEADDR on both sockets, rank 0's store
@@ -114,10 +113,11 @@ class WorkerProcess:
         rank_variables: Mapping[str, str],
         world: TorchWorld | None,
     ) -> None:
-        """Join ``world``, if given, and construct the worker. Raises `WorkerFailure` if this fails.
+        """Join the torch.distributed ``world``, if given, and construct the worker.
 
-        ``arguments``: positional and keyword arguments of the worker. ``rank_variables``:
-        environment variables such as RANK.
+        ``arguments``: (positional, keyword) arguments of the worker's constructor.
+        ``rank_variables``: environment variables such as RANK. Raises `WorkerFailure` if joining or
+        constructing fails.
         """
         os.environ |= rank_variables
         try:
@@ -138,10 +138,10 @@ class WorkerProcess:
         kwargs: Mapping[str, Any],
         *data: Any,
     ) -> Any:
-        """Call the worker's method and return its result in host memory.
+        """Call a method of the worker and return its result, with tensors in host memory.
 
-        ``step``: training step, for messages. ``data``: the worker's shard, if any, as argument
-        ``data``. Raises `WorkerFailure` if the method raises.
+        ``step``: training step, for messages. ``data``: the worker's shard, if any, which is passed
+        as keyword ``data``. Raises `WorkerFailure` if the method raises.
         """
         if data:
             kwargs = {**kwargs, "data": data[0]}

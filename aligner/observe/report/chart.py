@@ -14,7 +14,7 @@ _MAX_DOTS = 40  # a line with more points is clearer without dots
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart: ``values[i]`` at ``steps[i]``. NaN and infinity are not drawn."""
+    """A line of a chart, with ``values[i]`` at ``steps[i]``. NaN and infinity are not drawn."""
 
     label: str
     steps: Sequence[int]
@@ -23,19 +23,19 @@ class Series:
 
     @property
     def finite_points(self) -> list[tuple[int, float]]:
-        """Pairs of step and value, without NaN and infinity."""
+        """Pairs (step, value) with finite values."""
         pairs = zip(self.steps, self.values, strict=True)
         return [(step, value) for step, value in pairs if math.isfinite(value)]
 
     @property
     def constant(self) -> float | None:
-        """The value of all finite points if they are equal, else None."""
+        """The value of the series if all finite values are equal, else None."""
         values = {value for _, value in self.finite_points}
         return values.pop() if len(values) == 1 else None
 
 
 def collect_series(metrics: Sequence[Mapping[str, float]]) -> dict[str, Series]:
-    """Return the steps and values of each metric in lines of ``metrics.jsonl``, by full name."""
+    """Return the series of each metric by full name, from the lines of ``metrics.jsonl``."""
     columns: dict[str, tuple[list[int], list[float]]] = {}
     for line in metrics:
         for name, value in line.items():
@@ -47,9 +47,9 @@ def collect_series(metrics: Sequence[Mapping[str, float]]) -> dict[str, Series]:
 
 
 def lines_of(series: Mapping[str, Series], metric: str, held_out: str) -> list[Series]:
-    """Return the series of ``metric`` in training and in validation, in two colours.
+    """Return a metric's series in training and in validation, with a label and colour for each.
 
-    ``held_out``: label of the validation series.
+    ``metric``: name after the slash, such as ``rewards``. ``held_out``: label for validation.
     """
     groups = (
         ("train_rollouts", "training", "a"),
@@ -76,7 +76,7 @@ def short_number(value: float, digits: int = 4) -> str:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Format ``values`` with at least four digits, and more if labels would be equal otherwise."""
+    """Format ``values`` with four digits, or with more if labels would otherwise be equal."""
     labels, digits = [short_number(value) for value in values], 4
     while len(set(labels)) < len(set(values)) and digits < 17:
         digits += 1
@@ -86,14 +86,14 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """Difference of two values of a metric as text, and whether it is an improvement."""
+    """The difference between two values of a metric as text, and whether it is an improvement."""
 
     text: str
     mood: str  # "up": improvement, "down": deterioration, "": neither
 
     @classmethod
     def between(cls, start: float, end: float, better: int) -> "Change":
-        """Format ``end - start``. ``better``: 1 if larger is better, -1 if smaller is, else 0."""
+        """Return ``end - start``. ``better``: 1 if larger is better, -1 if smaller is, else 0."""
         change = end - start
         if not math.isfinite(change) or not change:
             return cls("–" if change else "±0", "")
@@ -102,7 +102,7 @@ class Change:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about ``count`` multiples of 1, 2 or 5 times a power of 10 in ``[low, high]``."""
+    """Return about ``count`` round numbers in ``[low, high]``: multiples of 1, 2 or 5 · 10^n."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -113,7 +113,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def thin_out(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Select at most about 400 points: the two ends, and minimum and maximum of each interval."""
+    """Select at most about 400 points: both ends, and the extrema of each interval of steps."""
     if len(points) <= _MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / _MAX_POINTS)
@@ -127,7 +127,7 @@ def thin_out(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart, in pixels."""
+    """A line of a chart, with coordinates in pixels."""
 
     style: str
     path: str  # attribute ``d`` of an SVG path
@@ -136,7 +136,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A line chart over steps. Coordinates are pixels from the upper left corner."""
+    """A line chart over steps, with coordinates in pixels from the upper left corner."""
 
     value_ticks: Sequence[tuple[float, str]]  # y and label
     step_ticks: Sequence[tuple[float, str]]  # x and label
@@ -149,45 +149,44 @@ class Chart:
 
 
 def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart | None:
-    """Compute the chart of ``series``, or None if no series has a finite value.
+    """Return the chart of ``series``, or None if no series has a finite value.
 
-    ``shows``: values that the value axis includes in any case, so that charts can be compared.
+    ``shows``: values that the value axis always includes, so that charts can be compared.
     """
-    nonempty = [(line, points) for line in series if (points := line.finite_points)]
-    if not nonempty:
+    lines_with_points = [(line, points) for line in series if (points := line.finite_points)]
+    if not lines_with_points:
         return None
-    # Axes that show all points, with a margin above and below.
-    all_points = [point for _, points in nonempty for point in points]
+    # Ranges of the axes. The margin is 8 % of the range, or for constant values 10 % or 1.
+    all_points = [point for _, points in lines_with_points for point in points]
     all_values = [*shows, *(value for _, value in all_points)]
     margin = (max(all_values) - min(all_values)) * 0.08 or abs(max(all_values)) * 0.1 or 1.0
     low, high = min(all_values) - margin, max(all_values) + margin
-    first, last = min(all_points)[0], max(all_points)[0]
-    last = max(last, first + 1)
+    first = min(all_points)[0]
+    last = max(first + 1, max(all_points)[0])  # at least one step wide
 
-    def at(step: float, value: float) -> tuple[float, float]:
-        """Return the pixel position of a point."""
+    def pixel(step: float, value: float) -> tuple[float, float]:
         x, y = (step - first) / (last - first), (value - low) / (high - low)
         width, height = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
         return round(_LEFT + x * width, 1), round(HEIGHT - _BOTTOM - y * height, 1)
 
-    values = ticks(low, high)
+    tick_values = ticks(low, high)
     # Labels of the step axis: the last step, and whole steps that are not too near to it.
-    inner = [s for s in ticks(first, last) if s == int(s) and last - s > 0.1 * (last - first)]
-    # Pixels of each line, and the values that the page shows at the pointer.
+    steps = [s for s in ticks(first, last) if s == int(s) and last - s > 0.1 * (last - first)]
+    # Each line as an SVG path, and the values that the page shows at the pointer.
     lines, hover = [], []
-    for line, points in nonempty:
-        thinned = thin_out(points)
-        dots = [at(*point) for point in thinned]
-        path = "".join(f"{'L' if i else 'M'}{x} {y}" for i, (x, y) in enumerate(dots))
+    for line, points in lines_with_points:
+        points = thin_out(points)
+        dots = [pixel(*point) for point in points]
+        path = "M" + "L".join(f"{x} {y}" for x, y in dots)
         lines.append(Line(line.style, path, dots if len(dots) <= _MAX_DOTS else ()))
-        marks = [[*dot, *point] for dot, point in zip(dots, thinned, strict=True)]
+        marks = [[*dot, *point] for dot, point in zip(dots, points, strict=True)]
         hover.append({"l": line.label, "s": line.style, "p": marks})
     return Chart(
         value_ticks=[
-            (at(first, value)[1], label)
-            for value, label in zip(values, tick_labels(values), strict=True)
+            (pixel(first, value)[1], label)
+            for value, label in zip(tick_values, tick_labels(tick_values), strict=True)
         ],
-        step_ticks=[(at(step, low)[0], f"{int(step):,}") for step in [*inner, last]],
+        step_ticks=[(pixel(step, low)[0], f"{int(step):,}") for step in [*steps, last]],
         lines=lines,
         hover=json.dumps(hover),
     )
@@ -195,7 +194,7 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
 
 @dataclass(frozen=True)
 class ChartCard:
-    """A chart with title and description in the report."""
+    """A chart in the report, with title and description."""
 
     heading: str
     lead: str
@@ -211,7 +210,7 @@ class ChartCard:
 
 
 def drawn(cards: Iterable[ChartCard]) -> list[ChartCard]:
-    """Return the cards that have at least one finite value to draw."""
+    """Return the cards that have a chart."""
     return [card for card in cards if card.chart is not None]
 
 
@@ -226,7 +225,7 @@ class Bar:
 
 
 def bars(parts: Sequence[tuple[str, float]]) -> list[Bar]:
-    """Build bars from pairs of name and amount, the largest first."""
+    """Return a bar for each (name, amount), largest amount first."""
     total = sum(amount for _, amount in parts) or 1.0
     largest = max((amount for _, amount in parts), default=1.0) or 1.0
     return [

@@ -29,14 +29,14 @@ class EvaluatedSet:
 
 
 def shown_name(name: str) -> str:
-    """Return the readable name of a metric: ``pass@4`` for ``pass_at_4``."""
+    """Return a metric's name as shown in reports, such as ``pass@4`` for ``pass_at_4``."""
     return name.replace("_at_", "@")
 
 
 def render_evaluation(
     model: str, sets: Mapping[str, EvaluatedSet], *, config: str, environment: Mapping[str, str]
 ) -> str:
-    """Return the HTML report of an evaluation. ``config``: the configuration as YAML."""
+    """Return the HTML report of an evaluation. ``sets``: results by set. ``config``: YAML text."""
     prompts = sum(results.prompts for results in sets.values())
     answers = sum(results.prompts * results.samples_per_prompt for results in sets.values())
     return render(
@@ -63,7 +63,7 @@ def _explained(name: str, value: float) -> str:
 
 
 def _estimate_row(key: str, estimate: Estimate) -> tuple[str, str, float | None, str]:
-    """Return a table row: name, meaning, length of the bar from 0 to 1 (None: no bar) and text."""
+    """Return a table row: (name, meaning, bar length from 0 to 1 or None, value as text)."""
     name = shown_name(key)
     meaning = next((text for start, text in _MEANINGS if name.startswith(start)), "")
     text = short_number(estimate.value, 3)

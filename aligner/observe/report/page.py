@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 @cache
 def templates(folder: Path | None = None) -> "Environment":
-    """Return a Jinja2 environment with the library's templates and those in ``folder``.
-
-    It escapes all values for HTML and raises an error if a template uses an undefined value.
-    """
+    """Return a Jinja2 environment for HTML, with templates of the library and of ``folder``."""
     import jinja2  # only needed by runs that end with a page
 
     folders = [] if folder is None else [jinja2.FileSystemLoader(folder)]
@@ -34,10 +31,7 @@ def templates(folder: Path | None = None) -> "Environment":
 
 
 def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
-    """Return an HTML page. ``values`` of all pages: ``title``, ``lead`` and ``environment``.
-
-    ``folder``: folder of ``template``, unless the template is part of the library.
-    """
+    """Return ``template`` filled with ``values``. ``folder``: its folder. None: the library's."""
     return templates(folder).get_template(template).render(**values)
 
 
@@ -55,7 +49,7 @@ class Message(NamedTuple):
 
 
 def messages_of(sample: Sample) -> list[Message]:
-    """Return the messages after the prompt. The list is empty if the sample is one response."""
+    """Return the messages after the prompt. Empty if the sample is a single response."""
     turns = sample.turns or []
     return [
         message

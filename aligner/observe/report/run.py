@@ -25,7 +25,7 @@ from aligner.observe.report.page import render
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Content of the report of a run."""
+    """The content of a run's report."""
 
     title: str
     config: str  # the resolved configuration as YAML
@@ -95,7 +95,7 @@ _GROUPS = {
 
 
 def write_report(folder: Path, run: RunRecord) -> Path:
-    """Write ``<folder>/report.html`` from ``run`` and the metrics and samples in ``folder``."""
+    """Write ``<folder>/report.html`` from ``run``, metrics and samples. Return its path."""
     metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
     record = replace(run, metrics=read_metrics(metrics), samples=read_samples(samples))
     path = folder / "report.html"
@@ -145,7 +145,7 @@ def _tile(series: Mapping[str, Series], metric: str, label: str, better: int) ->
 
 
 def _rounded(value: float, neighbour: float) -> str:
-    """Format ``value``, or 0 if it is below 0.05 % of ``neighbour``."""
+    """Format ``value``, as 0 if it is below 0.05 % of ``neighbour``, the value beside it."""
     is_negligible = math.isfinite(neighbour) and abs(value) < 5e-4 * abs(neighbour)
     return short_number(0.0 if is_negligible else value, 3)
 
@@ -163,7 +163,7 @@ def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
 
 
 def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, str]] | None:
-    """Describe the sampler's log-prob gap: text, and table rows. None if it was not measured."""
+    """Return the sampler's log-prob gap as (text, table rows), or None if it was not measured."""
     gaps = series.get("sampler/logprob_gap_mean")
     if gaps is None:
         return None
@@ -185,7 +185,7 @@ def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, s
 
 
 def before_and_after(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Pair the samples of the first and the last validation that have the same prompt."""
+    """Pair the first and the last validation's samples that have the same prompt."""
     held_out = [sample for sample in samples if sample.split == "val"]
     if not held_out:
         return []
@@ -198,7 +198,7 @@ def before_and_after(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
 
 
 def _training_samples(samples: Sequence[Sample]) -> list[tuple[str, int, list[Sample]]]:
-    """Return (``First`` or ``Last``, step, samples) for the first and the last sampled step."""
+    """Return (title, step, samples) for the first and the last step with samples."""
     training = [sample for sample in samples if sample.split == "train"]
     steps = sorted({sample.step for sample in training})
     return [
@@ -208,7 +208,6 @@ def _training_samples(samples: Sequence[Sample]) -> list[tuple[str, int, list[Sa
 
 
 def _phases(series: Mapping[str, Series]) -> list[Bar]:
-    """Return a bar for each phase, with its total seconds."""
     phases = {
         name.removeprefix("timers/").replace("_", " "): sum(timer.values)
         for name, timer in series.items()
@@ -222,7 +221,7 @@ def _info(name: str) -> MetricInfo:
 
 
 def _groups(series: Mapping[str, Series]) -> list[tuple[str, bool, list[ChartCard]]]:
-    """Return for each group of metrics: heading, whether it is unfolded, and its charts."""
+    """Return (heading, whether it is unfolded, charts) for each group of metrics."""
     groups = []
     for group, heading in _GROUPS.items():
         cards = []

@@ -25,7 +25,7 @@ _MAX_SEARCHED = 256
 
 
 def load(name: str, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[..., Answers]]:
-    """Import a reward function. Return its `Signature` as a dict, and `LoadedFunction.answers`."""
+    """Import function ``name``. Return its `Signature` as a dict, and `LoadedFunction.answers`."""
     function = LoadedFunction(load_function(name, key="reward.function"), name, kwargs)
     return vars(function.signature), function.answers
 
@@ -34,7 +34,7 @@ class LoadedFunction:
     """A reward function with its kwargs, ready to be called."""
 
     def __init__(self, function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
-        """Bind ``kwargs``. Raises `ConfigError` if the signature does not fit the protocol."""
+        """Bind ``kwargs``. Raises `ConfigError` unless `aligner.rewards.protocol` is followed."""
         form, self._function = of_form(function, functools.partial(function, **kwargs))
         signature = Signature.of(function if form is None else self._function, name, kwargs)
         self.signature = replace(signature, form="" if form is None else form.name)
@@ -42,7 +42,7 @@ class LoadedFunction:
         self._runner = asyncio.Runner()  # one loop for all calls, as the function may keep objects
 
     def score(self, samples: Samples) -> Scored:
-        """Call the function, which may be async. Return rewards and metrics (`parse_scores`)."""
+        """Call the function, which may be async. Return rewards and metrics, see `parse_scores`."""
         columns = self.signature.select(samples.columns, self._kwargs)
         lists = [samples.prompts, samples.responses, samples.ground_truths]
         if self.signature.lists == 2:
@@ -53,7 +53,11 @@ class LoadedFunction:
         return parse_scores(result, samples, self.signature.name)
 
     def answers(self, samples: Samples) -> Answers:
-        """Yield the scores of ``samples``, or an exception's text and then the failing sample."""
+        """Yield ("scores", one dict per sample).
+
+        If the function raises, yield ("raised", the exception's text) and then ("culprit", the
+        result of `find_failing`).
+        """
         try:
             rewards, metrics = self.score(samples)
         except (SystemExit, AlignerError):
@@ -67,9 +71,9 @@ class LoadedFunction:
             yield "scores", [dict(zip(["reward", *metrics], row, strict=True)) for row in rows]
 
     def find_failing(self, samples: Samples, error: BaseException) -> int | None:
-        """Score samples one by one. Return the index of the first that raises as ``error`` did.
+        """Score samples one by one. Return the index of the first that raises ``error``'s type.
 
-        Exceptions are compared by type. Returns None if no sample raises this type, or if all do.
+        Returns None if no sample raises this type, or if all samples do.
         """
         culprit, has_other_results = None, len(samples) == 1
         for index in range(min(len(samples), _MAX_SEARCHED)):

@@ -62,10 +62,9 @@ class RewardFunction(ProcessPool):
             name: path of the function (`aligner.importing.load_function`), which may be async.
             kwargs: keyword arguments of every call.
             time_limit_s: time limit of a batch in seconds.
-            max_concurrency: number of processes. With more than one, each call gets a part of the
-                batch.
-            timeout_reward: reward of a sample that is not scored in time. Its metrics are 0. None:
-                raise `RewardTimeoutError`.
+            max_concurrency: number of processes, among which a batch is divided.
+            timeout_reward: reward of a sample that is not scored in time. Its metrics are 0. If
+                None, a timeout raises `RewardTimeoutError`.
 
         Raises `ConfigError` if the function cannot be imported, or its signature does not fit.
         """
@@ -87,7 +86,7 @@ class RewardFunction(ProcessPool):
 
     @classmethod
     def load(cls, name: str, **options: Any) -> "RewardFunction":
-        """Construct the function. This was the constructor's name in version 0.2.0."""
+        """Return ``RewardFunction(name, **options)``, the name of the constructor in 0.2.0."""
         return cls(name, **options)
 
     def __call__(
@@ -97,7 +96,7 @@ class RewardFunction(ProcessPool):
         ground_truths: Sequence[Any],
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> ScoredResponses:
-        """Score ``B`` samples. `aligner.rewards.protocol` describes the arguments.
+        """Score ``B`` samples, which the arguments describe as in `aligner.rewards.protocol`.
 
         Raises:
             RewardError: the function raised an exception, returned a wrong number of values, or
@@ -152,42 +151,43 @@ class RewardFunction(ProcessPool):
     def _answers(self, samples: Samples) -> list[tuple[Samples, Scored | None]]:
         """Return the parts of a batch in order, each with its scores, or None after a timeout.
 
-        A part that timed out is scored again in halves, one after the other, down to single
-        samples. All halves together have twice the time limit. One half has four times the
-        duration of the last part that succeeded, at least one second.
+        A part that timed out is halved, down to single samples, and its halves are scored one after
+        the other. All halves together have twice the time limit. The time limit of a half is four
+        times the duration of the last half that succeeded, but at least one second.
         """
         answers: list[tuple[Samples, Scored | None]] = []
-        waiting, limit = _split(samples, self._max_concurrency), self._time_limit_s
-        concurrency, end = self._max_concurrency, math.inf
-        while waiting:
+        pending_parts = _split(samples, self._max_concurrency)
+        concurrency, part_limit_s, end = self._max_concurrency, self._time_limit_s, math.inf
+        while pending_parts:
             # Score the next parts, or give up at the end of the time.
-            began = time.monotonic()
-            if began >= end:
-                answers += [(part, None) for part in waiting]
+            start = time.monotonic()
+            if start >= end:
+                answers += [(part, None) for part in pending_parts]
                 break
-            parts, waiting = waiting[:concurrency], waiting[concurrency:]
-            scores = self._score(parts, min(limit, end - began))
+            parts, pending_parts = pending_parts[:concurrency], pending_parts[concurrency:]
+            results = self._score(parts, min(part_limit_s, end - start))
             now = time.monotonic()
-            # Keep the scores, and halve the parts that timed out.
-            for part, scored in zip(parts, scores, strict=True):
-                if not isinstance(scored, RewardTimeoutError):
-                    answers.append((part, scored))
+            # Store the scores, and halve the parts that timed out.
+            for part, result in zip(parts, results, strict=True):
+                if not isinstance(result, RewardTimeoutError):
+                    answers.append((part, result))
                     if concurrency == 1:
-                        limit = min(self._time_limit_s, max(1.0, 4 * (now - began)))
+                        part_limit_s = min(self._time_limit_s, max(1.0, 4 * (now - start)))
                 elif self._timeout_reward is None:
-                    raise scored
+                    raise result
                 elif len(part) == 1:
                     answers.append((part, None))
                 else:
-                    waiting += _split(part, 2)
-            if waiting:
-                concurrency, end = 1, min(end, now + 2 * self._time_limit_s)
+                    pending_parts += _split(part, 2)
+            if pending_parts:  # halves
+                concurrency = 1
+                end = min(end, now + 2 * self._time_limit_s)
         return sorted(answers, key=lambda answer: answer[0].offset)
 
     def _score(
         self, parts: list[Samples], time_limit_s: float
     ) -> list[Scored | RewardTimeoutError]:
-        """Score the parts at the same time. A part that times out has the error as its result."""
+        """Score the parts at the same time. The result for a part that times out is the error."""
         answers: list[Scored | RewardTimeoutError] = []
         try:
             # Send each part to a separate process. They have a common deadline.
@@ -249,7 +249,7 @@ class Reward:
         return reward
 
     def check_columns(self, available: frozenset[str]) -> None:
-        """Raise `DataError` if the data lacks a column that the function needs."""
+        """Raise `DataError` if the ``available`` columns of the data lack one that is needed."""
         columns = available | {"is_end", "response_lengths"}
         on_rank_zero(lambda: self._rank_zero_function().signature.check_columns(columns))
 
@@ -266,11 +266,11 @@ class Reward:
         return on_rank_zero(note)
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Decode and score every row.
+        """Decode and score every response of a rollout batch.
 
         Reads ``input_ids`` int64 [B, S], ``prompt_lengths`` and ``input_lengths`` int64 [B],
         ``is_end`` bool [B], and the lists ``prompts``, ``ground_truths`` and ``columns``. An entry
-        of ``columns`` is a dict with the data's other columns of one row.
+        of ``columns`` is a dict with the other columns of the row in the data.
         """
 
         def score() -> ScoredResponses:
@@ -285,7 +285,7 @@ class Reward:
         return on_rank_zero(score)
 
     def shutdown(self) -> bool:
-        """End the function's processes."""
+        """End the function's processes. Returns True."""
         if self._function is not None:
             self._function.close()
         return True

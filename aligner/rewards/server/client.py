@@ -131,9 +131,9 @@ class RewardClient:
                 remaining_s = self.config.retry_for_s - (time.monotonic() - started)
                 if remaining_s <= 0:
                     raise self._error(
-                        f"{_cause(error)}; gave up after {tries} tries "
-                        f"(reward.server.retry_for_s={self.config.retry_for_s:g}). Start the "
-                        "server and repeat the command: the run continues from its last saved state"
+                        f"{_cause(error)}; gave up after {tries} tries in reward.server.retry_for_s"
+                        f"={self.config.retry_for_s:g} seconds. Start the server and repeat the "
+                        "command: the run continues from its last saved state"
                     ) from error
                 wait = min(pause, max(remaining_s, 0.01))  # the last try is at the end of the time
                 log.warning(
@@ -148,7 +148,7 @@ class RewardClient:
             raise self._error(f"{request} was answered with {error}") from error
 
     async def _exchange(self, session: httpx.AsyncClient, request: _RewardRequest) -> Any:
-        # The answer, within the limits of time and size.
+        # Receive the answer, within the limits of time and size.
         answer = bytearray()
         try:
             async with (
@@ -161,21 +161,21 @@ class RewardClient:
                         raise self._error(f"{request} was answered with over {MAX_BYTES} bytes")
         except TimeoutError as error:
             raise _TryAgainError(
-                f"no answer to {request} within {self.config.timeout_s:g} s "
-                "(reward.server.timeout_s)"
+                f"no answer to {request} within reward.server.timeout_s="
+                f"{self.config.timeout_s:g} seconds"
             ) from error
-        # A proxy's page with status 200 or 404 is a temporary failure: the server may be starting.
-        if response.status_code == 200:
+        # Text that is no JSON is a proxy's page. Its server may be starting, so try again.
+        status = response.status_code
+        if status == 200:
             try:
                 return parse_json(answer)
             except DataError as error:
                 raise _TryAgainError(f"{request} was answered with {error}") from error
-        status = f"{response.status_code} {response.reason_phrase}"
-        message = f"{status} to {request}: {parse_error(answer)}"
-        is_page = response.status_code == 404 and not answer.lstrip().startswith(b"{")
-        if response.status_code in _TEMPORARY or is_page:
+        is_proxy_page = status == 404 and not answer.lstrip().startswith(b"{")
+        message = f"{status} {response.reason_phrase} to {request}: {parse_error(answer)}"
+        if status in _TEMPORARY or is_proxy_page:
             raise _TryAgainError(message)
-        if response.status_code in (401, 403):
+        if status in (401, 403):
             message += " (check reward.server.token_env or reward.server.token_file)"
         raise self._error(message)
 
@@ -184,7 +184,7 @@ class RewardClient:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the text of the innermost exception, as httpx's own text omits the cause."""
+    """Return the text of the innermost exception, because httpx's own text omits the cause."""
     if isinstance(error, _TryAgainError):
         return str(error)
     while inner := getattr(error, "exceptions", [error.__cause__ or error.__context__])[0]:
@@ -195,7 +195,7 @@ def _cause(error: BaseException) -> str:
 
 
 class RemoteReward:
-    """Scores responses by a reward server, which rank 0 calls for all ranks."""
+    """Scores the responses of a rollout by a reward server, which only rank 0 calls."""
 
     def __init__(
         self,
@@ -205,9 +205,10 @@ class RemoteReward:
         weights: Sequence[float] | None = None,
         end_strings: Sequence[str] = (),
     ) -> None:
-        """Wait for the server, and check ``weights`` against its attributes (`check_weights`).
+        """Wait until the server at ``config.url`` answers, and check ``weights``.
 
-        ``tokenizer``: of the policy. ``end_strings``: stop strings, removed before scoring.
+        ``tokenizer``: the policy's tokenizer. ``weights``: see `check_weights`. ``end_strings``:
+        stop strings, removed from the end of responses before scoring.
         """
         self.tokenizer, self.end_strings = tokenizer, end_strings
         self._client = RewardClient(config)
@@ -215,7 +216,7 @@ class RemoteReward:
         self.weights = check_weights(weights, self.attributes, f"the reward server {config.url}")
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row. `Reward.get_rewards` lists the columns."""
+        """Score every response of a rollout batch, with the columns of `Reward.get_rewards`."""
 
         def score() -> tuple[list[str], list[list[float]]]:
             responses, texts = scored_texts(self.tokenizer, data, self.end_strings)
@@ -239,8 +240,8 @@ def _checked_url(url: str) -> httpx.URL:
         fits = False
     if not fits or address.userinfo or address.query or address.fragment:
         raise ConfigError(
-            f"reward.server.url={'(with a password)' if '@' in url else url}: expected "
+            f"reward.server.url={'(with a password)' if '@' in url else url} must have the form "
             "http://host:port or https://host:port, without user, query and fragment. Set the "
-            "token in reward.server.token_env or token_file"
+            "token in reward.server.token_env or reward.server.token_file"
         )
     return address

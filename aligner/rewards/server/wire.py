@@ -56,7 +56,7 @@ class HealthAnswer(BaseModel):
 
 
 def parse_rewards(value: Any, count: int, width: int) -> list[list[float]]:
-    """Check an answer. Return ``count`` rows of ``width`` finite numbers, or raise `DataError`."""
+    """Return an answer's ``count`` rewards of ``width`` finite numbers, or raise `DataError`."""
     answer = validated(ScoreAnswer, value)
     rows, problem = answer.rewards, ""
     if len(rows) != count:
@@ -71,7 +71,7 @@ def parse_rewards(value: Any, count: int, width: int) -> list[list[float]]:
 
 
 def parse_error(body: bytes | bytearray) -> str:
-    """Return the message in an answer ``{"error": message}``, or an answer's first characters."""
+    """Return the message of an answer ``{"error": message}``, or the start of another answer."""
     try:
         value = from_json(body)
     except ValueError:

@@ -84,9 +84,6 @@ def test_a_preference_of_negative_strength_is_refused_where_strength_counts(
     assert pairs[0].rewards == (0.9, 0.9)
 
 
-# Labelled responses
-
-
 def test_a_prompt_is_joined_by_the_nearest_earlier_response_to_another_prompt(tmp_path):
     rows = load_rows(LabelledDataset, tmp_path, LABELLED)
     assert [row.desirable for row in rows] == [True, False, True]
@@ -107,7 +104,7 @@ def test_a_mismatched_response_fits_the_limit_and_needs_another_prompt(tmp_path)
     assert loaded[0].mismatched.ids == encoded("long prompt=1")
     with pytest.raises(DataError, match=r"x\.jsonl: row 1 has a prompt of 12 tokens"):
         load_rows(LabelledDataset, tmp_path, [rows[0], rows[2]], max_length=17)
-    with pytest.raises(DataError, match="give rows with different prompts"):
+    with pytest.raises(DataError, match="other prompts"):
         load_rows(LabelledDataset, tmp_path, LABELLED[:2])
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -9,18 +10,12 @@ from loaded import load_set, write_rows
 from pyarrow import parquet
 
 from aligner.data.prompts import PromptDataset
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
 
 ROWS = [
     {"prompt": "2+3=", "ground_truth": "5", "level": 1},
     {"prompt": "10+11=", "ground_truth": "21", "level": 2},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_level_tokenizer()
 
 
 def write_parquet(path, rows):
@@ -150,7 +145,7 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer, caplog):
         ("[1, 2]", "a row must be a JSON object"),
         ('{"question": "a"}', "'prompt' is missing. Name another column with data.prompt_column"),
         ('{"prompt": null, "ground_truth": 5}', "column 'prompt' is null"),
-        ('{"prompt": "a"}', "data.ground_truth_column=null if the data has none"),
+        ('{"prompt": "a"}', "data.ground_truth_column .* null if"),
         ('{"prompt": 7, "ground_truth": 5}', "must be text or a list"),
         ('{"prompt": "", "ground_truth": 5}', "is empty"),
         ('{"prompt": [], "ground_truth": 5}', "messages is empty"),
@@ -162,7 +157,7 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer, caplog):
             "the last chat message is the assistant",
         ),
         ('{"prompt": "x", "ground_truth": 5, "responses": 1}', "columns .'responses'."),
-        (r'{"prompt": "a\ud800b", "ground_truth": 1}', r"'prompt' contains half .*\(\\ud800"),
+        (r'{"prompt": "a\ud800b", "ground_truth": 1}', r"'prompt' contains half .*\\ud800"),
         (r'{"prompt": "a", "ground_truth": [{"x": "\udfff"}]}', "'ground_truth' contains half"),
         (r'{"prompt": "a", "ground_truth": 1, "\ud800": 1}', "contains half a character"),
         ('{"prompt": "a", "ground_truth": {"x": 1, "x": 2}}', "the key 'x' occurs twice"),
@@ -221,12 +216,9 @@ def test_bad_sources_and_settings(tmp_path, tokenizer):
     with pytest.raises(DataError, match="contains no rows"):
         load_set(PromptDataset, tmp_path / "empty.jsonl", tokenizer)
 
-    class NoBos:
-        bos_id = None
-
     path = write_rows(tmp_path / "x.jsonl", ROWS)
     with pytest.raises(TokenizerError, match="has no BOS"):
-        load_set(PromptDataset, path, NoBos(), add_bos=True)
+        load_set(PromptDataset, path, SimpleNamespace(bos_id=None), add_bos=True)
     with pytest.raises(ConfigError, match="are both 'prompt'"):
         load_set(PromptDataset, path, tokenizer, ground_truth_column="prompt")
 

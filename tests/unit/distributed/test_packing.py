@@ -112,7 +112,7 @@ def test_the_tree_finds_the_first_bin_that_fits(lengths):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_errors_name_the_sequence_the_key_and_the_remedy(algorithm):
-    with pytest.raises(DataError, match=r"sequence 1 has 11 tokens.*10.*Raise the token budget"):
+    with pytest.raises(DataError, match=r"sequence 1 has 11 tokens.*10.*Raise this limit"):
         pack(algorithm, [3, 11], 10)
     with pytest.raises(DataError, match=r"4 bins .*2 sequences.* min_bin_count"):
         pack(algorithm, [3, 3], 10, min_bin_count=3, bin_count_multiple=2)

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 from documented import ROOT
+from played import answers_of
 
 from aligner.environments.pool import Call, EnvironmentPool
 
@@ -18,7 +19,7 @@ def played(tmp_path, source, name, *arguments):
     path = tmp_path / "mine.py"
     path.write_text(source.split("```", 1)[0])
     with EnvironmentPool(f"{path}:{name}", *arguments) as pool:
-        yield lambda name, argument=None: pool.call([Call(0, name, argument, 30.0)])[0].value
+        yield lambda name, argument=None: answers_of(pool, [Call(0, name, argument, 30.0)])[0].value
 
 
 def test_the_page_s_environment_counts(tmp_path):

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from played import answers_of
 from reward_cases import gone
 
 from aligner import child_process
@@ -18,7 +19,8 @@ from aligner.config import PromptSourceConfig
 from aligner.data.prompts import EpisodeDataset, columns_of_rows
 from aligner.environments import Turn
 from aligner.environments.pool import Call, CallAnswer, EnvironmentPool, Failure
-from aligner.errors import ConfigError
+from aligner.environments.protocol import check_turn
+from aligner.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.integration
 
@@ -47,16 +49,16 @@ def step(slot, limit=60.0):
 
 
 def test_conversations_in_slots_of_their_own(pool):
-    started = pool.call([begin(0, name="a"), begin(1, seed=7, name="b")])
+    started = answers_of(pool, [begin(0, name="a"), begin(1, seed=7, name="b")])
     assert [one.value.messages[0]["content"] for one in started] == ["row a", "row b"]
-    first = pool.call([step(0), step(1)])
+    first = answers_of(pool, [step(0), step(1)])
     assert [one.value for one in first] == [
         Turn([{"role": "user", "content": "you said 5"}], 1.0, False, {"seed": seed})
         for seed in (1, 7)
     ]
-    (second,) = pool.call([step(1)])
+    (second,) = answers_of(pool, [step(1)])
     assert (second.value.done, second.value.score) == (True, 2.0)
-    assert pool.call([Call(1, "close", None, 60.0)])[0].value is None
+    assert answers_of(pool, [Call(1, "close", None, 60.0)])[0].value is None
     assert pool.pid(0) != pool.pid(1) != os.getpid()
 
 
@@ -70,43 +72,53 @@ def test_conversations_in_slots_of_their_own(pool):
         ("writes_everywhere", "sent an invalid answer"),
         ("is_no_turn", "step returned .*; it must return a Turn"),
         ("is_no_number", "reward is nan, but it must be finite"),
-        ("says_nothing", "neither a message nor done=True"),
         ("has_a_step_outside", r"steps has \(6, 1.0\). .* from 1 to 5, the number"),
-        ("has_a_step_of_nothing", "the step that ends at 5 has no reward. Leave it out"),
-        ("is_text", "reward is 'much', which is not a number"),
-        ("has_no_reward", "has no key 'reward'"),
     ],
 )
 def test_a_failure_is_told_and_touches_nobody_else(pool, what, said):
-    pool.call([begin(0, what=what), begin(1)])
+    answers_of(pool, [begin(0, what=what), begin(1)])
     other = pool.pid(1)
-    failed, fine = pool.call([step(0), step(1)])
+    failed, fine = answers_of(pool, [step(0), step(1)])
     assert isinstance(failed, Failure)
     assert failed.reason == "env_error"
     assert re.search(said, failed.text), failed.text
     assert fine.value.score == 1.0
-    assert isinstance(pool.call([begin(0)])[0], CallAnswer)  # it is started again
+    assert isinstance(answers_of(pool, [begin(0)])[0], CallAnswer)  # it is started again
     assert pool.pid(1) == other
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        (Turn(), "neither a message nor done=True"),
+        (Turn(reward=1.0, done=True, steps=[(5, None)]), "ends at 5 has no reward. Leave it out"),
+        (Turn(reward="much", done=True), "reward is 'much', which is not a number"),
+        (Turn(reward={"other": 1.0}, done=True), "has no key 'reward'"),
+    ],
+)
+def test_turns_that_are_refused(turn, said):
+    with pytest.raises((ConfigError, DataError), match=said):
+        check_turn(turn, characters=5)
 
 
 @pytest.mark.parametrize("what", ["hangs", "forks_many"])
 def test_one_that_hangs_is_killed_with_what_it_started(pool, tmp_path, what):
     marker = tmp_path / "pids"
-    pool.call([begin(0, what=what, marker=str(marker)), begin(1)])
+    answers_of(pool, [begin(0, what=what, marker=str(marker)), begin(1)])
     began = time.monotonic()
-    failed, fine = pool.call([step(0, limit=1.0), step(1)])
+    failed, fine = answers_of(pool, [step(0, limit=1.0), step(1)])
     assert time.monotonic() - began < 10
     assert (failed.reason, fine.value.score) == ("env_timeout", 1.0)
     assert "did not answer within 1 seconds and was killed" in failed.text
     assert all(gone(int(pid)) for pid in marker.read_text().split())
-    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
+    assert isinstance(answers_of(pool, [begin(0)])[0], CallAnswer)
 
 
 @pytest.mark.parametrize("what", ["writes_half_an_answer", "writes_bytes_of_an_answer", "repeats"])
 def test_a_part_of_an_answer_is_no_answer(pool, what, monkeypatch):
     """Nor is one to an earlier message; what has come of an answer is kept until the rest is."""
     monkeypatch.setattr(child_process, "_BODY_LIMIT_S", 0.5)
-    pool.call([begin(0, what=what), begin(1)])
+    answers_of(pool, [begin(0, what=what), begin(1)])
     calls = [step(0), step(1)]
     assert not any(isinstance(began, Failure) for began in pool.begin(calls))
     began, answered = time.monotonic(), set()
@@ -117,12 +129,12 @@ def test_a_part_of_an_answer_is_no_answer(pool, what, monkeypatch):
     assert pool.receive(calls[1], began).value.score == 1.0
     failed = pool.receive(calls[0]._replace(limit_s=0.1), began)
     assert (failed.reason, time.monotonic() - began < 10) == ("env_timeout", True)
-    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
+    assert isinstance(answers_of(pool, [begin(0)])[0], CallAnswer)
 
 
 def test_an_answer_in_parts_is_one(pool):
     pool.kill(0)  # so that the numbers of its messages begin anew
-    pool.call([begin(0, what="answers_in_parts")])
+    answers_of(pool, [begin(0, what="answers_in_parts")])
     call = step(0)
     (began,) = pool.begin([call])
     looks = 0
@@ -135,16 +147,16 @@ def test_an_answer_in_parts_is_one(pool):
 
 def test_one_that_reads_nothing_is_killed_in_time(pool):
     """A message that does not fit into the buffer of a socket."""
-    pool.call([begin(0)])
+    answers_of(pool, [begin(0)])
     os.kill(pool.pid(0), signal.SIGSTOP)
     said = {"role": "assistant", "content": "x" * 2**23}
     began = time.monotonic()
-    (failed,) = pool.call([Call(0, "step", said, 0.5)])
+    (failed,) = answers_of(pool, [Call(0, "step", said, 0.5)])
     assert (failed.reason, time.monotonic() - began < 10) == ("env_timeout", True)
 
 
 def test_one_that_dies_while_it_starts_fails_its_conversation_only(pool, monkeypatch):
-    pool.call([begin(0), begin(1)])
+    answers_of(pool, [begin(0), begin(1)])
     start = child_process.ChildProcess
 
     def dies(program):
@@ -153,20 +165,20 @@ def test_one_that_dies_while_it_starts_fails_its_conversation_only(pool, monkeyp
         return process
 
     os.kill(pool.pid(0), signal.SIGKILL)
-    pool.call([step(0)])
+    answers_of(pool, [step(0)])
     monkeypatch.setattr(child_process, "ChildProcess", dies)
-    failed, fine = pool.call([begin(0), begin(1)])
+    failed, fine = answers_of(pool, [begin(0), begin(1)])
     assert failed.reason == "env_error"
     assert re.search(r"died \(exit code -9\)", failed.text)
     assert isinstance(fine, CallAnswer)
     monkeypatch.undo()
-    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
+    assert isinstance(answers_of(pool, [begin(0)])[0], CallAnswer)
 
 
 def test_memory_is_bounded_and_a_tool_that_misbehaves_tells_the_policy(module):
     with closing(EnvironmentPool(f"{module}:Does", {}, ["what"], memory_mb=256)) as pool:
-        pool.call([begin(0, what="eats_memory")])
-        (failed,) = pool.call([step(0)])
+        answers_of(pool, [begin(0, what="eats_memory")])
+        (failed,) = answers_of(pool, [step(0)])
     assert "raised MemoryError" in failed.text
     assert failed.text.endswith("It may allocate environment.memory_mb=256 MiB")
     cases = (
@@ -175,10 +187,10 @@ def test_memory_is_bounded_and_a_tool_that_misbehaves_tells_the_policy(module):
         ("raises", "result of misbehave: error: ZeroDivisionError: of the environment"),
     )
     with closing(EnvironmentPool(f"{module}:Tools", {}, ["marker"], memory_mb=512)) as pool:
-        pool.call([begin(0, marker="")])
+        answers_of(pool, [begin(0, marker="")])
         for how, said in cases:
             call = {"role": "assistant", "content": f'call misbehave {{"how": "{how}"}}'}
-            (answer,) = pool.call([Call(0, "step", call, 60.0)])
+            (answer,) = answers_of(pool, [Call(0, "step", call, 60.0)])
             text = answer.value.messages[0]["content"]
             assert text.startswith(said)
             assert len(text) < 4100
@@ -186,29 +198,29 @@ def test_memory_is_bounded_and_a_tool_that_misbehaves_tells_the_policy(module):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file of Linux")
 def test_where_memory_runs_out_environments_go_first(pool):
-    pool.call([begin(0)])
+    answers_of(pool, [begin(0)])
     assert Path(f"/proc/{pool.pid(0)}/oom_score_adj").read_text().strip() == "1000"
 
 
 def test_what_was_left_under_way_is_closed_and_coroutines_share_a_loop(module, tmp_path):
     with closing(EnvironmentPool(f"{module}:Closes", {}, ["marker"])) as pool:
         for number in range(3):
-            pool.call([begin(0, seed=number, marker=str(tmp_path / "closed"))])
-            assert isinstance(pool.call([step(0)])[0], CallAnswer)
+            answers_of(pool, [begin(0, seed=number, marker=str(tmp_path / "closed"))])
+            assert isinstance(answers_of(pool, [step(0)])[0], CallAnswer)
     assert (tmp_path / "closed").read_text() == "0 1 "
     with closing(EnvironmentPool(f"{module}:Async", {}, [])) as pool:
-        pool.call([begin(0)])
-        assert [pool.call([step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
-        assert pool.call([Call(0, "close", None, 60.0)])[0].value is None
+        answers_of(pool, [begin(0)])
+        assert [answers_of(pool, [step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
+        assert answers_of(pool, [Call(0, "close", None, 60.0)])[0].value is None
 
 
 def test_forks_answer_nothing_and_dead_ones_leave_nothing(pool, tmp_path):
-    pool.call([begin(0, what="forks")])
-    assert [pool.call([step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
+    answers_of(pool, [begin(0, what="forks")])
+    assert [answers_of(pool, [step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
     # Nor does it where its children are no longer its own when it is found dead.
     marker = tmp_path / "pids"
-    pool.call([begin(0, what="dies_alone", marker=str(marker))])
-    (failed,) = pool.call([step(0)])
+    answers_of(pool, [begin(0, what="dies_alone", marker=str(marker))])
+    (failed,) = answers_of(pool, [step(0)])
     assert re.search(r"died \(exit code -9\)", failed.text)
     assert gone(int(marker.read_text()))
 

@@ -2,6 +2,7 @@
 
 import pytest
 from omegaconf import OmegaConf
+from played import answers_of
 
 from aligner.config import EnvironmentConfig
 from aligner.config.load import with_built_in_task
@@ -127,8 +128,8 @@ def test_a_repetition_mends_no_error_of_the_code(file):
     cases += [("step", k, code) for k, codes in step.items() for code in codes]
     with EnvironmentPool(f"{file}:Fails", {}, ["init", "step"]) as pool:
         for name, kind, code in cases:
-            answer = pool.call([Call(0, "begin", (0, {name: code}), 30.0)])[0]
+            answer = answers_of(pool, [Call(0, "begin", (0, {name: code}), 30.0)])[0]
             if name == "step":
                 assert not isinstance(answer, Failure), answer
-                answer = pool.call([Call(0, "step", {"content": "5"}, 30.0)])[0]
+                answer = answers_of(pool, [Call(0, "step", {"content": "5"}, 30.0)])[0]
             assert (name, code, answer.kind) == (name, code, kind)

@@ -8,6 +8,7 @@ import time
 from contextlib import closing
 
 import pytest
+from played import answers_of
 
 from aligner.environments.pool import Call, EnvironmentPool, Failure
 from aligner.errors import RewardTimeoutError
@@ -109,10 +110,10 @@ def test_killed_functions_and_environments_leave_no_files(here, user):
         assert is_emptied(here)
     pool = EnvironmentPool(f"{user}:Hangs", {}, ["prompt"])
     try:
-        pool.call([Call(0, "begin", (0, {"prompt": "p"}), 60.0)])
+        answers_of(pool, [Call(0, "begin", (0, {"prompt": "p"}), 60.0)])
         assert list(here.glob("aligner-scratch-*/*"))
         message = {"role": "assistant", "content": "x"}
-        (failure,) = pool.call([Call(0, "step", message, 1.0)])
+        (failure,) = answers_of(pool, [Call(0, "step", message, 1.0)])
         assert isinstance(failure, Failure)
         assert is_emptied(here)
     finally:

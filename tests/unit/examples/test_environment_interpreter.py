@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from played import answers_of
 from reward_cases import gone
 
 from aligner.environments.pool import Call, EnvironmentPool, Failure
@@ -277,7 +278,7 @@ def test_a_program_is_killed_with_its_environment(isolation):
     pool = EnvironmentPool(name, kwargs, list(columns))
 
     def call(name, argument, limit_s=60.0):
-        return pool.call([Call(0, name, argument, limit_s)])[0]
+        return answers_of(pool, [Call(0, name, argument, limit_s)])[0]
 
     def program(code, limit_s=60.0):
         text = f'call python {{"code": "{code}"}}'

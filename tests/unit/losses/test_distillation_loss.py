@@ -1,18 +1,12 @@
-"""Distillation: each divergence by hand, and against the whole vocabulary in float64."""
+"""Distillation: each divergence by hand."""
 
 import math
 
 import pytest
 import torch
-from loss_checks import check_loss, column, evaluate
+from loss_checks import column, evaluate
 
 from aligner.losses.distillation import LOG_OUTSIDE, DistillationLoss
-
-LOSSES = [
-    DistillationLoss(kl, mixed_weight=0.3, zero_outside_topk=zero)
-    for kl in ("forward", "backward", "mixed")
-    for zero in (True, False)
-]
 
 
 def log(*values):
@@ -49,12 +43,6 @@ FORWARD = 0.75 * math.log(1.5) + 0.25 * math.log(1)
 BACKWARD = 0.5 * math.log(2 / 3) + 0.25 * (math.log(0.25) - LOG_OUTSIDE)
 
 
-def outputs_of(logits, ids):
-    """What a model with these logits says: log-probs of ``ids``, and its entropy."""
-    logprobs = logits.log_softmax(-1)
-    return logprobs.gather(-1, ids), -(logprobs.exp() * logprobs).sum(-1)
-
-
 def test_divergences_by_hand():
     forward = [-0.75, -0.25]
     backward = [0.5 * (LOG_OUTSIDE - math.log(0.75)), 0.25 * (LOG_OUTSIDE - math.log(0.25))]
@@ -70,18 +58,3 @@ def test_divergences_by_hand():
     expected = 2 / 3 * math.log(8 / 9) + 1 / 3 * math.log(4 / 3)
     slopes = [2 / 3 * (math.log(8 / 9) - expected), 1 / 3 * (math.log(4 / 3) - expected)]
     check_by_hand(DistillationLoss("backward", zero_outside_topk=False), expected, slopes)
-
-
-@pytest.mark.parametrize("loss_function", LOSSES, ids=str)
-def test_what_every_loss_must_pass(loss_function):
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 4, 9, generator=generator, dtype=torch.float64)
-    teacher = torch.randn(5, 4, 9, generator=generator, dtype=torch.float64).topk(3, dim=-1)
-    outputs, entropy = outputs_of(logits, teacher.indices)
-    rows = [[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0]]
-    batch = {
-        "teacher_topk_logits": teacher.values,
-        "token_mask": torch.tensor(rows, dtype=torch.float64),
-        "sample_mask": column(1, 1, 0, 1, 1),
-    }
-    check_loss(loss_function, outputs, batch, [1, 2, 3], entropy)

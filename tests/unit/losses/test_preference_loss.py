@@ -1,14 +1,13 @@
-"""Losses on pairs, and KTO: by hand, and what every loss must pass."""
+"""Losses on pairs, and KTO: by hand."""
 
 import math
 
 import pytest
 import torch
-from loss_checks import NAN, check_loss, column, denominators, evaluate, sigmoid
+from loss_checks import NAN, column, evaluate, sigmoid
 
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss, kto_kl_baseline
-from aligner.types import TokenOutputs
 
 
 def hand_pair():
@@ -100,54 +99,6 @@ def test_rounding_is_a_tie(loss):
     for difference, accuracy in ((1e-6, 0), (1e-3, 1)):
         moved = batch["ref_logprobs"] + difference * better
         assert evaluate(loss, moved, batch)[2]["accuracy"] == accuracy
-
-
-def random_batch(seed=0, rows=8, length=5):
-    generator = torch.Generator().manual_seed(seed)
-    logprobs = torch.randn(rows, length, generator=generator, dtype=torch.float64) - 2
-    noise = torch.randn(rows, length, generator=generator, dtype=torch.float64)
-    position = torch.arange(length)
-    ends = torch.tensor([5, 3, 2, 4, 5, 5, 1, 3][:rows])[:, None]
-    batch = {
-        "ref_logprobs": logprobs + 0.7 * noise,
-        "token_mask": ((position >= 0) & (position < ends)).double(),
-        "sample_mask": column(1, 1, 0, 0, 1, 1, 1, 1)[:rows],
-        "ground_truth_rewards": torch.randn(rows, generator=generator, dtype=torch.float64),
-        "desirable": column(1, 0, 1, 0, 0, 1, 1, 0)[:rows],
-        "kl_baseline": torch.full((rows,), 0.4, dtype=torch.float64),
-    }
-    return logprobs, batch
-
-
-EVERY_PAIR_LOSS = [
-    *(DPOLoss(sft_weight=0.3), DPOLoss(label_smoothing=0.2, average_logprobs=True), IPOLoss()),
-    *(RPOLoss(distance=distance) for distance in ("square", "forward_kl", "backward_kl")),
-    SimPOLoss(sft_weight=0.3),
-]
-
-
-@pytest.mark.parametrize("loss_function", [*EVERY_PAIR_LOSS, KTOLoss()], ids=str)
-def test_what_every_loss_must_pass(loss_function):
-    logprobs, batch = random_batch(seed=1)
-    kto = isinstance(loss_function, KTOLoss)
-    sizes, ignored = [1, 3, 4] if kto else [2, 4, 6], ["ground_truth_rewards", "kl_baseline"]
-    check_loss(loss_function, logprobs, batch, sizes, ignored=ignored)
-
-    def loss(leaf):
-        return loss_function(TokenOutputs(leaf), batch, denominators(batch))[0]
-
-    assert torch.autograd.gradcheck(loss, (logprobs.requires_grad_(),))
-
-
-def test_a_pair_counts_if_both_rows_do():
-    logprobs, batch = random_batch()
-    batch["sample_mask"] = column(1, 0, 0, 1, 1, 1, 1, 1)
-    _, gradient, _ = evaluate(DPOLoss(), logprobs, batch)
-    assert (gradient[:4] == 0).all()
-    assert (gradient[4:].abs().sum(1) > 0).all()
-    logprobs, batch = random_batch(rows=3)
-    with pytest.raises(DataError, match=r"a micro-batch of 3 rows.*to an even number"):
-        evaluate(DPOLoss(), logprobs, batch)
 
 
 def test_kto_by_hand():

@@ -71,9 +71,9 @@ def test_batches_and_memory_by_hand():
     assert arithmetic() == [
         "A step draws 16 prompts and samples 4 responses to each: 64 samples, 32 on each of "
         "2 data-parallel ranks, at most 20 of them in flight together.",
-        "The policy goes over them twice in batches of 32: 4 updates a step (40 in the run), each "
+        "The policy trains on them twice in batches of 32: 4 updates a step (40 in the run), each "
         "the sum of 2 micro-batches of 8 on every rank.",
-        "The critic goes over them twice in batches of 64: 2 updates a step (20 in the run), each "
+        "The critic trains on them twice in batches of 64: 2 updates a step (20 in the run), each "
         "the sum of 8 micro-batches of 4 on every rank.",
         "10 steps: 640 samples; 100 training prompts make an epoch of 6 steps and 4 prompts left "
         "over.",

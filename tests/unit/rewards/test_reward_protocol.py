@@ -86,7 +86,7 @@ def test_functions_that_cannot_be_loaded(module, name, message):
     (module.parent / "broken.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match=message):
         RewardFunction(name.format(module=module, folder=module.parent))
-    with pytest.raises(ConfigError, match=r"no keyword arguments \['size'\]; it has .*scale"):
+    with pytest.raises(ConfigError, match=r"contains \['size'\].* accepts .*scale"):
         RewardFunction(f"{module}:picky", kwargs={"size": 3})
 
 

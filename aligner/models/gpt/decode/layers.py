@@ -84,7 +84,6 @@ class IncrementalLayer:
         products: Mapping[nn.Module, Product],
         tp_group: dist.ProcessGroup | None,
     ) -> None:
-        """Read the layer's parameters. ``products``: packed weights, by their linear layer."""
         attention, mlp = layer.self_attention, layer.mlp
         self._number: int = attention.core_attention.layer_number
         skipped = layer.config.no_rope_freq

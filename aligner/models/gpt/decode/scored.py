@@ -48,7 +48,6 @@ class ScoredModel(IncrementalModel):
     def __init__(
         self, gpt: GPTModel, architecture: GPTArchitecture, num_slots: int, capacity: int
     ) -> None:
-        """See `IncrementalModel`."""
         super().__init__(gpt, architecture, num_slots, capacity)
         self._cap = architecture.logits_cap
         assert isinstance(self.cache, ScoredCache)

@@ -122,7 +122,7 @@ class TransformersDecoder(DecodingModel):
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source``, int64 [k], to slots ``target``.
 
-        ``length``: length of the sequences, or of the prompts.
+        ``length``: length of the copied prompts, or of complete sequences.
         """
 
 
@@ -132,7 +132,6 @@ class FullPassDecoder(TransformersDecoder):
     description = "without a cache"
 
     def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
-        """See `TransformersDecoder`."""
         super().__init__(model, num_slots, capacity)
         self._tokens = torch.zeros(num_slots, self.capacity, dtype=torch.int64, device=self.device)
 
@@ -180,7 +179,6 @@ class GroupDecoder(TransformersDecoder):
     description = "with transformers' cache, sequences of equal length together"
 
     def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
-        """See `TransformersDecoder`."""
         super().__init__(model, num_slots, capacity)
         self._places: list[_Place | None] = [None] * num_slots
         self._prompts: list[_Place | None] = [None] * num_slots  # cached prompts, without response
@@ -256,7 +254,7 @@ class GroupDecoder(TransformersDecoder):
 
 
 def _select_rows(parts: Sequence[Any], rows: Sequence[Tensor], counts: Sequence[int]) -> Any:
-    """Concatenate the selected ``rows`` of caches, which have ``counts`` rows, to one cache."""
+    """Concatenate the selected ``rows`` of several caches. ``counts``: rows in each cache."""
     first = parts[0]
     if isinstance(first, Tensor):
         if all(
@@ -286,7 +284,6 @@ class SlotDecoder(TransformersDecoder):
     description = "with aligner's key-value cache"
 
     def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
-        """See `TransformersDecoder`."""
         super().__init__(model, num_slots, capacity)
         # Keys and values of each attention call, allocated in the first pass. They begin as zeros,
         # because a masked value is multiplied by 0, which would not remove a NaN.

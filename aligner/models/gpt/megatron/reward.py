@@ -34,7 +34,6 @@ class SharedBackboneRewardModel(MegatronGPTRewardModel):
     """
 
     def __init__(self, *args: Any, backbone: GPTModel, **kwargs: Any) -> None:
-        """Build the model in ``backbone``, the critic's model (see `MegatronGPTModel`)."""
         self.__dict__["_backbone"] = backbone  # nn.Module.__init__ has not run yet
         super().__init__(*args, **kwargs)
 
