@@ -114,7 +114,7 @@ def _target_logits(
 def _rescale(
     maximum: Tensor, total: Tensor, weighted: Tensor | None, rows: slice, higher: Tensor
 ) -> None:
-    """Change the maximum to which the running sums of ``rows`` are relative to ``higher``."""
+    """Raise the running maximum of ``rows`` to ``higher``, and rescale their running sums."""
     shift = maximum[rows] - higher
     factor = shift.exp()
     if weighted is not None:

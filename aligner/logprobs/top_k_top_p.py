@@ -181,7 +181,7 @@ def shard_thresholds(
 
 
 def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Compute the logit from which on top-k and then top-p keep tokens, for each row of [n, V].
+    """Compute, for each row of [n, V], the lower bound of logits that top-k, then top-p keep.
 
     Top-p keeps the fewest most probable tokens whose total probability is at least ``top_p``. The
     threshold is midway between the smallest kept and the next lower logit, so that small rounding

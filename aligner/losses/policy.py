@@ -99,8 +99,8 @@ class PPOPolicyLoss:
 
     Metrics are ``loss`` and means over all tokens of the global batch: ``ppo_ratio`` (ρ),
     ``ppo_ratio_clamped``, ``clip_fraction`` and ``approx_kl`` (k3 estimate of the KL between
-    rollout policy and current policy). ``clip_fraction`` is the share of tokens whose clipped term
-    is larger, which get no gradient, or with cispo whose weight was clipped. Options add
+    rollout policy and current policy). ``clip_fraction`` is the share of tokens without gradient,
+    because their clipped term is larger. With cispo it is the share of clipped weights. Options add
     ``dual_clip_fraction``, ``entropy``, ``kl_loss`` (before the coefficient) and the metrics of
     `losses.corrections.correct` and `gap_metrics`. ``ppo_ratio_max`` is the maximum of ρ.
     """

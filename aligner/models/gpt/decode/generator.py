@@ -236,7 +236,7 @@ class Generator:
         return responses
 
     def _broadcast_from_first_copy(self, rollout: Rollout) -> None:
-        """Give all ranks that sample the same sequences the results of the first of them."""
+        """Send results from the first of the ranks that sample the same sequences to the others."""
         # Results of some libraries differ in the last bits between runs.
         group = self._sampled.copies
         if group is not None and dist.get_world_size(group) > 1:

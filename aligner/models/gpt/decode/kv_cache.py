@@ -81,8 +81,8 @@ class KVCache:
     ) -> None:
         """Allocate the cache for ``num_slots`` sequences of at most ``capacity`` tokens.
 
-        ``layer_numbers``: megatron-core's global numbers of this process's layers. ``windows``:
-        number of tokens that each layer attends to (None: all).
+        ``layer_numbers``: megatron-core's global numbers of this process's layers. ``groups``: G.
+        ``queries``: R. ``scale``: factor of the scores. ``windows``: tokens per layer (None: all).
         """
         # For narrow heads the span includes masked positions, so that one algorithm computes all.
         self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))
