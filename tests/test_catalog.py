@@ -17,7 +17,6 @@ from aligner.config import BaseRunConfig
 from aligner.config.algorithms.names import algorithm_of
 
 ROOT = Path(__file__).parents[1]
-EVERY = pytest.mark.parametrize("entry", ALGORITHMS.values(), ids=ALGORITHMS)
 
 
 def test_every_training_script_and_configuration_is_a_row():
@@ -28,7 +27,7 @@ def test_every_training_script_and_configuration_is_a_row():
     assert {root_of(recipe) for recipe in RECIPES} - {"gpt_evaluate"} == configured
 
 
-@EVERY
+@pytest.mark.parametrize("entry", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_a_row_has_what_it_names(entry):
     assert COMMANDS[f"train-{entry.name}"].script == entry.script
     script = (ROOT / "examples" / f"{entry.script}.py").read_text()
@@ -39,20 +38,11 @@ def test_a_row_has_what_it_names(entry):
     source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
     told = re.search(rf"^def {function}\(config: (\w+)\) -> None:", source, re.MULTILINE)
     assert told[1] == entry.root_class.__name__
-
-
-@EVERY
-def test_the_page_runs_the_script_and_the_readme_leads_there(entry):
-    scripts = {one.script for one in commands() if one.page == f"docs/{entry.page}"}
-    assert entry.script in scripts
-    rows = [
-        row
-        for table in tables()
-        if table.page == "README.md" and table.header[:3] == ("what", "script", "page")
-        for row in table.rows
-        if f"{entry.script}.py" in row[1]
-    ]
-    assert any(entry.page in row[2] for row in rows)
+    # The page runs the script, and the README leads to the page.
+    assert entry.script in {each.script for each in commands() if each.page == f"docs/{entry.page}"}
+    overview = [each for each in tables() if each.header[:3] == ("what", "script", "page")]
+    rows = [row for table in overview if table.page == "README.md" for row in table.rows]
+    assert any(f"{entry.script}.py" in row[1] and entry.page in row[2] for row in rows)
 
 
 def test_run_states_tell_every_algorithm():

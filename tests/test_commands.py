@@ -82,20 +82,19 @@ def test_an_installed_wheel_needs_no_checkout(tmp_path, installed):
         return done.stdout
 
     assert f"{site}/aligner/conf/recipes" in aligner("--help")
-    for folder in ("conf", "examples"):
-        assert {path.relative_to(shipped(folder)) for path in shipped(folder).rglob("*.yaml")} == {
-            path.relative_to(site / "aligner" / folder)
-            for path in (site / "aligner" / folder).rglob("*.yaml")
-        }
-    templates = Path("observe", "report", "templates")
-    assert {path.name for path in (ROOT / "aligner" / templates).iterdir()} == {
-        path.name for path in (site / "aligner" / templates).iterdir()
-    }
+    kinds, templates = (".yaml", ".py", ".sbatch"), Path("observe", "report", "templates")
+    wanted = [(shipped(name), Path(name)) for name in ("conf", "examples")]
+    for folder, copy in (*wanted, (ROOT / "aligner" / templates, templates)):
+        files = [path for path in folder.rglob("*.*") if path.suffix in kinds or copy == templates]
+        names = [path.relative_to(folder) for path in files]
+        assert [name for name in names if not (site / "aligner" / copy / name).is_file()] == []
     assert (site / "aligner_plan" / "dry" / "guard.cpp").is_file()
     job = aligner("train-ppo", "--config-name", "recipes/ppo_tiny_cpu", "--cfg", "job")
     assert "restore_from_path: models/tiny.nemo" in job
     made = ("-m", "aligner.checkpoint.tiny", "--output", "tiny.nemo")  # its published path
     assert ran(sys.executable, *made, cwd=away, env=environment).returncode == 0
+    aligner("make-tiny-model", "other.nemo")
+    assert (away / "other.nemo").is_file()
     line = aligner("convert", "--input", "tiny.nemo", "--output", "hf")
     assert re.fullmatch(r"wrote hf: \w+, .* parameters, .* vocabulary \d+ \(.*iB\)\n", line)
     assert (away / "hf" / "model.safetensors").exists()

@@ -36,27 +36,6 @@ def test_every_option_is_described_with_its_choices(cls):
     assert lacking == []
 
 
-def test_a_table_has_all_keys_below_a_section():
-    rows = TOOL["table"]("gpt_ppo", "model.optim -model.optim.sched critic.optim=model.optim")
-    keys = re.findall(r"^\| `([\w.]+)` \| (`[^`]+`) \| (.*) \|$", rows, re.MULTILINE)
-    names = ("name", "lr", "weight_decay", "betas", "eps")
-    assert [key for key, *_ in keys] == [f"model.optim.{name}" for name in names]
-    assert keys[1][1:] == ("`1e-06`", "Peak learning rate.")
-    last = rows.splitlines()[-1]
-    assert last.startswith(
-        "| `critic.optim`: `name`, `lr`, `weight_decay`, `betas`, `eps`, `sched."
-    )
-    assert last.endswith("As in [`model.optim`](options.md). Other defaults: `lr=1e-05`. |")
-
-
-def test_a_key_that_means_something_else_has_its_own_row():
-    rows = TOOL["table"]("gpt_distill", "model.distill=model.ppo +shared")
-    assert re.search(
-        r"^\| `model.distill.rollout_micro_batch_size` \| `64` \| ", rows, re.MULTILINE
-    )
-    assert "`exp_manager.mode=min`" in rows.splitlines()[-1]
-
-
 @pytest.mark.parametrize("cls", [*KINDS, PolicyConfig], ids=lambda cls: cls.__name__)
 def test_no_value_is_taken_for_one_of_another_kind(cls):
     """Not where Python or pydantic would: "8" is no number, "yes" and 1 are no booleans."""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from servers import bound_port
 from torch.distributed import TCPStore
 
 from aligner.distributed.ray.worker import WorkerProcess
@@ -33,11 +32,6 @@ def is_kept(port):
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=limit)
     store.set("key", "value")
     assert store.get("key") == b"value"
-
-
-def test_a_bound_port_is_for_its_server_alone():
-    with bound_port() as port:
-        is_kept(port)
 
 
 def test_the_port_of_workers_on_ray_is_kept():

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,11 @@ def test_a_job_starts_a_run_that_composes(job, calls):
     assert (config.trainer.num_nodes, config.trainer.devices) == (NODES, GPUS)
     assert (config.seed, config.trainer.ppo.max_steps) == (5, 3)  # the last word is the user's
     assert config.cluster.engine == ("ray" if job == "ray" else "local")
-    limit = re.search(r"^#SBATCH --time=(\d+):00:00$", JOBS[job].read_text(), re.MULTILINE)[1]
+    text = JOBS[job].read_text()
+    limit = re.search(r"^#SBATCH --time=(\d+):00:00$", text, re.MULTILINE)[1]
     assert config.trainer.max_seconds < int(limit) * 3600
+    commands = text[re.search(r"^[^#\n]", text, re.MULTILINE).start() :]
+    assert "#SBATCH" not in commands  # Slurm reads no option behind a command
 
 
 @pytest.mark.parametrize("job", ["torchrun", "container"])
@@ -118,16 +122,6 @@ def test_a_cluster_that_stays_short_of_nodes_ends_the_job(calls):
     assert not any(SCRIPT in call for call in calls("ray", nodes=3, code=1))
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_bash_reads_it_and_slurm_reads_its_options(job):
-    subprocess.run(["bash", "-n", str(JOBS[job])], check=True, timeout=20)
-    lines = JOBS[job].read_text().splitlines()
-    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
-    first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
-    assert options
-    assert options[-1] < first_command  # Slurm reads none behind it
-
-
 TASK = """
 import os, sys
 import torch.distributed as dist
@@ -138,28 +132,20 @@ with started_processes(TrainerConfig(devices=2), 60.0):
 """
 
 
-@pytest.fixture
-def port():
-    with bound_port() as number:
-        yield number
-
-
 @pytest.mark.extended
-def test_tasks_of_srun_know_which_device_is_theirs(port):
+def test_tasks_of_srun_know_which_device_is_theirs():
     """Two tasks that Slurm started, without torchrun: on GPUs each takes that of its LOCAL_RANK."""
     job = {"JOB_ID": "7", "JOB_NAME": "train", "NTASKS": "2", "NTASKS_PER_NODE": "2"}
     job |= {"NODELIST": "localhost", "NODEID": "0"}
-    tasks = []
-    for number in range(2):
-        slurm = {**job, "PROCID": str(number), "LOCALID": str(number)}
-        variables = {f"SLURM_{name}": value for name, value in slurm.items()}
-        environment = {**os.environ, **variables, "MASTER_PORT": str(port)}
-        environment.pop("LOCAL_RANK", None)
-        command = [sys.executable, "-c", TASK]
-        tasks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    try:
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    with bound_port() as port, ExitStack() as ending:
+        tasks = []
+        for number in range(2):
+            slurm = {**job, "PROCID": str(number), "LOCALID": str(number)}
+            variables = {f"SLURM_{name}": value for name, value in slurm.items()}
+            variables |= {**environment, "MASTER_PORT": str(port)}
+            options = {"env": variables, "stdout": subprocess.PIPE, "text": True}
+            tasks.append(subprocess.Popen([sys.executable, "-c", TASK], **options))
+            ending.callback(tasks[-1].kill)
         seen = [process.communicate(timeout=120)[0].splitlines()[-1] for process in tasks]
-    finally:
-        for process in tasks:
-            process.kill()
     assert seen == ["0 0 2", "1 1 2"]

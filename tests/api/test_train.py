@@ -125,33 +125,31 @@ except KeyboardInterrupt:
 """
 
 
+def begun(nemo, folder, steps):
+    """The process of such a script, once its run has written ``steps`` lines of metrics."""
+    words = [sys.executable, "-c", CTRL_C, str(nemo), str(folder)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    for _ in range(600):
+        if len(read_metrics(folder / "metrics.jsonl")) >= steps:
+            break
+        time.sleep(0.2)
+    return process
+
+
 @pytest.mark.extended
 def test_ctrl_c_saves(tiny_nemo, tmp_path):
     folder = tmp_path / "run"
-    words = [sys.executable, "-c", CTRL_C, str(tiny_nemo), str(folder)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    metrics = folder / "metrics.jsonl"
-    for _ in range(600):
-        if metrics.exists() and len(metrics.read_text().splitlines()) > 3:
-            break
-        time.sleep(0.2)
+    process = begun(tiny_nemo, folder, 4)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert output.endswith("interrupted\n")
-    steps = [line["step"] for line in read_metrics(metrics)]
-    assert (folder / "run_state" / f"step_{steps[-1]:06d}" / "manifest.json").exists()
+    last = read_metrics(folder / "metrics.jsonl")[-1]["step"]
+    assert (folder / "run_state" / f"step_{last:06d}" / "manifest.json").exists()
 
 
 @pytest.mark.extended
 def test_a_run_ends_with_its_caller(tiny_nemo, tmp_path):
-    folder = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-c", CTRL_C, str(tiny_nemo), str(folder)], stdout=subprocess.DEVNULL
-    )
-    for _ in range(600):
-        if (folder / "metrics.jsonl").exists():
-            break
-        time.sleep(0.2)
+    process = begun(tiny_nemo, tmp_path / "run", 1)
     runs = psutil.Process(process.pid).children(recursive=True)
     assert runs
     process.kill()
@@ -175,18 +173,6 @@ def test_models_of_a_tensor_parallel_run_are_loaded_into_one_process(tiny_nemo, 
 ROOT = Path(__file__).parents[2]
 # The last line of each script, as values, and the smallest that they may be.
 PROMISES = {"grpo": 0.9, "ppo": 0.9, "environment": 0.4, "dpo": 1.0}
-
-
-@pytest.mark.extended
-def test_the_wheel_has_every_example_and_makes_a_tiny_model(tmp_path, installed):
-    shipped = installed / "aligner" / "examples"
-    names = {path.relative_to(ROOT / "examples") for path in (ROOT / "examples").rglob("*.*")}
-    names = {name for name in names if name.suffix in (".py", ".sbatch")}
-    assert all((shipped / name).is_file() for name in names)
-    command = [sys.executable, "-m", "aligner.commands", "make-tiny-model", "tiny.nemo"]
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    subprocess.run(command, check=True, cwd=tmp_path, env=environment)
-    assert (tmp_path / "tiny.nemo").is_file()
 
 
 @pytest.mark.extended

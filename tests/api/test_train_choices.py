@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import test_train
 import torch
 
 import aligner
@@ -12,25 +13,10 @@ from aligner.errors import ConfigError
 
 pytestmark = pytest.mark.extended
 
-ROWS = [{"prompt": f"{i} + 2 = "} for i in range(16)]
-
-
-def digits(prompts, responses, **columns):
-    return [float(response[:1].isdigit()) for response in responses]
-
 
 def train(model, folder, max_steps=2, **overrides):
-    return aligner.train_grpo(
-        model=model,
-        data=ROWS,
-        reward=digits,
-        max_steps=max_steps,
-        lr=6e-3,
-        samples_per_step=16,
-        max_new_tokens=3,
-        output_dir=folder,
-        overrides={name.replace("__", "."): value for name, value in overrides.items()},
-    )
+    settings = {name.replace("__", "."): value for name, value in overrides.items()}
+    return test_train.train(model, folder, max_steps=max_steps, overrides=settings)
 
 
 def logprobs_of_transformers(folder, prompt, response):

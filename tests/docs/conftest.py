@@ -5,10 +5,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -149,28 +147,3 @@ def workplace(shelf, tmp_path):
         return folder
 
     return make
-
-
-@pytest.fixture
-def serving(workplace):
-    """``serving(text)``: the server that ``text`` starts, once it is ready; its folder too."""
-    started = []
-
-    def start(text):
-        folder = workplace()
-        log = (folder / "server.log").open("w")
-        streams = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-        command = ["bash", "-c", f"exec {text}"]
-        process = subprocess.Popen(command, cwd=folder, env=environment(), **streams)
-        started.append(process)
-        deadline = time.monotonic() + 300
-        while "reward server ready at" not in (said := (folder / "server.log").read_text()):
-            assert process.poll() is None, said
-            assert time.monotonic() < deadline, said
-            time.sleep(0.5)
-        return folder, process
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)

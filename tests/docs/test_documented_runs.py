@@ -13,7 +13,7 @@ import subprocess
 import pytest
 from conftest import environment, shell
 from documented import CONF, ROOT, blocks, commands, tables
-from servers import bound_port
+from servers import bound_port, started
 from test_conf import ROOTS
 from test_docs_commands import composed_of, filled, kind_of, of_kind
 from test_docs_tables import code
@@ -26,10 +26,9 @@ NOT_RUN = {
     r"--nproc-per-node 8|trainer\.devices=8": "eight GPUs; tests/distributed has four",
     r"RAY_ADDRESS=": "tests/ray starts two nodes with these words and trains on them",
     r"generation\.backend=vllm": "`make test-vllm`: it needs vLLM's environment",
-    r"adapters\.(gymnasium|mcp|openenv|skyrl_gym|verifiers(_agent)?):": "tests/adapters plays it",
+    r"_environments\.(gymnasium|mcp|openenv|skyrl_gym|verifiers)\w*:": "tests/adapters plays it",
     r"python -m benchmarks\.": "minutes to an hour; benchmarks/LOG.md has each reading",
     r"examples/pipeline\.py": "tests/learning/test_pipeline_learns.py runs one of tiny stages",
-    r"python -m campaigns": "`make campaign`: minutes of faults, seeded",
     r"(aligner |examples/)compare": "wants the directories of several runs; tests/unit has its own",
     r"^(python examples/(generate|evaluate)\.py( --chat)?|aligner (generate|chat|evaluate))$": (
         "names a command in a sentence; its arguments stand in a block"
@@ -211,28 +210,25 @@ def test_the_aligner_commands_are_listed(workplace):
         assert "train-ppo" in done.stdout
 
 
-@pytest.fixture
-def port():
-    with bound_port() as number:
-        yield str(number)
-
-
-def test_the_server_of_the_page(workplace, serving, port):
+def test_the_server_of_the_page(workplace):
     """Started, asked by a run, refused without the token, and ended by SIGTERM with status 0."""
-    page = [one for one in commands() if one.page == "docs/reward.md"]
-    server = next(one.text for one in page if "--token-file" in one.text)
-    client = typed(next(one for one in page if "reward=server" in one.text))
-    folder, process = serving(server.replace("5555", port))
-    client = client.replace("5555", port).replace("HOST", "127.0.0.1")
-    done = shell(folder, client)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (folder / "reward.token").unlink()
-    (folder / "reward.token").write_text("another")
-    refused = shell(folder, f"{client} exp_manager.explicit_log_dir=results/refused")
-    assert refused.returncode == 2, refused.stderr
-    assert "401" in refused.stderr
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    page = [command for command in commands() if command.page == "docs/reward.md"]
+    server = next(command.text for command in page if "--token-file" in command.text)
+    client = typed(next(command for command in page if "reward=server" in command.text))
+    folder, ready = workplace(), r"reward server ready at (\S+)"
+    with bound_port() as port:
+        command = ["bash", "-c", f"exec {server.replace('5555', str(port))}"]
+        client = client.replace("5555", str(port)).replace("HOST", "127.0.0.1")
+        with started(command, ready, cwd=folder, env=environment()) as (_, process):
+            done = shell(folder, client)
+            assert done.returncode == 0, done.stderr[-3000:]
+            (folder / "reward.token").unlink()
+            (folder / "reward.token").write_text("another")
+            refused = shell(folder, f"{client} exp_manager.explicit_log_dir=results/refused")
+            assert refused.returncode == 2, refused.stderr
+            assert "401" in refused.stderr
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
 
 
 # Blocks that show a form and run nothing, by their first line.

@@ -120,6 +120,8 @@ def test_a_backend_that_is_not_enabled_is_not_read():
         ("megatron", {"generation__bad_words": ["<img>"]}, "bad_words"),
         ("megatron", {"generation__temperatur": 0}, "Did you mean policy.generation.temperature"),
         ("megatron", {"quant_cfg": "nvfp4.yaml"}, "quant_cfg"),
+        ("megatron", {"megatron_cfg__tensor_parallel_size": 2}, "unknown key.*mean .*model_par"),
+        ("megatron", {"hf_config_overrides": {"rope_theta": 1}}, "Edit its config.json"),
         ("megatron", {"fsdp_offload_enabled": True}, "fsdp_offload_enabled"),
     ],
 )  # fmt: skip
@@ -127,6 +129,13 @@ def test_what_cannot_be_done_is_refused(backend, changes, key):
     with pytest.raises(ConfigError, match=key) as refused:
         published_role(section(backend, **changes))
     assert len(str(refused.value).splitlines()) == 3  # of one setting: a head, titles and its row
+
+
+def test_one_backend_is_enabled():
+    with pytest.raises(ConfigError, match="neither is true"):
+        published_role(section("megatron", megatron_cfg__enabled=False))
+    with pytest.raises(ConfigError, match="both are true"):
+        published_role(section("megatron", dtensor_cfg__enabled=True))
 
 
 def test_all_refusals_are_one_table():

@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
@@ -83,3 +85,18 @@ def test_an_unknown_name_is_refused_as_everywhere():
     module = importlib.import_module("aligner.distributed.worker_groups")
     with pytest.raises(AttributeError, match="has no attribute 'NoSuchGroup'"):
         module.NoSuchGroup  # noqa: B018
+
+
+def test_every_name_of_the_page_is_in_the_file_that_lists_it():
+    root = Path(__file__).parents[2]
+    entry = re.compile(r"^- `(aligner/[\w/]+\.py)`: (.+?)(?=\n- |\n\n)", re.MULTILINE | re.DOTALL)
+    listed = [
+        (file, re.search(r"\w+", span)[0])
+        for file, names in entry.findall((root / "docs" / "published.md").read_text())
+        for span in re.findall(r"`([^`]+)`", names)
+    ]
+    assert len(listed) > 120
+    texts = {file: (root / file).read_text() for file, _ in listed}
+    assert [
+        f"{file}: {name}" for file, name in listed if not re.search(rf"\b{name}\b", texts[file])
+    ] == []

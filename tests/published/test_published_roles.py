@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from omegaconf import OmegaConf
 
+from aligner.algorithms.run.identity import flat
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import RSModelConfig, RSRunConfig, load_config
 from aligner.errors import ConfigError
@@ -53,13 +54,7 @@ def composed(tiny_nemo):
 
 
 def rollout_overrides(group):
-    return [
-        *(f"model.{group}.length_params.{key}" for key in ("max_length=3", "min_length=2")),
-        *(f"model.{group}.sampling_params.{key}" for key in ("temperature=0.5", "top_k=7")),
-        f"model.{group}.offload_adam_states=true",
-        f"model.{group}.forward_micro_batch_size=5",
-        f"model.{group}.rollout_micro_batch_size=6",
-    ]
+    return [f"model.{group}.{key}={value}" for key, value in flat(ROLLOUT).items()]
 
 
 def assert_settings(role):
@@ -73,18 +68,11 @@ def assert_settings(role):
         assert role.rollout_micro_batch_size == 6
 
 
-@pytest.mark.parametrize("form", ["hydra", "typed", "mapping"])
-def test_rejection_samplings_model_as_published(form, composed, trainer, tiny_nemo):
+def test_rejection_samplings_model_as_published(composed, trainer, tiny_nemo):
     """The call of the published page, with its `infer` and its loss."""
     cfg = composed("gpt_rs", *rollout_overrides("rs"))
-    samples = composed("gpt_rs", *rollout_overrides("rs"), "model.rs.num_rollout_samples=16")
-    sections = {
-        "hydra": cfg.model,
-        "typed": load_config(samples, RSRunConfig).model,
-        "mapping": {"rs": ROLLOUT, "optim": {"lr": 1e-3}, **BATCHES},
-    }
     ptl_model = load_from_nemo(
-        MegatronGPTRSModel, sections[form], trainer, strict=True, restore_path=str(tiny_nemo)
+        MegatronGPTRSModel, cfg.model, trainer, strict=True, restore_path=str(tiny_nemo)
     )
     assert isinstance(ptl_model, LightningModule)
     assert ptl_model.trainer is trainer
@@ -108,25 +96,23 @@ def test_rejection_samplings_model_as_published(form, composed, trainer, tiny_ne
     loss_mean, metrics = ptl_model.get_loss_and_metrics(batch=rollout, forward_only=True)
     assert loss_mean == metrics["loss"]
     assert loss_mean == pytest.approx(-logprobs[mask].mean().item(), rel=1e-5)
-    before = {name: value.clone() for name, value in ptl_model.gpt.named_parameters()}
+    before = [value.clone() for value in ptl_model.gpt.parameters()]
     loss_mean, metrics = ptl_model.get_loss_and_metrics(batch=rollout, forward_only=False)
     outcome = ptl_model.optimizer.step()
     ptl_model.finish_training()
     assert outcome.grad_norm > 0
-    assert any(
-        not torch.equal(before[name], value) for name, value in ptl_model.gpt.named_parameters()
-    )
+    assert not all(map(torch.equal, before, ptl_model.gpt.parameters()))
 
 
 def test_actor_critic_and_reward_model_take_hydras_sections(composed, trainer, tiny_nemo):
-    overrides = [
-        "critic.micro_batch_size=2",
-        "critic.global_batch_size=4",
-        "critic.forward_micro_batch_size=5",
-        "critic.offload_adam_states=true",
-    ]
+    critic = {**BATCHES, "forward_micro_batch_size": 5, "offload_adam_states": True}
+    overrides = [f"critic.{key}={value}" for key, value in critic.items()]
     cfg = composed("gpt_ppo", *rollout_overrides("ppo"), *overrides)
+    samples = composed("gpt_rs", *rollout_overrides("rs"), "model.rs.num_rollout_samples=16")
+    mapping = OmegaConf.create({"rs": ROLLOUT, "optim": {"lr": 1e-3}, **BATCHES})
     for kind, section in (
+        (MegatronGPTRSModel, load_config(samples, RSRunConfig).model),
+        (MegatronGPTRSModel, mapping),
         (MegatronGPTActorModel, cfg.model),
         (MegatronGPTCriticModel, cfg.critic),
         (MegatronGPTCriticModel, cfg.model),

@@ -45,18 +45,23 @@ def assert_same_weights(folder, other_folder):
         assert one.config == other.config  # with the measured standardisation of a reward model
 
 
+def through_and_stopped(folder, nemo, teacher, recipe, *options):
+    """The folders of a run of three steps, and of one that stops after the first and goes on."""
+    through, stopped = folder / "through", folder / "stopped"
+    for path, steps in ((through, 3), (stopped, 1), (stopped, 3)):
+        run(path, nemo, teacher, recipe, steps, *options)
+    assert written(stopped) == written(through)
+    assert_same_weights(through, stopped)
+    return through, stopped
+
+
 # The recipes without a file of their own about being killed and going on.
 @pytest.mark.parametrize(
     "recipe", extended_except(("grpo", "sft", "rs", "ppo_tiny_guessing"), RECIPES)
 )
 def test_a_resumed_run_is_the_run_that_went_through(tmp_path, tiny_nemo, teacher, recipe):
-    through, stopped = tmp_path / "through", tmp_path / "stopped"
     recipe = f"{recipe}_cpu" if "tiny" in recipe else f"{recipe}_tiny_cpu"
-    run(through, tiny_nemo, teacher, recipe, 3)
-    run(stopped, tiny_nemo, teacher, recipe, 1)
-    run(stopped, tiny_nemo, teacher, recipe, 3)
-    assert written(stopped) == written(through)
-    assert_same_weights(through, stopped)
+    through_and_stopped(tmp_path, tiny_nemo, teacher, recipe)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +73,9 @@ def test_a_resumed_run_with_adapters_is_the_run_that_went_through(tmp_path, tiny
         "model.peft.lora_tuning.adapter_dropout=0.1",
         *(["trainer.ppo.initial_policy_kl_penalty=0.1"] if "ppo" in recipe else []),
     ]
-    through, stopped = tmp_path / "through", tmp_path / "stopped"
-    run(through, tiny_nemo, None, recipe, 3, *options)
-    run(stopped, tiny_nemo, None, recipe, 1, *options)
-    run(stopped, tiny_nemo, None, recipe, 3, *options)
-    assert written(stopped) == written(through)
-    beside = "policy.lora.safetensors"
-    assert (stopped / beside).read_bytes() == (through / beside).read_bytes()
-    assert_same_weights(through, stopped)
+    folders = through_and_stopped(tmp_path, tiny_nemo, None, recipe, *options)
+    through, stopped = ((path / "policy.lora.safetensors").read_bytes() for path in folders)
+    assert stopped == through
 
 
 # Of 48 prompts few teach: a step takes two rollouts of 16.

@@ -1,7 +1,6 @@
 """A run that goes on with batches of another size ends after the samples of its epochs."""
 
 import pytest
-import torch
 from test_resume_algorithms import run
 from variants import extended_except
 
@@ -70,18 +69,3 @@ def test_an_epoch_is_its_rows_whatever_the_sizes_of_steps(
         made, horizon = 2 * before + (steps - 2) * now - 1, steps * now
     peak = next(line for line in lines if line["step"] == 1)["train_optim/lr"]
     assert last["train_optim/lr"] == pytest.approx(peak * (1 - min(1.0, made / horizon)), rel=1e-6)
-
-
-@pytest.mark.parametrize("drawn", [0, 1, 2, 3, 6, 9])
-def test_batches_left_are_those_that_are_drawn(drawn):
-    sampler = PromptSampler(7, 3, seed=1)
-    whole = sampler.batches_left(3)
-    for _ in range(min(drawn, whole)):
-        sampler.next_batch()
-    assert sampler.batches_left(3) == max(0, whole - drawn)
-    other = PromptSampler(7, 2, seed=1)
-    other.load_state_dict(sampler.state_dict())
-    count = other.batches_left(3)
-    seen = [other.next_batch() for _ in range(count)]
-    assert torch.tensor([len(batch) for batch in seen]).sum() == 2 * count
-    assert other.left_in(3) < 2

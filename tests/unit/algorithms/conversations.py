@@ -27,10 +27,11 @@ class HerePool:
     factory, name = "here", "environment 'here'"
 
     def __init__(self, make):
-        self.make, self.hosts, self.answers = make, {}, {}
+        self.make, self.hosts, self.answers, self.names = make, {}, {}, []
 
     def begin(self, calls):
         for call in calls:
+            self.names.append(call.name)
             self.answers[call.slot] = self._answer(call)
         return [0.0 for _ in calls]
 
@@ -98,17 +99,29 @@ class Babble:
         return ids + new, [0.0] * len(ids) + [-rng.random() for _ in new], ended
 
 
+def configuration(environment, longest=MOST):
+    """Those settings of a run that rollouts read; ``longest``: tokens of a response."""
+    rollout = SimpleNamespace(length_params=LengthParams(longest), sampling_params=SamplingParams())
+    data = SimpleNamespace(add_bos=False, special_tokens_in_text="keep")
+    return SimpleNamespace(
+        environment=environment, model=SimpleNamespace(rollout=rollout), data=data
+    )
+
+
+def prompts_of(rows, per_prompt=1, first=0):
+    """Prompts without a text, with ``rows`` as their columns."""
+    items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
+    return prompts_batch(collate_prompts(items, 0), first, per_prompt)
+
+
 def rollouts_with(config, pool, tokenizer, longest):
-    """Rollouts over a pool that is there; ``longest``: tokens of a response."""
+    """Rollouts over a pool that is there."""
 
     class Rollouts(EnvironmentRollouts):
         def _started_pool(self, columns):
             return pool
 
-    rollout = SimpleNamespace(length_params=LengthParams(longest), sampling_params=SamplingParams())
-    data = SimpleNamespace(add_bos=False, special_tokens_in_text="keep")
-    run = SimpleNamespace(environment=config, model=SimpleNamespace(rollout=rollout), data=data)
-    return Rollouts(run, tokenizer, None, {}, ExitStack())
+    return Rollouts(configuration(config, longest), tokenizer, None, {}, ExitStack())
 
 
 def collected(
@@ -118,8 +131,7 @@ def collected(
     longest = settings.pop("longest", MOST)
     config = EnvironmentConfig(factory="here", **{"max_tokens": 400, **settings})
     rollouts = rollouts_with(config, pool or HerePool(make), tokenizer, longest)
-    items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
-    data = prompts_batch(collate_prompts(items, 0), first, per_prompt)
+    data = prompts_of(rows, per_prompt, first)
     return rollouts.collect(engine or Babble(), data, seed=3, per_prompt=per_prompt)
 
 

@@ -13,16 +13,15 @@ import psutil
 import pytest
 import torch
 import user_agents
-from conversations import MOST, TOKENIZER, Babble, same
+from conversations import MOST, TOKENIZER, Babble, configuration, prompts_of, same
 from documented import ROOT
 
 from aligner.algorithms.rollout.driver import Driver, Episode
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
 from aligner.algorithms.rollout.environments import EnvironmentReward
-from aligner.algorithms.rollout.rollout import prompts_batch, score
-from aligner.config import LengthParams, SamplingParams
+from aligner.algorithms.rollout.rollout import score
+from aligner.config import SamplingParams
 from aligner.config.environment import EnvironmentConfig
-from aligner.data.batches import Prompt, collate_prompts
 from aligner.environments.pool import Call
 from aligner.errors import ConfigError, EnvironmentCallError
 from aligner.http.queue import JobQueue
@@ -39,19 +38,12 @@ class Agents:
 
     def __init__(self, closing, columns=("what",), **settings):
         settings = {"max_tokens": 400, "retries": 0, "concurrency": 2, **settings}
-        sampling = {"length_params": LengthParams(MOST), "sampling_params": SamplingParams()}
-        rollout = SimpleNamespace(**sampling)
-        config = SimpleNamespace(
-            environment=EnvironmentConfig(kind="endpoint", **settings),
-            model=SimpleNamespace(rollout=rollout),
-            data=SimpleNamespace(add_bos=False, special_tokens_in_text="keep"),
-        )
+        config = configuration(EnvironmentConfig(kind="endpoint", **settings))
         given = SimpleNamespace(vocab_size=TOKENIZER.vocab_size), frozenset(columns), closing
         self.rollouts = EndpointRollouts(config, TOKENIZER, *given)
 
     def collect(self, rows, per_prompt=1, engine=None):
-        items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
-        data = prompts_batch(collate_prompts(items, 0), 0, per_prompt)
+        data = prompts_of(rows, per_prompt)
         return self.rollouts.collect(engine or Babble(), data, seed=3, per_prompt=per_prompt)
 
 

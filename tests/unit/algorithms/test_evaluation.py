@@ -150,19 +150,16 @@ def texts(outcome):
 
 
 @pytest.mark.integration
-def test_without_settings_a_prompt_has_one_response_drawn_as_in_training(validator):
+def test_settings_and_sets_of_validation(validator):
     plain = validator()
     assert {name.split("/")[0] for name in plain.metrics} == {"val_rollouts"}
     assert not any("_at_" in name for name in plain.metrics)
     assert plain.metrics["val_rollouts/num_samples"] == 6
+    # Without settings a prompt has one response, drawn as in training.
     same = validator(temperature=1.0, top_p=1.0, max_length=6, use_greedy=False)
     assert same.metrics == exactly(plain.metrics)
     assert same.samples == plain.samples
-
-
-@pytest.mark.integration
-def test_sampling_and_length_are_validations_own(validator):
-    plain, greedy = validator(), validator(use_greedy=True)
+    greedy = validator(use_greedy=True)
     assert texts(greedy) != texts(plain)
     assert texts(validator(top_k=1)) == texts(greedy)
     short = validator(max_length=3)
@@ -171,12 +168,20 @@ def test_sampling_and_length_are_validations_own(validator):
         long.response.startswith(cut.response[:2])
         for long, cut in zip(plain.samples, short.samples, strict=True)
     )
-    assert texts(validator()) == texts(plain)  # nothing stays behind
+    # Nothing of these settings stays, and a set has the same numbers beside others.
+    both = validator(sets="b")
+    check_names(both.metrics)
+    own = {name: value for name, value in both.metrics.items() if name.startswith("val_rollouts/")}
+    assert own == exactly(plain.metrics)
+    assert texts(both)[: len(plain.samples)] == texts(plain)
+    assert both.metrics["val_sets/b/num_samples"] == 3
+    assert len(both.samples) == len(plain.samples) + 3
 
 
 @pytest.mark.integration
 def test_several_samples_of_each_prompt(validator):
-    several = validator(samples_per_prompt=4).metrics
+    outcome = validator(samples_per_prompt=4)
+    several = outcome.metrics
     check_names(several)
     assert several["val_rollouts/num_samples"] == 24
     assert several["val_rollouts/mean_at_4"] == pytest.approx(several["val_rollouts/accuracy"])
@@ -184,20 +189,7 @@ def test_several_samples_of_each_prompt(validator):
     assert several["val_rollouts/pass_at_4"] >= several["val_rollouts/pass_at_2"]
     assert 0 <= several["val_rollouts/maj_at_4"] <= 1
     assert 0 < several["val_rollouts/mean_at_4_stderr"] < 0.5
-    outcome = validator(samples_per_prompt=4)
     assert [sample.sample_id for sample in outcome.samples] == [0, 4, 8, 12]
-    assert outcome.metrics == exactly(several)
-
-
-@pytest.mark.integration
-def test_a_set_gives_the_same_numbers_beside_others(validator):
-    both = validator(sets="b")
-    check_names(both.metrics)
-    alone = validator()
-    own = {name: value for name, value in both.metrics.items() if name.startswith("val_rollouts/")}
-    assert own == exactly(alone.metrics)
-    assert both.metrics["val_sets/b/num_samples"] == 3
-    assert len(both.samples) == len(alone.samples) + 3
 
 
 def test_keys_of_a_named_set_are_checked_on_the_command_line():

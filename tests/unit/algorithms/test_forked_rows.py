@@ -9,12 +9,12 @@ from conversations import collected as conversations
 from test_chat_data import R1, chatml
 from test_credit import assign, credit
 from test_token_layout import assert_same_gradient, load, loss_and_gradient
+from user_environments import Echo
 
 from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import score
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.distributed.sequences import Sequences
-from aligner.environments import Start, Turn
 from aligner.errors import DataError
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
 from aligner.models.gpt.lora import TokenDropout
@@ -145,24 +145,9 @@ class Keeps(Thinks):
         return found
 
 
-class Ask:
-    """Asks ``turns`` times; the rewards are 1, 2, ..."""
-
-    def __init__(self, seed, turns=3):
-        self.turns, self.said = turns, 0
-
-    def init(self):
-        return Start([{"role": "user", "content": "q"}])
-
-    def step(self, message):
-        self.said += 1
-        done = self.said == self.turns
-        return Turn([] if done else [{"role": "user", "content": "r"}], float(self.said), done)
-
-
 def collected(engine=None, **settings):
     options = {"engine": engine or Thinks(), "tokenizer": TOKENIZER, "longest": 16}
-    return conversations(Ask, [{"turns": 3}, {"turns": 1}], **options, **settings)
+    return conversations(Echo, [{"turns": 3}, {"turns": 1}], **options, **settings)
 
 
 def test_forks_are_refused_kept_or_counted():

@@ -1,9 +1,6 @@
 """Which conversations are samples, and what they earn: cut ones, failed ones, unusable ones."""
 
-from pathlib import Path
-
 import pytest
-import user_environments as envs
 from conversations import TOKENIZER, HerePool, collected
 from test_chat_data import chatml
 from test_credit import credit
@@ -25,11 +22,11 @@ from aligner.serving.sessions import Session
 class Scripted:
     """Answers each message with the next of the turns of ``script``, of the row's column."""
 
-    def __init__(self, seed, script):
-        self.script = iter(script)
+    def __init__(self, seed, script, question=None):
+        self.script, self.question = iter(script), question or "?"
 
     def init(self):
-        return Start([{"role": "user", "content": "?"}])
+        return Start([{"role": "user", "content": self.question}])
 
     def step(self, message):
         turn = next(self.script)
@@ -137,63 +134,23 @@ def test_what_fails_before_the_policy_spoke_begins_again():
         collected(NeverBegins, rows(ANSWERS), failed="zero", retries=2)
 
 
-class Once(envs.Echo):
-    """Does in ``turn`` what spoils a conversation, in the first that is made with a marker."""
-
-    def spoiled(self):
-        path = Path(self.columns["marker"])
-        is_first = not path.exists()
-        path.touch()
-        return is_first
+FINE = {"script": [Turn(ON, 1.0), Turn(ON, 2.0), Turn(reward=3.0, done=True)]}
+SPEAKS_AS_A_TOOL = {"script": [Turn([{"role": "tool", "content": "x"}])]}
+BEGINS_TOO_LONG = {**FINE, "question": "a" * 500}
+EARNS_TOO_MUCH = {"script": [Turn(ON, 3e38), Turn(reward=3e38, done=True)]}
 
 
-class SpeaksAsATool(Once):
-    def step(self, message):
-        turn = super().step(message)
-        role = "tool" if self.said == 1 and self.spoiled() else "user"
-        said = [{"role": role, "content": one["content"]} for one in turn.messages]
-        return Turn(said, turn.reward, turn.done)
-
-
-class BeginsTooLong(Once):
-    def init(self):
-        return Start([{"role": "user", "content": "a" * (500 if self.spoiled() else 1)}])
-
-
-class EarnsTooMuch(Once):
-    def step(self, message):
-        turn = super().step(message)
-        if self.said == 1:
-            self.much = self.spoiled()
-        return Turn(turn.messages, 3e38, turn.done) if self.much else turn
-
-
-class CountsClosed(HerePool):
-    """Keeps the calls that were made."""
-
-    def __init__(self, make):
-        super().__init__(make)
-        self.names = []
-
-    def begin(self, calls):
-        self.names += [call.name for call in calls]
-        return super().begin(calls)
-
-
-@pytest.mark.parametrize("make", [SpeaksAsATool, BeginsTooLong, EarnsTooMuch])
-def test_a_conversation_that_cannot_be_used_is_not_repeated(make, tmp_path):
-    tokenizer = chatml(NO_TOOLS)
-    asked = [{"marker": str(tmp_path / "x")} for _ in range(2)]
-    pool = CountsClosed(make)
-    how = "zero" if make is BeginsTooLong else "retry"
+@pytest.mark.parametrize("spoiled", [SPEAKS_AS_A_TOOL, BEGINS_TOO_LONG, EARNS_TOO_MUCH])
+def test_a_conversation_that_cannot_be_used_is_not_repeated(spoiled):
+    options = {"tokenizer": chatml(NO_TOOLS), "pool": HerePool(Scripted)}
+    asked, fails_at_once = [spoiled, FINE], spoiled is BEGINS_TOO_LONG
     with pytest.raises(EnvironmentCallError, match=r"environment 'here': .* is not repeated"):
-        collected(make, asked, pool=pool, tokenizer=tokenizer, failed=how)
-    assert pool.names.count("close") == 1
-    if make is not BeginsTooLong:
-        (tmp_path / "x").unlink()
-        batch = collected(make, asked, tokenizer=tokenizer, failed="zero")
-        assert sorted(batch["end_reasons"]) == ["done", "failed"]
-        assert sorted(batch["turn_rewards"].sum(1).tolist()) == [0.0, 6.0]
+        collected(Scripted, asked, failed="zero" if fails_at_once else "retry", **options)
+    assert options["pool"].names.count("close") == 1
+    if not fails_at_once:
+        batch = collected(Scripted, asked, failed="zero", **options)
+        assert batch["end_reasons"] == ["failed", "done"]
+        assert batch["turn_rewards"].sum(1).tolist() == [0.0, 6.0]
 
 
 @pytest.mark.integration

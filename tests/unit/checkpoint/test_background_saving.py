@@ -15,9 +15,7 @@ import psutil
 import pytest
 import torch
 from newest_state import newest
-from ranks import FORKSERVER
 from test_run_loop import Counter, lines, run
-from test_run_state import run_ranks
 
 from aligner.algorithms.run import stopping
 from aligner.checkpoint import durable
@@ -25,7 +23,7 @@ from aligner.checkpoint.run_state import worker_state
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import bytes_to_copy, read_tree
 from aligner.checkpoint.run_state.worker_state import ShareWriter
-from aligner.errors import StorageError
+from aligner.errors import AlignerError, StorageError
 from aligner.observe.metrics import read_metrics
 
 NUMBERS = 100_000
@@ -188,52 +186,6 @@ def test_without_memory_for_a_copy_the_step_waits_and_it_is_said(tmp_path, monke
     assert "97.66 KiB are free: training waits until" in told
 
 
-def _save_slowly(root: str, numbers: int) -> None:
-    """States 2, 3, ... in the background; blocks of a file come slowly."""
-    durable._BLOCK = 4096
-    write = durable._File.write
-
-    def slowly(file, data) -> int:
-        time.sleep(0.0005)
-        return write(file, data)
-
-    durable._File.write = slowly
-    store, role = RunStateStore(root, save_last_k=2), Role(numbers=numbers)
-    for step in range(2, 1_000_000):
-        role.train(step)
-        save(store, role, step)
-        while store.is_saving:
-            role.train(10**6)  # as fast as it can
-            store.check()
-
-
-@pytest.mark.integration
-def test_killed_while_the_writer_works_nothing_older_is_lost(tmp_path):
-    numbers = 50_000
-    store, role = RunStateStore(tmp_path, save_last_k=2), Role(numbers=numbers)
-    role.train(1)
-    save(store, role, 1)
-    store.finish()
-    child = FORKSERVER.Process(target=_save_slowly, args=(str(tmp_path), numbers))
-    child.start()
-    try:
-        deadline = time.monotonic() + 60
-        while not any(state.step >= 3 for state in store.states()):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        while not list(tmp_path.glob(".tmp-step_*/role/*")):
-            time.sleep(0.001)
-        time.sleep(random.uniform(0, 0.02))
-    finally:
-        child.kill()
-        child.join()
-    seen = sorted(int(path.name[-6:]) for path in tmp_path.glob("step_*"))
-    assert step_in(newest(store), numbers=numbers) == seen[-1]
-    assert [step_in(state.path, numbers=numbers) for state in store.states()] == seen
-    assert len(seen) >= 2
-    assert not list(tmp_path.glob(".*"))
-
-
 def writing() -> list[str]:
     """Threads that write run states; other tests leave some of Ray's behind."""
     return [each.name for each in threading.enumerate() if "run state" in each.name]
@@ -301,6 +253,27 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path, monkeypatch):
     assert not RunStateStore(tmp_path / "run_state").states()
 
 
+def run_ranks(size: int, work) -> list:
+    """What ``work(rank, exchange)`` returns or raises on each rank, which is a thread."""
+    barrier, given = threading.Barrier(size, timeout=30), [None] * size
+
+    def one(rank: int):
+        def exchange(mine):
+            given[rank] = mine
+            barrier.wait()
+            everything = list(given)
+            barrier.wait()
+            return everything
+
+        try:
+            return work(rank, exchange)
+        except AlignerError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(one, range(size)))
+
+
 def test_a_state_gets_its_name_when_the_last_rank_is_done(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch, "rank_00001.pt")
 
@@ -320,14 +293,22 @@ def test_a_state_gets_its_name_when_the_last_rank_is_done(tmp_path, monkeypatch)
         return unnamed and step_in(store.path(1), 3) == 1
 
     assert run_ranks(3, work) == [True] * 3
+    with open(tmp_path / "step_000001" / "role" / "rank_00001.pt", "r+b") as share:
+        share.truncate(50)
+    assert newest(RunStateStore(tmp_path)) is None
 
 
-def test_what_one_rank_cannot_write_is_raised_on_all_and_removed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("in_background", [True, False])
+def test_what_one_rank_cannot_write_is_raised_on_all_and_removed(
+    tmp_path, monkeypatch, in_background
+):
     disk = SlowDisk(monkeypatch, "rank_00001.pt", errno.ENOSPC)
+    if not in_background:
+        disk.gate.set()
 
     def work(rank: int, exchange) -> None:
         store = RunStateStore(tmp_path, rank=rank, exchange=exchange)
-        save(store, Role(rank, 2), 1)
+        save(store, Role(rank, 2), 1, in_background)
         store.check()
         disk.gate.set()
         store.finish()

@@ -14,17 +14,11 @@ from aligner.data.preferences import LabelledDataset, PairDataset, RatedDataset
 from aligner.data.prompts import PromptDataset
 from aligner.data.readers import DataRow, read_rows
 from aligner.data.supervised import ExampleDataset
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import DataError
 
 ROWS = [{"prompt": "1+1=", "ground_truth": "2"}, {"prompt": 'é, "x"\n=', "ground_truth": "3"}]
 TURNS = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]
 CHAT = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_level_tokenizer()
 
 
 def columns(source):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -9,18 +10,12 @@ from loaded import load_set, write_rows
 from pyarrow import parquet
 
 from aligner.data.prompts import PromptDataset
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
 
 ROWS = [
     {"prompt": "2+3=", "ground_truth": "5", "level": 1},
     {"prompt": "10+11=", "ground_truth": "21", "level": 2},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_level_tokenizer()
 
 
 def write_parquet(path, rows):
@@ -221,12 +216,9 @@ def test_bad_sources_and_settings(tmp_path, tokenizer):
     with pytest.raises(DataError, match="contains no rows"):
         load_set(PromptDataset, tmp_path / "empty.jsonl", tokenizer)
 
-    class NoBos:
-        bos_id = None
-
     path = write_rows(tmp_path / "x.jsonl", ROWS)
     with pytest.raises(TokenizerError, match="has no BOS"):
-        load_set(PromptDataset, path, NoBos(), add_bos=True)
+        load_set(PromptDataset, path, SimpleNamespace(bos_id=None), add_bos=True)
     with pytest.raises(ConfigError, match="are both 'prompt'"):
         load_set(PromptDataset, path, tokenizer, ground_truth_column="prompt")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from loaded import learned_texts, load_rows
+from test_chat_data import chatml
 
 from aligner.data.supervised import ExampleDataset, collate_examples, encode_chat, response_note
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError
 
 CHAT = [
@@ -15,11 +15,6 @@ CHAT = [
     {"role": "user", "content": "4+4?"},
     {"role": "assistant", "content": "8"},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_level_tokenizer()
 
 
 def test_prompt_and_response(tmp_path, tokenizer):
@@ -85,27 +80,18 @@ def test_plain_text_that_spells_an_end_token_is_learned_whole_and_noted(tmp_path
     assert f"2+3=⟦5{tokenizer.decode([tokenizer.eos_id])}⟧" in note
 
 
-def test_a_template_gets_an_end_and_must_not_forget(tokenizer):
-    class Plain:
-        eos_id = turn_end_id = tokenizer.eos_id
-        end_ids = (tokenizer.eos_id,)
-        encode = staticmethod(tokenizer.encode)
-        decode = staticmethod(tokenizer.decode)
-
-        def apply_chat_template(self, messages, *, add_generation_prompt=True):
-            text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages)
-            return text + "a:" * add_generation_prompt
-
-    class Forgetful(Plain):
-        def apply_chat_template(self, messages, **options):
-            return super().apply_chat_template(messages[-2:], **options)
-
-    ids, learned = encode_chat(Plain(), CHAT[1:3])
+def test_a_template_gets_an_end_and_must_not_forget():
+    template = (
+        "{% for m in messages %}{{ m.role[0] + ':' + m.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+    )
+    tokenizer = chatml(template)
+    ids, learned = encode_chat(tokenizer, CHAT[1:3])
     assert tokenizer.decode(ids[:-1]) == "u:2+3?\na:5\n"
     assert ids[-1] == tokenizer.eos_id
     assert learned == [(len("u:2+3?\na:"), len(ids))]
     with pytest.raises(DataError, match="learn=last"):
-        encode_chat(Forgetful(), CHAT[1:])
+        encode_chat(chatml(template.replace("in messages", "in messages[-2:]")), CHAT[1:])
 
 
 def test_chat_prompt_with_response(tmp_path, tokenizer):

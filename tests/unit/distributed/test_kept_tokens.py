@@ -57,14 +57,6 @@ def test_what_is_recorded_is_what_is_drawn_from():
     assert sample_tokens(logits, uniforms, SamplingParams(top_k=2), greedy=False).kept_ids is None
 
 
-def test_a_ban_is_part_of_what_is_recorded():
-    logits = torch.tensor([[3.0, 1.0, 2.0, -1.0, 0.0]])
-    uniforms, sampling = torch.tensor([0.5], dtype=torch.float64), SamplingParams(top_k=2)
-    ban = {"banned": torch.tensor([True]), "end_ids": torch.tensor([0])}
-    drawn = sample_tokens(logits, uniforms, sampling, greedy=False, record=4, **ban)
-    assert sorted(drawn.kept_ids[0].tolist()) == [-1, -1, 1, 2]
-
-
 @pytest.mark.usefixtures("_tile")
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_values_and_gradients_over_a_recorded_set(temperature):

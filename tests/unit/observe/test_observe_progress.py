@@ -4,6 +4,7 @@ import io
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
@@ -54,10 +55,17 @@ def test_phases_add_up_and_a_flush_starts_anew():
     assert timers.flush()["timers/forward"] == 4.0
 
 
-def run_progress(terminal: bool) -> str:
+@contextmanager
+def display(total, width=140, terminal=False, **options):
+    """A progress display, its clock, and the text that it writes."""
     clock, out = Clock(), io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=140, color_system=None)
-    with ConsoleProgress(12, done_steps=2, console=console, clock=clock) as progress:
+    console = Console(file=out, force_terminal=terminal, width=width, color_system=None)
+    with ConsoleProgress(total, console=console, clock=clock, **options) as progress:
+        yield progress, clock, out
+
+
+def run_progress(terminal: bool) -> str:
+    with display(12, terminal=terminal, done_steps=2) as (progress, clock, out):
         clock.now += 50.0
         progress.step(2, {"val_rollouts/accuracy": 0.25})  # validation; not a training step
         for step, seconds in ((3, 10.0), (4, 20.0)):
@@ -69,9 +77,7 @@ def run_progress(terminal: bool) -> str:
 
 
 def lines_of(*steps) -> list[str]:
-    out = io.StringIO()
-    console = Console(file=out, width=140)
-    with ConsoleProgress(len(steps), console=console, clock=Clock()) as progress:
+    with display(len(steps)) as (progress, _, out):
         for step, metrics in enumerate(steps):
             progress.step(step, metrics)
     return [line.split("  0.0 s/step")[0] for line in out.getvalue().splitlines()]
@@ -86,8 +92,7 @@ def test_lines_bars_and_silence():
     for part in ("generate", "4/12", "reward 0.500", "KL 0.0100", "ETA 0:02:00"):
         assert part in text
     assert "val accuracy 0.250 (step 2)" in text  # stays on the bar
-    out = io.StringIO()
-    with ConsoleProgress(3, console=Console(file=out), enabled=False) as progress:
+    with display(3, enabled=False) as (progress, _, out):
         progress.step(1, {})
     assert out.getvalue() == ""
     # Which numbers are shown.
@@ -97,11 +102,8 @@ def test_lines_bars_and_silence():
         "step 1/3  loss 0.5  accuracy 0.750",
         "step 2/3  loss 0.125  accuracy 0.750",
     ]
-    metrics = {
-        "train_rollouts/rewards": -0.25,
-        "train_rollouts/init_policy_kl": -1.5e-8,
-        "train_optim/loss": 0.1,
-    }
+    metrics = {"train_rollouts/rewards": -0.25, "train_rollouts/init_policy_kl": -1.5e-8}
+    metrics["train_optim/loss"] = 0.1
     assert lines_of({}, metrics)[1] == "step 1/2  reward -0.250  KL 0.0000"
     assert [clock_time(s) for s in (0, 59.6, 3661)] == ["0:00:00", "0:01:00", "1:01:01"]
 
@@ -113,14 +115,9 @@ SNAPSHOTS = {80: NARROW, 100: NARROW, 160: WIDE}
 
 @pytest.mark.parametrize("width", [30, *SNAPSHOTS])
 def test_step_and_remaining_time_stay_at_any_width_and_the_bar_does_not_move(width):
-    clock, out = Clock(), io.StringIO()
-    console = Console(file=out, force_terminal=True, width=width, color_system=None)
-    metrics = {
-        "train_rollouts/rewards": 0.4,
-        "train_rollouts/init_policy_kl": 0.01,
-        "train_rollouts/generation_length": 128.5,
-    }
-    with ConsoleProgress(1000, console=console, clock=clock) as progress:
+    values = {"rewards": 0.4, "init_policy_kl": 0.01, "generation_length": 128.5}
+    metrics = {f"train_rollouts/{name}": value for name, value in values.items()}
+    with display(1000, width, terminal=True) as (progress, clock, out):
         progress.step(0, {"val_rollouts/accuracy": 0.25})
         for step in (1, 2):
             progress.phase("reference_logprobs")

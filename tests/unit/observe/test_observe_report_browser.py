@@ -1,6 +1,5 @@
 """The report in headless Chromium at the widths of a phone and of a desktop."""
 
-import dataclasses
 import html
 import json
 import math
@@ -9,6 +8,7 @@ import shutil
 import subprocess
 
 import pytest
+from test_observe_report import sample
 
 from aligner.observe.metrics import METRICS, Sample
 from aligner.observe.report.run import RunRecord, render_report
@@ -37,11 +37,10 @@ frame.onload = () => {
 """
 
 
-def sample(step: int, split: str, **changes) -> Sample:
+def long_sample(step: int, split: str, **changes) -> Sample:
     prompt = f"{step}: What is the sum of " + "and ".join(f"{i} " for i in range(40))
-    response = "The sum is " + "x" * 300
-    plain = Sample(step, split, prompt, response, -0.25, 90, 120, False, ground_truth="")
-    return dataclasses.replace(plain, **changes)
+    plain = {"prompt": prompt, "response": "The sum is " + "x" * 300, "reward": -0.25}
+    return sample(step, split, **{**plain, "is_end": False, **changes})
 
 
 def report() -> str:
@@ -51,8 +50,8 @@ def report() -> str:
         for step in range(10)
     ]
     turn = {"content": "y" * 200, "tokens": 7, "answer": [{"role": "user", "content": "go on"}]}
-    samples = [sample(0, "val", prompt="a" * 200), sample(9, "val", prompt="a" * 200)]
-    samples += [sample(1, "train"), sample(9, "train", turns=[turn, turn])]
+    samples = [long_sample(step, "val", prompt="a" * 200) for step in (0, 9)]
+    samples += [long_sample(1, "train"), long_sample(9, "train", turns=[turn, turn])]
     files = {"policy": "results/" + "long_folder_name/" * 8 + "policy.nemo"}
     return render_report(RunRecord("PPO of tiny.nemo", "a: 1", {}, metrics, samples, files))
 

@@ -21,7 +21,6 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import NonFiniteError, WorkerDiedError
 from aligner.generation.batching import ServingEngine
-from aligner.generation.rows import Row, RowJob
 from aligner.http.queue import JobQueue
 from aligner.serving.app import Service, policy_server
 from aligner.serving.served import Served
@@ -112,11 +111,13 @@ def texts(answer):
     return [choice["text"] for choice in answer.json()["choices"]]
 
 
-def test_what_waits_at_the_same_time_is_one_batch():
+@pytest.mark.parametrize("listens", [True, False])
+def test_what_waits_at_the_same_time_is_one_batch(listens):
     def ask(body):
         return server.client.post(TEXT, json=body)
 
-    with serving(lambda text: text[::-1], seconds=0.03) as server, ThreadPoolExecutor(12) as pool:
+    slow = serving(lambda text: text[::-1], seconds=0.03, listens=listens)
+    with slow as server, ThreadPoolExecutor(12) as pool:
         first = pool.submit(ask, {"prompt": "first" * 6})
         assert server.script.began.wait(5)
         alike = [pool.submit(ask, {"prompt": f"ab{n}", "max_tokens": 2 + n}) for n in range(5)]
@@ -133,28 +134,6 @@ def test_what_waits_at_the_same_time_is_one_batch():
         assert sorted(sizes) == [1, 1, 1, 5]
         options = {len(prompts): options for prompts, options in server.script.batches}
         assert options[5].length.max_length == 6
-
-
-@pytest.mark.parametrize("listens", [True, False])
-def test_each_row_of_a_batch_has_its_own_length(listens):
-    """Also where the engine says nothing before its end."""
-    tokenizer = byte_level_tokenizer()
-    script, waiting, heard = Scripted(tokenizer, lambda text: "abcdef"), JobQueue(9), []
-    lengths = [LengthParams(max_length=most) for most in (2, 4, 9)]
-    rows = [Row([65], 1, SamplingOptions(length, SamplingParams())) for length in lengths]
-    waiting.add(RowJob(rows, heard.append))
-    ends = frozenset(tokenizer.end_ids)
-    rest = (8, 2000, tokenizer.pad_id, ends, 1, listens)
-    engine = ServingEngine(script, waiting, *rest, has_peers=False)
-    engine.serve(lambda: sum(each.end is not None for each in heard) == len(rows))
-    said = {
-        row: tokenizer.decode([token for each in heard if each.row == row for token in each.ids])
-        for row in range(3)
-    }
-    assert said == {0: "ab", 1: "abcd", 2: "abcdef<|im_end|>"}
-    reasons = {each.row: each.end for each in heard if each.end is not None}
-    assert reasons == {0: "length", 1: "length", 2: "stop"}
-    assert len(script.batches) == 1
 
 
 def test_a_request_of_many_answers_takes_turns():
