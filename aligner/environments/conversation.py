@@ -154,7 +154,7 @@ class ChatRenderer:
     def _text_after_answer(
         self, history: Sequence[Message], new: Sequence[Message], tools: Tools | None
     ) -> str:
-        """Return the text after an answer: its message's end, and ``new`` with a generation prompt."""
+        """Return the text after an answer: its message's end, ``new``, and a generation prompt."""
         # Render a chat with a unique text as the answer, and cut after that text.
         texts = str([*history, *new])
         mark = next(text for n in count() if (text := f"⁂answer {n}⁂") not in texts)
