@@ -126,9 +126,8 @@ def restriction_of(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     thresholds = hidden.new_full(hidden.shape[:1], -torch.inf, dtype=dtype)
     if len(missing):
-        chosen = hidden[missing]
-        recomputed = keep_thresholds(chosen, weight, shard, top_k, top_p, divisor, cap)
-        thresholds[missing] = recomputed
+        rows = hidden[missing]
+        thresholds[missing] = keep_thresholds(rows, weight, shard, top_k, top_p, divisor, cap)
     local = torch.where(kept_ids >= 0, kept_ids.long() - shard.start, -1)
     return Restriction(thresholds, local, is_recorded)
 

@@ -64,7 +64,8 @@ def kl_estimate(
     if output_clamp is None:
         return estimate_of(k1)
     estimate = estimate_of(k1.detach())
-    bounded, inside = estimate.clamp(-output_clamp, output_clamp), estimate.abs() <= output_clamp
+    bounded = estimate.clamp(-output_clamp, output_clamp)
+    inside = estimate.abs() <= output_clamp
     # The graph contains no clamp of the estimate: if the estimate overflows, its derivative does
     # too, and 0 · inf would be NaN in the gradient.
     return torch.where(inside, estimate_of(torch.where(inside, k1, 0)), bounded)

@@ -123,9 +123,9 @@ class Generator:
         device = next(self._sampled.model.parameters()).device
         batch = PromptRows(prompts.to(device), prompt_lengths.to(device), sample_ids.to(device))
         # The only synchronisation before the first token.
-        host, lengths = HostCopy(prompts, prompt_lengths).wait()
-        self._check_prompts(host, lengths, length)
-        rows = [tuple(row[:n]) for row, n in zip(host.tolist(), lengths.tolist(), strict=True)]
+        tokens, lengths = HostCopy(prompts, prompt_lengths).wait()
+        self._check_prompts(tokens, lengths, length)
+        rows = [tuple(row[:n]) for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
         rules = RolloutRules(
             seed=seed,
             greedy=sampling.use_greedy if greedy is None else greedy,
