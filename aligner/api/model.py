@@ -122,7 +122,7 @@ class Model(_Loaded):
             prompts: texts, or lists of chat messages. Equal prompts are sampled independently.
             max_new_tokens: maximum number of tokens in a response.
             temperature: divisor of the logits.
-            top_p: sample from the most probable tokens, whose probabilities sum to ``top_p``.
+            top_p: sample from the fewest most probable tokens with a total of at least ``top_p``.
             top_k: number of most probable tokens to sample from. 0 means all tokens.
             greedy: always select the most probable token.
             stop: strings that end a response.

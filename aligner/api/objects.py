@@ -44,7 +44,7 @@ def as_setting(key: str, value: Any, folder: Path) -> Any:
 
 
 def _importable_path(value: Any) -> str | None:
-    """Return ``module:name`` if another process can import ``value``; None otherwise."""
+    """Return ``module:name`` if another process can import ``value``, else None."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module in (None, "__main__") or name is None or "<" in name:
         return None

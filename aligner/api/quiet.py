@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore warnings about missing optional packages, which the start-up report lists."""
+    """Ignore warnings about missing optional packages in the ``with`` block."""
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

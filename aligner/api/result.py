@@ -93,7 +93,7 @@ class Result:
         return self.policy.generate(prompts, **options)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the model as ``.nemo`` file if ``path`` ends so, else as Hugging Face directory.
+        """Write a ``.nemo`` file if ``path`` ends in ``.nemo``, else a Hugging Face directory.
 
         Returns ``path``.
 

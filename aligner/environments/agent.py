@@ -40,7 +40,7 @@ def load(
 
 
 class Agent:
-    """A function or a command, run for one row of the data at a time.
+    """A user's function or command that sends requests to the policy, run for one row at a time.
 
     ``function(base_url=..., api_key=..., seed=..., **columns, **kwargs)``, plain or a coroutine,
     returns the reward: a number, a mapping with ``reward``, or None. A command reads ``seed``,

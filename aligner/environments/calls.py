@@ -67,7 +67,7 @@ def before_calls(text: str, form: Form) -> str:
 
 
 def form_of(tokenizer: Tokenizer) -> Form:
-    """Return the format of calls in the tokenizer's chat template, ``plain`` if it has none."""
+    """Return the format of tool calls in the tokenizer's chat template, else ``plain``."""
     question: list[Message] = [{"role": "user", "content": "a"}]
     call = {"type": "function", "id": "abc123DEF", "function": _WEIGHED}
     chat = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -85,7 +85,7 @@ def form_of(tokenizer: Tokenizer) -> Form:
 
 
 def numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
-    """Return the calls, each with a unique id of nine letters and digits. Keeps valid ids."""
+    """Return ``calls`` with unique ids of nine letters and digits. Valid ids are kept."""
     original_ids = {call.id for call in calls}
     free_ids = (f"call{number:05d}" for number in range(10**5))
     ids: dict[str, ToolCall] = {}
@@ -99,10 +99,10 @@ def numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
 
 
 def structured(messages: Sequence[Message], form: Form) -> list[Message]:
-    """Return the chat with calls in the key ``tool_calls`` instead of text.
+    """Return the chat with tool calls in the key ``tool_calls`` instead of the content.
 
-    Some templates require this. For each message of the role ``tool`` that follows an assistant
-    message, ``tool_calls`` of the assistant message has an entry with the same id.
+    Some templates require this. Each message of the role ``tool`` after an assistant message has an
+    entry with the same id in the ``tool_calls`` of the assistant message.
     """
     chat: list[Message] = []
     for index, message in enumerate(messages):

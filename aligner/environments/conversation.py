@@ -79,7 +79,7 @@ class ChatRenderer:
         return text, ids
 
     def shows_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
-        """Return whether the chat template shows tools."""
+        """Return whether the chat template renders ``tools``."""
         if not self._has_template:
             return False
         return render(self.tokenizer, messages, tools) != render(self.tokenizer, messages)
@@ -96,9 +96,9 @@ class ChatRenderer:
         """Return the text and the tokens between an answer and the next answer.
 
         ``history`` and ``new``: the messages before and after the answer. ``answer``: its text
-        without the end token. ``end_id``: the sampled end token, None if the answer was cut. If it
-        is the token that ends messages, the returned tokens begin after the template's end token.
-        After another end token, they also contain the template's.
+        without the end token. ``end_id``: the sampled end token, None if the answer was cut. The
+        result begins after the template's end token if ``end_id`` is this token. Otherwise the
+        result contains the template's end token.
         """
         if self._has_template:
             check_all_used(self.tokenizer, [_QUESTION, _answer("b"), *new])
@@ -154,7 +154,7 @@ class ChatRenderer:
     def _text_after_answer(
         self, history: Sequence[Message], new: Sequence[Message], tools: Tools | None
     ) -> str:
-        """Return the text after an answer: its message's end and, if ``new`` is set, a prompt."""
+        """Return the text after an answer: its message's end, ``new``, and a generation prompt."""
         # Render a chat with a unique text as the answer, and cut after that text.
         texts = str([*history, *new])
         mark = next(text for n in count() if (text := f"⁂answer {n}⁂") not in texts)
@@ -197,9 +197,9 @@ class Conversation(Trajectory):
         return self.ids[self.starts[-1] :]
 
     def answered(self, ids: Sequence[int], logprobs: Sequence[float], is_end: bool) -> Message:
-        """Append the tokens that the policy sampled, and return them as a message.
+        """Append the tokens ``ids`` that the policy sampled, and return them as a message.
 
-        ``is_end``: True if the model ended the answer, False if a limit did.
+        ``is_end``: False if a length limit ended the answer.
         """
         ended = is_end and ids[-1] in self._renderer.tokenizer.end_ids
         content = decode_response(self._renderer.tokenizer, self.sequence, ids)
@@ -210,7 +210,7 @@ class Conversation(Trajectory):
     def follow(self, turn: Turn, *, goes_on: bool) -> None:
         """Record ``turn``. If the conversation ``goes_on``, append the turn's messages as tokens.
 
-        Raises `DataError` if the template refuses them, or the sum of rewards exceeds float32.
+        Raises `DataError` if the template refuses the messages, or the rewards' sum is infinite.
         """
         record = self.turns[-1]
         record.reward, record.parts = turn.score, turn.parts

@@ -15,7 +15,7 @@ from aligner.rewards.protocol import Samples
 
 
 def loaded(name: str, key: str) -> Any:
-    """Load the class or function ``name``. ``key``: key of ``environment.kwargs`` with the name."""
+    """Load the class or function with the path ``name``, set by ``environment.kwargs.KEY``."""
     return load_function(name, key=f"environment.kwargs.{key}")
 
 

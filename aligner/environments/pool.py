@@ -24,7 +24,7 @@ FailureReason = Literal["env_timeout", "env_error", "engine_error"]
 
 
 class Call(NamedTuple):
-    """A message to the process of ``slot``, one of those that ``worker`` and ``agent`` list."""
+    """Message to the process of ``slot``. ``limit_s``: seconds until the answer must arrive."""
 
     slot: int
     name: CallName
@@ -98,7 +98,7 @@ class EnvironmentPool(ProcessPool):
         )
 
     def begin(self, calls: Sequence[Call]) -> list[float | Failure]:
-        """Send calls. Returns the start time of each (``time.monotonic()``), or its failure."""
+        """Send ``calls``. Returns the time of each by ``time.monotonic()``, or its failure."""
         # Only a first call may start a process.
         errors = self.start([call.slot for call in calls if call.name in ("begin", "run")])
         began: dict[int, float | Failure] = {slot: _failure(errors[slot]) for slot in errors}
@@ -125,7 +125,7 @@ class EnvironmentPool(ProcessPool):
         return {slot for slot in slots if self._processes[slot].has_answer()}
 
     def receive(self, call: Call, began: float) -> CallAnswer | Failure:
-        """Wait for the answer to a call that was sent at the time ``began``."""
+        """Wait for the answer to ``call``, which was sent at the time ``began`` (see `begin`)."""
         process = self._processes[call.slot]
         try:
             kind, payload = process.receive(began + call.limit_s, call.limit_s)

@@ -143,7 +143,7 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
 
 
 def check_total(rewards: Iterable[float | None]) -> None:
-    """Raise `DataError` if the absolute rewards of a conversation have no finite sum in float32."""
+    """Raise `DataError` if the sum of the absolute ``rewards`` is not finite in float32."""
     total = math.fsum(abs(reward or 0.0) for reward in rewards)
     if total > _MAX_FLOAT32:
         text = f"the rewards of the conversation add up to {total:g}, beyond float32"

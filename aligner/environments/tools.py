@@ -85,7 +85,7 @@ class ToolEnv:
         raise NotImplementedError
 
     def call_reward(self, calls: Sequence[ToolCall], results: Sequence[str]) -> float | None:
-        """Return the reward of a message with calls. None: not scored, the default."""
+        """Return the reward of a message with calls, by default None: the message is not scored."""
         del calls, results
         return None
 
@@ -128,7 +128,7 @@ def __getattr__(name: str) -> Any:
 def tools_in_text(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, explained: bool = True
 ) -> list[Message]:
-    """Describe ``tools`` at the start of the first message, if ``explained`` with a sample call."""
+    """Describe ``tools`` at the start of the first message. ``explained``: add a sample call."""
     lines = []
     for schema in tools:
         function = schema.get("function", schema)

@@ -135,7 +135,7 @@ class Trajectory:
         return "\n".join(lines)
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
-        """Append the tokens that turn number ``turn`` sampled. With 0, they were not sampled."""
+        """Append tokens that the policy sampled in turn number ``turn``, 0 for other tokens."""
         self.ids += ids
         self.logprobs += logprobs
         self.turn_ids += [turn] * len(ids)

@@ -34,7 +34,7 @@ def load(
 def answers_of(
     call: Callable[[str, Any], Start | Turn | None], name: str, argument: Any
 ) -> Answers:
-    """Yield the answer to the message ``name``: a kind, and a value or the exception's text."""
+    """Yield ("answer", the call's result as a dict), or the `failure_kind` and exception text."""
     value: Any
     try:
         result = call(name, argument)
@@ -64,7 +64,7 @@ def failure_kind(name: str, error: BaseException) -> FailureKind:
 def load_factory(
     factory: str, kwargs: Mapping[str, Any], columns: Collection[str], form: Form | None = None
 ) -> Callable[..., Any]:
-    """Return the class with the path ``factory``, and with the argument ``form`` if it needs one.
+    """Load the class with the path ``factory``, and bind the argument ``form`` if it needs one.
 
     ``form``: format of tool calls in the chat template, for a class with the attribute
     ``reads_calls`` and the parameter ``form``. A column or key of ``kwargs`` named ``form``
