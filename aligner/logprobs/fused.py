@@ -114,7 +114,7 @@ def _target_logits(
 def _rescale(
     maximum: Tensor, total: Tensor, weighted: Tensor | None, rows: slice, higher: Tensor
 ) -> None:
-    """Change the maximum to which the running sums of ``rows`` are relative to ``higher``."""
+    """Raise the running maximum of ``rows`` to ``higher``, and rescale their running sums."""
     shift = maximum[rows] - higher
     factor = shift.exp()
     if weighted is not None:
@@ -178,11 +178,13 @@ def _logit_gradient(
     probability = logprobs.exp() if restricted else torch.zeros_like(logprobs)
     if grad_entropy is None or entropy is None:
         # dl = -g·(p - [v = target]). The tile is p, and -g multiplies hidden states [N, H].
-        row_factor, offset, scale = -grad_logprobs, None, None
+        row_factor = -grad_logprobs
+        offset = scale = None
         target_value = probability - 1
     else:
         # The factor of p_v depends on v, so that the tile includes all factors.
-        row_factor, scale = torch.ones_like(logprobs), grad_entropy
+        row_factor = torch.ones_like(logprobs)
+        scale = grad_entropy
         offset = grad_logprobs + grad_entropy * entropy
         surprise = grad_entropy * logprobs.clamp(min=EXCLUDED)
         target_value = grad_logprobs - probability * (offset + surprise)

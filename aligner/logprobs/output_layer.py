@@ -65,7 +65,7 @@ class VocabShard:
         return cls(start=start, columns=end - start, group=group if ranks > 1 else None)
 
     def localize(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return local rows of token ids, int64 [...] (else 0), and bool [...]: is local."""
+        """Return each token's local row, int64 [...], 0 if it has none, and whether it has one."""
         local = target - self.start
         owned = (local >= 0) & (local < self.columns)
         return torch.where(owned, local, 0), owned
@@ -93,7 +93,7 @@ class VocabShard:
 
 
 def sequence_chunks(logits: Tensor, chunk_size: int | None) -> Iterator[slice]:
-    """Yield slices of S in ``logits`` [..., S, V_local], by default as large as memory allows."""
+    """Yield slices of S in ``logits`` [..., S, V_local]. The default size is a memory limit."""
     length = logits.shape[-2]
     if chunk_size is None:
         budget = _CHUNK_BYTES.get(logits.device.type, _CHUNK_BYTES_ACCELERATOR)

@@ -126,9 +126,8 @@ def restriction_of(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     thresholds = hidden.new_full(hidden.shape[:1], -torch.inf, dtype=dtype)
     if len(missing):
-        chosen = hidden[missing]
-        recomputed = keep_thresholds(chosen, weight, shard, top_k, top_p, divisor, cap)
-        thresholds[missing] = recomputed
+        rows = hidden[missing]
+        thresholds[missing] = keep_thresholds(rows, weight, shard, top_k, top_p, divisor, cap)
     local = torch.where(kept_ids >= 0, kept_ids.long() - shard.start, -1)
     return Restriction(thresholds, local, is_recorded)
 
@@ -181,7 +180,7 @@ def shard_thresholds(
 
 
 def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Compute the logit from which on top-k and then top-p keep tokens, for each row of [n, V].
+    """Compute, for each row of [n, V], the lower bound of logits that top-k, then top-p keep.
 
     Top-p keeps the fewest most probable tokens whose total probability is at least ``top_p``. The
     threshold is midway between the smallest kept and the next lower logit, so that small rounding

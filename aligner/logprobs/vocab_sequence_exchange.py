@@ -15,8 +15,8 @@ from aligner.errors import LayoutError
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
     """Convert logits [BS, V_local] of each rank to [BS_local, V]: rank r gets part r of the tokens.
 
-    The dtype is any. Backward is the inverse conversion. Raises `LayoutError` unless the logits
-    have two dimensions and BS is a multiple of the group size.
+    Any dtype is supported. Backward is the inverse conversion. Raises `LayoutError` unless the
+    logits have two dimensions and BS is a multiple of the group size.
     """
     logits, ranks = vocab_parallel_logits, dist.get_world_size(tp_group)
     _check(logits, "tokens", 0, ranks)

@@ -27,9 +27,9 @@ class LossInputType(enum.Enum):
     """What a published loss (NeMo-RL's interface) gets as first argument.
 
     ``LOGIT``: for a policy logits divided by the sampling temperature, float32 ``[B, S, V]``.
-    Position t predicts token t + 1. For a critic values, float32 ``[B, S]``. ``LOGPROB``: log-probs
-    of a policy, float32 ``[B, S - 1]``. Position t contains the log-prob of token t + 1, or 0 if
-    this token is masked.
+    Position t predicts token t + 1. A critic passes values, float32 ``[B, S]``. ``LOGPROB``: a
+    policy's log-probs, float32 ``[B, S - 1]``. Position t contains the log-prob of token t + 1, or
+    0 if this token is masked.
     """
 
     LOGIT = "logit"
@@ -70,7 +70,7 @@ class PublishedLoss:
 
     @property
     def input_type(self) -> LossInputType:
-        """Input of the function: its attribute ``input_type``, or by a parameter's name."""
+        """The function's attribute ``input_type``, else a type derived from a parameter's name."""
         declared = getattr(self.function, "input_type", None)
         if declared is None:
             is_logprob = self._input_name() == "next_token_logprobs"

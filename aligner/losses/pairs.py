@@ -35,7 +35,7 @@ class Pairs:
 
 
 def pairs_of(batch: Mapping[str, Tensor], denominators: Denominators) -> Pairs:
-    """Return a micro-batch's pairs. Pairs are excluded unless both have ``sample_mask`` 1.
+    """Return a micro-batch's pairs. A pair is excluded unless both rows have ``sample_mask`` 1.
 
     ``batch`` contains ``sample_mask``, float32 [B]. Raises DataError if B is odd.
     """

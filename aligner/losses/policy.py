@@ -64,7 +64,8 @@ def kl_estimate(
     if output_clamp is None:
         return estimate_of(k1)
     estimate = estimate_of(k1.detach())
-    bounded, inside = estimate.clamp(-output_clamp, output_clamp), estimate.abs() <= output_clamp
+    bounded = estimate.clamp(-output_clamp, output_clamp)
+    inside = estimate.abs() <= output_clamp
     # The graph contains no clamp of the estimate: if the estimate overflows, its derivative does
     # too, and 0 · inf would be NaN in the gradient.
     return torch.where(inside, estimate_of(torch.where(inside, k1, 0)), bounded)
@@ -99,8 +100,8 @@ class PPOPolicyLoss:
 
     Metrics are ``loss`` and means over all tokens of the global batch: ``ppo_ratio`` (ρ),
     ``ppo_ratio_clamped``, ``clip_fraction`` and ``approx_kl`` (k3 estimate of the KL between
-    rollout policy and current policy). ``clip_fraction`` is the share of tokens whose clipped term
-    is larger, which get no gradient, or with cispo whose weight was clipped. Options add
+    rollout policy and current policy). ``clip_fraction`` is the share of tokens without gradient,
+    because their clipped term is larger. With cispo it is the share of clipped weights. Options add
     ``dual_clip_fraction``, ``entropy``, ``kl_loss`` (before the coefficient) and the metrics of
     `losses.corrections.correct` and `gap_metrics`. ``ppo_ratio_max`` is the maximum of ρ.
     """

@@ -148,7 +148,6 @@ def _test_loss(loss: UserPolicyLoss, has_reference: bool) -> None:
     def evaluate(masked_shift: float, *parts: slice) -> tuple[Tensor, Tensor]:
         return _evaluate(loss, *_synthetic_batch(has_reference, masked_shift), parts)
 
-    # Both the loss and the gradients must agree.
     def agree(actual: tuple[Tensor, Tensor]) -> bool:
         pairs = zip(expected, actual, strict=True)
         return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in pairs)

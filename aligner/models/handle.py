@@ -164,7 +164,7 @@ class RoleHandle:
                 raise StorageError(failure)
 
     def load_state(self, folder: Path) -> None:
-        """Load a run state that `begin_saving` wrote, also with another parallel layout."""
+        """Load a run state that `begin_saving` wrote. The parallel layout may have changed."""
         run_on_all(self.worker_group, RoleWorker.load_state, str(folder.absolute()))
 
     def save_checkpoint(

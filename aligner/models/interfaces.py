@@ -41,13 +41,13 @@ class SupervisedInterface(ABC):
         """Hook that a training loop calls before each training batch. Does nothing by default."""
 
     def finish_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Run after each training batch of a caller's training loop."""
+        """Hook that a training loop calls after each training batch. Does nothing by default."""
 
     def prepare_for_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Run before each validation batch of a caller's training loop."""
+        """Hook that a training loop calls before each validation batch. Does nothing by default."""
 
     def finish_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Run after each validation batch of a caller's training loop."""
+        """Hook that a training loop calls after each validation batch. Does nothing by default."""
 
 
 class Inferrable(ABC):
@@ -71,11 +71,11 @@ class AlignableGenerativeInterface(SupervisedInterface, TrainingPhases, Inferrab
 
     @abstractmethod
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
-        """Return log-probs under the current weights, float32 ``[B, S]``, of int64 ``[B, S]``."""
+        """Return log-probs, float32 [B, S], of int64 [B, S] tokens under the current weights."""
 
     @abstractmethod
     def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
-        """Return log-probs under the initial weights, float32 ``[B, S]``, of int64 ``[B, S]``."""
+        """Return log-probs, float32 [B, S], of int64 [B, S] tokens under the initial weights."""
 
 
 class CriticModelInterface(SupervisedInterface, TrainingPhases, Inferrable):
@@ -99,16 +99,16 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
 
 class ValueOutputSpec(TypedDict):
-    """Values of a critic. ``values``: float32 ``[B, S]``, column t before token t."""
+    """Values of a critic. ``values``: float32 ``[B, S]``, column t: the state before token t."""
 
     values: Tensor
 
 
 class GenerationDatumSpec(TypedDict):
-    """Input of a policy for generation or scoring.
+    """Input of a policy that generates or computes log-probs.
 
     ``input_ids``: int64 ``[B, S]``, right-padded. ``input_lengths``: int64 ``[B]``.
-    ``sample_ids``: int64 ``[B]``. Samples of equal prompts have different numbers.
+    ``sample_ids``: int64 ``[B]``, selects random numbers. Rows of equal prompts need different ids.
     """
 
     input_ids: Tensor
@@ -161,7 +161,7 @@ class GenerationInterface(ABC):
         """Record that training changed the policy. `prepare_for_generation` loads the weights."""
 
     def recover(self) -> bool:
-        """Clean up after an error in `generate`. Return whether `generate` may be called again."""
+        """Clean up after an error in `generate`. Returns whether `generate` may be called again."""
         return False
 
     @abstractmethod

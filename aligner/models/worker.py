@@ -52,7 +52,7 @@ def tensors_on_device(data: Mapping[str, Any]) -> dict[str, Tensor]:
 def passes_over(
     data: Mapping[str, Any], size: int | None
 ) -> tuple[dict[str, Tensor], MicroBatches | None]:
-    """Return a batch's tensors on the device, and its micro-batches, or ``size`` without any."""
+    """Return a batch's tensors on the device, and its micro-batches, or ``size`` if it has none."""
     indices = data.micro_batch_indices if isinstance(data, BatchedDataDict) else None
     return tensors_on_device(data), size if indices is None else indices[0]
 
@@ -213,7 +213,7 @@ class RoleWorker(Generic[RoleT]):
         accelerator.release_shared_memory()
 
     def prepare_for_inference(self) -> None:
-        """Move weights to the device (optimizer state off if configured), and enter evaluation."""
+        """Enter evaluation mode. Move weights to the device, and if configured gradients off it."""
         self._restore_weights()
         self.model.prepare_for_inference()
 
@@ -223,13 +223,13 @@ class RoleWorker(Generic[RoleT]):
         self._park()
 
     def move_to_device(self) -> None:
-        """Move the weights to the device, whatever the phase."""
+        """Move the weights to the device in any phase."""
         for module in self._modules_with_weights():
             if module in self._offloads_by_module:
                 self.offload_of(module).to_device()
 
     def _park(self) -> None:
-        """With ``offload_weights``, move all memory to the host."""
+        """With ``offload_weights``, move all device memory of the role to the host."""
         if not self._offloads:
             return
         # Memory other than weights first: autograd graphs, CUDA graphs, optimizer state.
@@ -247,7 +247,7 @@ class RoleWorker(Generic[RoleT]):
         """Gather weights that other ranks updated. By default, updates gather them."""
 
     def _restore_weights(self) -> None:
-        """Move full weights to the device, whatever the phase."""
+        """Move full weights to the device in any phase."""
         self._gather_weights()
         self.move_to_device()
 
@@ -276,7 +276,7 @@ class RoleWorker(Generic[RoleT]):
         return self._share_writer.failure(wait)
 
     def load_state(self, folder: str) -> None:
-        """Load a run state from a folder that `begin_saving` wrote, on any parallel layout."""
+        """Load a run state that `begin_saving` wrote. The parallel layout may have changed."""
         load_worker_state(self, folder)
 
     def save_checkpoint(
@@ -315,7 +315,7 @@ class RoleWorker(Generic[RoleT]):
             save_tokenizer(self._tokenizer(), tokenizer_path)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Load files that `save_checkpoint` wrote, on any layout. Default: moments do not change.
+        """Load files of `save_checkpoint`. Without ``optimizer_path``, moments do not change.
 
         A role with adapters keeps its frozen weights and loads the adapters next to
         ``weights_path``.

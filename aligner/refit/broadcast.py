@@ -19,7 +19,7 @@ from aligner.errors import WorkerError, raised_as
 
 
 def open_rendezvous(ip: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Open a rendezvous without waiting for members. Port 0: a free port (``store.port``)."""
+    """Open a rendezvous without waiting for members. Port 0 selects a free port, ``store.port``."""
     return dist.TCPStore(
         ip,
         port,
@@ -67,7 +67,7 @@ class WeightBroadcast:
         return cls(store, rank, world_size, timeout_s)
 
     def send(self, tensor: Tensor) -> None:
-        """Broadcast rank 0's ``tensor`` [...] to the tensors of all other ranks, of equal shape.
+        """Broadcast rank 0's ``tensor`` [...] to the tensors of other ranks, which it overwrites.
 
         Raises `WorkerError` if the connection fails or a member has died.
         """

@@ -32,7 +32,7 @@ class RefitReceiver(ABC):
         """Complete the reload. Sampling uses the new weights from now on."""
 
     def sharing_key(self) -> str:
-        """Return the `accelerator.sharing_key` of this worker."""
+        """Return a text that is equal for processes that can share memory with this worker."""
         return accelerator.sharing_key()
 
     def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class RefitReceiver(ABC):
     def receive_weights(
         self, infos: Sequence[tuple[str, tuple[tuple[int, ...], torch.dtype]]]
     ) -> None:
-        """Receive a broadcast group of weights and load it. ``infos``: name, (shape, dtype)."""
+        """Receive broadcast weights and load them. ``infos``: name, (shape, dtype) of each."""
         if self._broadcast is None:
             raise WorkerError("init_collective must be called before weights are received")
         weights: list[tuple[str, Tensor]] = []

@@ -1,10 +1,4 @@
-"""Weights on their way to engines on GPUs, on the dry device.
-
-1. A worker holds and exports weights only where an engine opens them: the rest is never freed.
-2. A worker that shares its device gives activations' memory back when training ends.
-3. The host waits for the device before an engine reads weights and after it has copied them. Each
-   of the three waits is left out once, and the dry device says what then goes on beside what.
-"""
+"""Weights on their way to engines on GPUs, on the dry device."""
 
 import re
 

@@ -1,10 +1,4 @@
-"""`plan`: what training configurations take, from their roles' real code on the dry device.
-
-1. Memory of a model that is known: Qwen2.5-1.5B's shape on one card.
-2. Few layers give many: what is carried on is what a run of all layers counts.
-3. Every kind of run has its phases, and every phase every number.
-4. A search ends in a layout that fits, and its overrides are a configuration.
-"""
+"""`plan`: what training configurations take, from their roles' real code on the dry device."""
 
 import json
 from pathlib import Path

@@ -1,9 +1,5 @@
 """Every role as it would run on a GPU, on the dry device: what mixes devices fails as there.
 
-1. Memory is the closed form: bytes of weights, gradients and moments for each parameter.
-2. Kernels are launched, and the host waits for the device, as often as is recorded here.
-3. Gradients cross the wire once.
-
 `test_dry_pairs.py` has the layouts, precisions and kinds of batches.
 """
 
@@ -73,7 +69,7 @@ def seen(dry):
 
 
 @pytest.mark.parametrize("case", extended_except(BUDGETS.keys() - FURTHER, CASES))
-def test_a_role_runs(seen, case):
+def test_a_role_runs_with_no_more_kernels_and_waits_than_recorded(seen, case):
     found = seen(case)
     assert found["scoring"]["launches"] > 50
     if "update" in found:
@@ -81,21 +77,9 @@ def test_a_role_runs(seen, case):
         assert found["update"]["launches"] <= found["first"]["launches"]
     if "kept" in CASES[case]:
         assert found["kept"] == "cuda:0"
-
-
-@pytest.mark.parametrize(
-    ("case", "phase"),
-    [
-        pytest.param(case, phase, marks=pytest.mark.extended if case in FURTHER else ())
-        for case, budget in BUDGETS.items()
-        for phase in budget
-    ],
-)
-def test_kernels_and_waits_are_no_more_than_recorded(seen, case, phase):
-    found = seen(case)[phase]
-    launches, waits = BUDGETS[case][phase]
-    assert found["host_reads"] <= waits, found["host_waits"]
-    assert found["launches"] <= launches
+    for phase, (launches, waits) in BUDGETS.get(case, {}).items():
+        assert found[phase]["host_reads"] <= waits, (phase, found[phase]["host_waits"])
+        assert found[phase]["launches"] <= launches, phase
 
 
 def test_memory_is_what_parameters_take(seen):

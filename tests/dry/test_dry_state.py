@@ -1,11 +1,4 @@
-"""Run states on the dry device: from its memory to files beside training, and back.
-
-1. Bytes that cross to the host are the closed form: a float32 weight and two moments for each
-   element that a process updates. They come back as bytes of the same number.
-2. Nothing of it stays on the device, and tensors are there again as they were.
-3. What is written has come to the host before, though training has gone on by then.
-4. The host waits for the device as often as is recorded here.
-"""
+"""Run states on the dry device: from its memory to files beside training, and back."""
 
 from functools import cache
 

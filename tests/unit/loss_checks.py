@@ -4,9 +4,11 @@ import math
 
 import torch
 
+from aligner.losses.corrections import second_moment_masks
 from aligner.types import Denominators, TokenOutputs
 
 NAN = float("nan")
+ROWS, LENGTH, CHOICES = 8, 6, 3
 
 
 def sigmoid(x):
@@ -28,23 +30,35 @@ def denominators(batch):
     return Denominators(torch.as_tensor(tokens).clamp(min=1), counts.sum().clamp(min=1))
 
 
-def policy_batch(seed=0, rows=6, length=9):
-    """Log-probs, entropies and a batch for the policy loss, with a row and a sample that is out."""
-    generator = torch.Generator().manual_seed(seed)
+def random_batch():
+    """Log-probs, entropies, and a batch with the columns of all losses; one pair is out."""
+    generator = torch.Generator().manual_seed(5)
 
-    def normal():
-        return torch.randn(rows, length, generator=generator, dtype=torch.float64)
+    def normal(*shape):
+        return torch.randn(*shape or (ROWS, LENGTH), generator=generator, dtype=torch.float64)
 
     logprobs = normal() * 0.5 - 2
+    lengths = torch.tensor([6, 3, 2, 5, 6, 6, 1, 4])
     batch = {
+        "input_lengths": lengths,
+        "token_mask": (torch.rand(ROWS, LENGTH, generator=generator) < 0.6).double(),
+        "sample_mask": column(1, 1, 0, 0, 1, 1, 1, 1),
         "advantages": normal(),
-        "token_mask": (torch.rand(rows, length, generator=generator) < 0.6).double(),
-        "sample_mask": column(1, 1, 0, 1, 1, 1),
         "prev_logprobs": logprobs + normal() * 0.3,
-        "ref_logprobs": logprobs + normal() * 0.3,
+        "ref_logprobs": logprobs + normal() * 0.7,
         "generation_logprobs": logprobs + normal() * 0.3,
+        "values": logprobs + normal() * 0.3,
+        "returns": logprobs + normal(),
+        "teacher_topk_logits": normal(ROWS, LENGTH, CHOICES),
+        "ground_truth_rewards": normal(ROWS),
+        "desirable": column(1, 0, 1, 0, 0, 1, 1, 0),
+        "kl_baseline": torch.full((ROWS,), 0.4, dtype=torch.float64),
+        "preference_strengths": column(1, 1, 2, 2, 3, 3, 0.5, 0.5),
+        "attributes": normal(ROWS, CHOICES),
+        "attribute_mask": column(1, 0, 1).expand(ROWS, -1),
     }
-    batch["token_mask"][3] = 0  # a row without a generated token
+    batch["token_mask"][5] = 0  # a row without a generated token
+    batch["second_moment_mask"] = second_moment_masks(batch, 0.04, ROWS).double()
     return logprobs, normal().abs(), batch
 
 

@@ -173,20 +173,8 @@ class Does(Echo):
     def is_no_number(self, turn):
         return Turn([{"role": "user", "content": "a"}], float("nan"))
 
-    def is_text(self, turn):
-        return Turn(turn.messages, "much")
-
-    def has_no_reward(self, turn):
-        return Turn(turn.messages, {"other": 1.0})
-
-    def says_nothing(self, turn):
-        return Turn()
-
     def has_a_step_outside(self, turn):
         return Turn(turn.messages, 1.0, steps=[(2, 0.5), (6, 1.0)])
-
-    def has_a_step_of_nothing(self, turn):
-        return Turn(turn.messages, 1.0, steps=[(5, None)])
 
 
 class Tools(ToolEnv):

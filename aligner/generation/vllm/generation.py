@@ -25,7 +25,7 @@ GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 
 
 class VllmGeneration(BackgroundGeneration):
-    """Handle of vLLM engines with copies of the policy's weights, which share each rollout."""
+    """Handle of vLLM engines with the policy's weights. Each samples a part of every rollout."""
 
     model = None  # no token budgets: an engine forms its own micro-batches
     get_logprobs = scored_rows(VllmWorker.get_logprobs, ("input_ids", "input_lengths"))

@@ -31,12 +31,12 @@ def sampling_arguments(
     ``logprobs=0`` returns only the sampled token's log-prob. ``by_top_k``: sample greedily by top-k
     1 (log-prob 0) instead of temperature 0, which engines that return kept tokens reject.
     """
-    likeliest = {"temperature": 1.0, "top_k": 1} if by_top_k else {"temperature": 0.0}
+    greedy_arguments = {"temperature": 1.0, "top_k": 1} if by_top_k else {"temperature": 0.0}
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
-        **(likeliest if greedy else {}),
+        **(greedy_arguments if greedy else {}),
         "repetition_penalty": sampling.repetition_penalty,
         # vLLM's min_tokens does not count the end token, but our min_length does.
         "min_tokens": max(0, length.min_length - 1),

@@ -67,7 +67,7 @@ class VllmConfig(EngineConfig):
 
     @property
     def workers(self) -> int:
-        """Number of processes of all engines."""
+        """Total number of processes: number of engines times processes per engine."""
         return self.engines * self.tensor_parallel_size
 
     def on_device(self, *, has_gpu: bool, ahead: bool) -> "VllmConfig":

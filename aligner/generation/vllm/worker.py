@@ -188,7 +188,7 @@ def _sequences(data: Mapping[str, Any]) -> list[list[int]]:
 def _meet(
     address: tuple[str, int], index: int, rank: int, settings: VllmConfig
 ) -> dist.ProcessGroup:
-    """Join the processes of engine ``index``, for vLLM. Return a gloo group of them."""
+    """Set up torch.distributed for engine ``index``. Return a gloo group of its processes."""
     limit = timedelta(seconds=settings.timeout_s)
     size = settings.tensor_parallel_size
     text = (

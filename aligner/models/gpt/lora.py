@@ -133,7 +133,7 @@ class Adapter(nn.Module):
 
 
 class AdaptedLinear(nn.Module):
-    """Mixin for a parallel linear layer, which adds the adapter's output to the layer's."""
+    """Mixin of a parallel linear layer. It adds the adapter's output to the layer's output."""
 
     lora: Adapter
 
@@ -161,7 +161,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
         set_tensor_model_parallel_attributes(self.lora.b, True, 0, 1)
 
     def _adapter_output(self, hidden: Tensor) -> Tensor:
-        """Compute [s, b, out / tp] of [s, b, in], with sequence parallelism of [s / tp, b, in]."""
+        """Map [s, b, in], with sequence parallelism [s / tp, b, in], to [s, b, out / tp]."""
         group = self.tp_group
         if self.sequence_parallel:
             low = self.lora.down(hidden, part=group.rank(), parts=group.size())
@@ -186,7 +186,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowLinear):
         set_tensor_model_parallel_attributes(self.lora.a, True, 1, 1)
 
     def _adapter_output(self, hidden: Tensor) -> Tensor:
-        """Compute [s, b, out], with sequence parallelism [s / tp, b, out], of [s, b, in / tp]."""
+        """Map [s, b, in / tp] to [s, b, out], with sequence parallelism to [s / tp, b, out]."""
         group = self.tp_group
         low = self.lora.down(hidden, first=group.rank() * hidden.shape[-1])
         if self.sequence_parallel:
@@ -235,7 +235,7 @@ class RoleAdapters:
             self.dropout.update = index
 
     def load(self, path: str | Path) -> None:
-        """Load the adapters, and the head if any, from a file."""
+        """Load the adapters, and any head, from a file."""
         tensors = tensors_to_continue(path, self._architecture, self.lora, self._has_head)
         self._fill(tensors.get)
 
@@ -302,7 +302,7 @@ def _require_gradient(_: nn.Module, __: Any, embedded: Tensor) -> None:
 
 
 def initial_matrix(name: str, shape: Shape, seed: int) -> Tensor:
-    """Return an adapter's initial matrix: A uniform in ±1/√in, by ``name`` and ``seed``, B zero."""
+    """Return an initial matrix. B is zero, A is uniform in ±1/√in by ``name`` and ``seed``."""
     tensor = torch.zeros(shape)
     if name.endswith(".a"):
         bound = 1.0 / math.sqrt(shape[-1])

@@ -44,7 +44,7 @@ from aligner.refit.worker import RefitWorker
 def read_policy(
     config: TrainedModelConfig | Mapping[str, Any], run: RunSettings | None, tokenizer: Any
 ) -> tuple[TrainedModelConfig, RunSettings, Tokenizer, PublishedRole | None]:
-    """Return the policy's section, run settings, tokenizer, and parsed mapping of NeMo-RL, if any.
+    """Return the policy's section, run settings, tokenizer, and ``config`` parsed if a mapping.
 
     If ``config`` is a mapping, its stop tokens become additional end tokens of the tokenizer.
     """
@@ -190,7 +190,7 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
         return list(self.model.hugging_face_weights())
 
     def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor of each weight. All workers of a model must iterate."""
+        """Yield name and full tensor of each weight. All workers of a model must read them all."""
         weights = self.model.hugging_face_weights()
         return ((name, weights[name]) for name in names)
 
@@ -217,7 +217,7 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
         super().offload_before_refit()
 
     def offload_after_refit(self) -> None:
-        """Close the weights' handles. With ``offload_weights``, move all memory to the host."""
+        """Free the offered weights. With ``offload_weights``, move all memory to the host."""
         super().offload_after_refit()
         self._park()
 
@@ -371,7 +371,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         return output
 
     def recover(self) -> bool:
-        """See `GenerationInterface.recover`. False if workers may be waiting in a collective."""
+        """Return whether `generate` may be called again: if no worker waits in a collective."""
         parallel = self.model.parallel
         is_collective = parallel.model_parallel_size * parallel.expert > 1
         return not is_collective and self.worker_group.recover()

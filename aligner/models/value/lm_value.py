@@ -41,9 +41,9 @@ def read_critic(
     model: TrainedModelConfig | None,
     run: RunSettings | None,
 ) -> tuple[CriticConfig, TrainedModelConfig, RunSettings, PublishedRole | None]:
-    """Return the critic's section, the policy's with the critic's layout, and run settings.
+    """Return the critic's section, the policy's section with the critic's layout, and run settings.
 
-    ``config``: a section, which requires ``model``, or a mapping of NeMo-RL, also returned parsed.
+    ``config``: a section (requires ``model``), or NeMo-RL's mapping, which is also returned parsed.
     """
     published = None if isinstance(config, CriticConfig) else read_published(config, "value")
     if published is not None:
@@ -110,7 +110,7 @@ class ValueWorker(RoleWorker[ValueModel]):
     def share_backbone(
         self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
-        """Load a reward model into host memory, which scores with the critic's modules."""
+        """Load a reward model into host memory. To score, the critic's modules get its weights."""
         raise ConfigError(
             "reward.model.share_body_with_critic=true is not supported by policy.backend=dtensor. "
             "Set policy.backend=megatron, or reward.model.share_body_with_critic=false"

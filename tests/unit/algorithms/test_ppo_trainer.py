@@ -173,6 +173,8 @@ KL_LOSS = {"kl_loss": {"coef": 0.1}}
         ({"sampling_params": {"top_k": 5}, "length_params": {"min_length": 4}}, KL, 0),
         (REPETITION, {}, 1),
         (KL_LOSS, {}, 1),
+        ({"correction": {"weights": "token", "geometric_bounds": [0.9, 1.1]}}, {}, 1),
+        ({"correction": {"second_moment": 0.04}}, {}, 0),
     ],
 )
 def test_rows_that_training_itself_scores(ppo, loop, rows):

@@ -16,7 +16,6 @@ import pytest
 import torch
 from newest_state import newest
 from test_run_loop import Counter, lines, run
-from test_run_state import run_ranks
 
 from aligner.algorithms.run import stopping
 from aligner.checkpoint import durable
@@ -24,7 +23,7 @@ from aligner.checkpoint.run_state import worker_state
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import bytes_to_copy, read_tree
 from aligner.checkpoint.run_state.worker_state import ShareWriter
-from aligner.errors import StorageError
+from aligner.errors import AlignerError, StorageError
 from aligner.observe.metrics import read_metrics
 
 NUMBERS = 100_000
@@ -254,6 +253,27 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path, monkeypatch):
     assert not RunStateStore(tmp_path / "run_state").states()
 
 
+def run_ranks(size: int, work) -> list:
+    """What ``work(rank, exchange)`` returns or raises on each rank, which is a thread."""
+    barrier, given = threading.Barrier(size, timeout=30), [None] * size
+
+    def one(rank: int):
+        def exchange(mine):
+            given[rank] = mine
+            barrier.wait()
+            everything = list(given)
+            barrier.wait()
+            return everything
+
+        try:
+            return work(rank, exchange)
+        except AlignerError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(one, range(size)))
+
+
 def test_a_state_gets_its_name_when_the_last_rank_is_done(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch, "rank_00001.pt")
 
@@ -273,14 +293,22 @@ def test_a_state_gets_its_name_when_the_last_rank_is_done(tmp_path, monkeypatch)
         return unnamed and step_in(store.path(1), 3) == 1
 
     assert run_ranks(3, work) == [True] * 3
+    with open(tmp_path / "step_000001" / "role" / "rank_00001.pt", "r+b") as share:
+        share.truncate(50)
+    assert newest(RunStateStore(tmp_path)) is None
 
 
-def test_what_one_rank_cannot_write_is_raised_on_all_and_removed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("in_background", [True, False])
+def test_what_one_rank_cannot_write_is_raised_on_all_and_removed(
+    tmp_path, monkeypatch, in_background
+):
     disk = SlowDisk(monkeypatch, "rank_00001.pt", errno.ENOSPC)
+    if not in_background:
+        disk.gate.set()
 
     def work(rank: int, exchange) -> None:
         store = RunStateStore(tmp_path, rank=rank, exchange=exchange)
-        save(store, Role(rank, 2), 1)
+        save(store, Role(rank, 2), 1, in_background)
         store.check()
         disk.gate.set()
         store.finish()

@@ -247,10 +247,6 @@ def write_model(folder, config, tensors):
             r"quantised \(mxfp4\)",
         ),
         ({"model_type": "glm4_moe", "n_group": 3}, "moe_router_groups=3"),
-        (
-            {"model_type": "glm4_moe", "quantization_config": {"quant_method": "fp8"}},
-            r"quantised \(fp8\)",
-        ),
     ],
 )
 def test_unsupported_configurations_are_named(changes, message):

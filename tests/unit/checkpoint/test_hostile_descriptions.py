@@ -228,8 +228,6 @@ def test_an_index_of_a_wrong_kind(hugging_face, tmp_path, index, message):
         dict(read_hf(folder).weights)
 
 
-# Files that contradict the configuration, and equal spellings
-
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
 SIZES |= {"num_attention_heads": 4, "vocab_size": 64}
 

@@ -203,8 +203,6 @@ def test_log_probs_equal_a_float64_reference(tmp_path, base, keys, activation):
     assert_same(GatheredWeights(gpt, expected).on_rank_zero(), weights)
 
 
-# Files that NeMo itself wrote
-
 SHARED = Path(os.environ.get("ALIGNER_SHARED", Path(__file__).parents[4] / "shared"))
 FILES = ["01_llama_torchdist", "03_gpt_singlefile", "04_llama_tp2", "05_llama_te_torchdist"]
 

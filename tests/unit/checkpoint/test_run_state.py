@@ -7,9 +7,7 @@ import os
 import random
 import resource
 import signal
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,13 +23,7 @@ from aligner.checkpoint.run_state import files as state_files
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import capture_rng, restore_rng
 from aligner.device import accelerator
-from aligner.errors import (
-    AlignerError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    DamagedStateError,
-    StorageError,
-)
+from aligner.errors import CheckpointError, CheckpointNotFoundError, DamagedStateError, StorageError
 from aligner.parallel.groups import initialize_parallel
 
 
@@ -194,9 +186,6 @@ def test_rng_states_come_back(tmp_path):
         assert stream != apart  # the stream went on
 
 
-# When things go wrong: full disks, other ranks, and SIGKILL at any moment
-
-
 def state_of(step: int, numbers: int = 100_000) -> dict:
     weight = torch.full((numbers,), float(step)) + torch.arange(numbers)
     return {"policy": {"weight": weight}, "counters": {"step": step}}
@@ -260,61 +249,6 @@ def test_unwritable_directory_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"file/states.*explicit_log_dir"):
         RunStateStore(tmp_path / "file" / "states").save(1, state_of(1))
-
-
-def run_ranks(size: int, work) -> list:
-    """What ``work(rank, exchange)`` returns or raises on each rank, which is a thread."""
-    barrier, given = threading.Barrier(size, timeout=30), [None] * size
-
-    def one(rank: int):
-        def exchange(mine):
-            given[rank] = mine
-            barrier.wait()
-            everything = list(given)
-            barrier.wait()
-            return everything
-
-        try:
-            return work(rank, exchange)
-        except AlignerError as error:
-            return error
-
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(one, range(size)))
-
-
-@pytest.mark.parametrize("failing", [None, 1])
-def test_ranks_write_their_shares_or_all_raise_and_nothing_is_committed(tmp_path, failing):
-    def work(rank: int, exchange) -> bool:
-        class Role:
-            num_shares = 0
-
-            def begin_saving(self, folder, in_background):
-                folder.mkdir(exist_ok=True)
-                (folder / f"rank{rank}").write_text("share")
-                if rank == failing:
-                    raise OSError(errno.ENOSPC, "No space left on device")
-
-            def check_saving(self, wait):
-                """Nothing is written in the background."""
-
-        store = RunStateStore(tmp_path, rank=rank, exchange=exchange)
-        path = store.save(1, state_of(1), roles={"role": Role()})
-        return newest(store) == path and store.load(path).state["counters"] == {"step": 1}
-
-    results = run_ranks(2, work)
-    if failing is not None:
-        assert all(isinstance(error, StorageError) for error in results)
-        assert "rank 1" in str(results[0])
-        assert list(tmp_path.iterdir()) == []
-        return
-    assert results == [True] * 2
-    state = tmp_path / "step_000001"
-    shares = {"role/rank0", "role/rank1", "role/checksums.json"}
-    names = {str(path.relative_to(state)) for path in state.rglob("*") if path.is_file()}
-    assert names == shares | {"manifest.json", "state.json", "policy.pt"}
-    (state / "role" / "rank1").write_text("sh")
-    assert newest(RunStateStore(tmp_path)) is None  # a share that is not whole
 
 
 def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_old_state_goes(

@@ -72,9 +72,6 @@ def written(tmp_path, *rows):
     return write_rows(tmp_path / "rows.jsonl", rows)
 
 
-# A space of its own ----------------------------------------------------------------------------
-
-
 def test_all_kinds_of_data_hold_the_sequence_that_a_model_is_asked_with(tokenizer, tmp_path):
     row = {"prompt": [QUESTION], "response": "four", "chosen": "four", "rejected": "five"}
     others = {"label": True, "good": 1.0, "ground_truth": "four"}
@@ -109,8 +106,6 @@ def test_every_answer_is_encoded_where_it_stands(tokenizer):
         assert ids[:start] == tokenizer.encode(asked)  # what a rollout's prompt would be
         assert ids[end - 1] == tokenizer.eos_id
 
-
-# Openings that finished messages do not show -----------------------------------------------
 
 R1 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '<U>' + m.content }}{% else %}"
@@ -157,8 +152,6 @@ def test_preferences_between_reasoned_answers_and_what_cannot_be_learned(tmp_pat
     with pytest.raises(DataError, match=r"prompt ends with .*Answer: .*plain-text prompts"):
         encode_chat(chatml(opens_otherwise), CHAT[:2], "last")
 
-
-# Tools ---------------------------------------------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 WITH_TOOLS = (
@@ -230,9 +223,6 @@ def test_what_a_template_makes_nothing_of_is_refused_by_name(chat, further, lost
     path = written(tmp_path, {"messages": chat, **further})
     with pytest.raises(DataError, match=rf"rows.jsonl, line 1: .*{lost}"):
         load_set(ExampleDataset, path, chatml(plain), messages_column="messages")
-
-
-# Responses that are messages ----------------------------------------------------------------
 
 
 def test_preferences_in_every_public_form(tmp_path):

@@ -131,9 +131,6 @@ def test_engines_end_at_any_of_them(build, base_nemo):
     assert min(map(len, rows)) < 12
 
 
-# What a reward model is shown ------------------------------------------------------------------
-
-
 def shown(texts_and_ends, end_strings):
     """``scored_texts`` of byte-level responses; an end is a further token, or None."""
     tokenizer = byte_level_tokenizer()

@@ -84,9 +84,6 @@ def test_a_preference_of_negative_strength_is_refused_where_strength_counts(
     assert pairs[0].rewards == (0.9, 0.9)
 
 
-# Labelled responses
-
-
 def test_a_prompt_is_joined_by_the_nearest_earlier_response_to_another_prompt(tmp_path):
     rows = load_rows(LabelledDataset, tmp_path, LABELLED)
     assert [row.desirable for row in rows] == [True, False, True]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -215,12 +216,9 @@ def test_bad_sources_and_settings(tmp_path, tokenizer):
     with pytest.raises(DataError, match="contains no rows"):
         load_set(PromptDataset, tmp_path / "empty.jsonl", tokenizer)
 
-    class NoBos:
-        bos_id = None
-
     path = write_rows(tmp_path / "x.jsonl", ROWS)
     with pytest.raises(TokenizerError, match="has no BOS"):
-        load_set(PromptDataset, path, NoBos(), add_bos=True)
+        load_set(PromptDataset, path, SimpleNamespace(bos_id=None), add_bos=True)
     with pytest.raises(ConfigError, match="are both 'prompt'"):
         load_set(PromptDataset, path, tokenizer, ground_truth_column="prompt")
 

@@ -57,9 +57,6 @@ def with_added(*tokens, normalizer=None, template=WITH_TOOLS):
     return HuggingFaceTokenizer(backend, config)
 
 
-# The function ---------------------------------------------------------------------------------
-
-
 def test_text_is_kept_or_escaped():
     tokenizer, value = byte_level_tokenizer(), [user(HOSTILE)]
     assert treat_special_tokens(tokenizer, value, "keep", "messages") is value
@@ -130,8 +127,6 @@ def test_user_defined_pieces_of_sentencepiece(tmp_path):
     assert not {*tokenizer.added_tokens} & {*tokenizer.encode(treated)}
 
 
-# Rows -----------------------------------------------------------------------------------------
-
 ROWS = [
     (PromptDataset, {"prompt": "{}", "ground_truth": ""}, {}),
     (PromptDataset, {"prompt": [user("{}")], "ground_truth": ""}, {}),
@@ -188,9 +183,6 @@ def test_text_of_calls_is_read_before_it_is_treated():
     place = r"^row 7: prompt\.1\.tool_calls\.0\.function\.arguments\.x spells"
     with pytest.raises(DataError, match=place):
         make_prompt(row, 0, chatml(WITH_TOOLS), data)
-
-
-# Conversations, requests, the terminal --------------------------------------------------------
 
 
 def conversation(policy, *, first="a", tools=None, answer="b", said="c"):

@@ -161,8 +161,6 @@ def test_prompts_of_commands_have_it(model, tmp_path):
     assert json.loads(output.read_text())["prompt"].endswith("assistant<no>")
 
 
-# A template of one's own
-
 KEY = "environment.chat_template"
 OWN = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '<|endoftext|>' }}{% endfor %}"

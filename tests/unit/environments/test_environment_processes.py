@@ -19,7 +19,8 @@ from aligner.config import PromptSourceConfig
 from aligner.data.prompts import EpisodeDataset, columns_of_rows
 from aligner.environments import Turn
 from aligner.environments.pool import Call, CallAnswer, EnvironmentPool, Failure
-from aligner.errors import ConfigError
+from aligner.environments.protocol import check_turn
+from aligner.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.integration
 
@@ -71,11 +72,7 @@ def test_conversations_in_slots_of_their_own(pool):
         ("writes_everywhere", "sent an invalid answer"),
         ("is_no_turn", "step returned .*; it must return a Turn"),
         ("is_no_number", "reward is nan, but it must be finite"),
-        ("says_nothing", "neither a message nor done=True"),
         ("has_a_step_outside", r"steps has \(6, 1.0\). .* from 1 to 5, the number"),
-        ("has_a_step_of_nothing", "the step that ends at 5 has no reward. Leave it out"),
-        ("is_text", "reward is 'much', which is not a number"),
-        ("has_no_reward", "has no key 'reward'"),
     ],
 )
 def test_a_failure_is_told_and_touches_nobody_else(pool, what, said):
@@ -88,6 +85,20 @@ def test_a_failure_is_told_and_touches_nobody_else(pool, what, said):
     assert fine.value.score == 1.0
     assert isinstance(answers_of(pool, [begin(0)])[0], CallAnswer)  # it is started again
     assert pool.pid(1) == other
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        (Turn(), "neither a message nor done=True"),
+        (Turn(reward=1.0, done=True, steps=[(5, None)]), "ends at 5 has no reward. Leave it out"),
+        (Turn(reward="much", done=True), "reward is 'much', which is not a number"),
+        (Turn(reward={"other": 1.0}, done=True), "has no key 'reward'"),
+    ],
+)
+def test_turns_that_are_refused(turn, said):
+    with pytest.raises((ConfigError, DataError), match=said):
+        check_turn(turn, characters=5)
 
 
 @pytest.mark.parametrize("what", ["hangs", "forks_many"])

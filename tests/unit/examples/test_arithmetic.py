@@ -58,22 +58,17 @@ def test_every_problem_is_asked_once_per_round():
     assert first != second
 
 
-def test_same_seed_same_rows_whatever_the_size():
+def test_same_seed_same_rows_whatever_the_size_in_any_format():
     few = list(arithmetic_prompts("train", 10, seed=3))
     many = list(arithmetic_prompts("train", 500, seed=3))
     assert many[:10] == few
     assert list(arithmetic_prompts("train", 10, seed=4)) != few
     # written down once: another machine, another Python, the same prompts
     assert few[0]["prompt"] == "0+11=11\n4+12=16\n4+1="
-
-
-def test_format():
     form = {"question": "{a} {operator} {b} =", "answer": " {answer}", "separator": "\n\n"}
-    row = next(arithmetic_prompts("train", 1, **form))
-    *examples, question = row["prompt"].split("\n\n")
-    assert question == f"{row['a']} + {row['b']} ="
-    assert all(" = " in example for example in examples)
-    assert row["ground_truth"] == str(row["a"] + row["b"])
+    row = next(arithmetic_prompts("train", 1, seed=3, **form))
+    assert row["prompt"] == "0 + 11 = 11\n\n4 + 12 = 16\n\n4 + 1 ="
+    assert row["ground_truth"] == "5"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +90,7 @@ def test_refusals(arguments, message):
         list(arithmetic_prompts(**{"split": "train", "size": 4, **arguments}))
 
 
-def test_worked_examples_and_pairs_ask_the_same():
+def test_worked_examples_pairs_and_labels_ask_the_same():
     asked = list(arithmetic_prompts("validation", 40, seed=3))
     worked = list(arithmetic_examples(split="validation", size=40, seed=3))
     pairs = list(arithmetic_pairs(split="validation", size=40, seed=3))
@@ -106,6 +101,11 @@ def test_worked_examples_and_pairs_ask_the_same():
         assert int(pair["rejected"]) >= 0
     assert len({int(p["rejected"]) - int(p["chosen"]) for p in pairs}) > 5
     assert pairs == list(arithmetic_pairs(split="validation", size=40, seed=3))
+    # Labels are of right and wrong answers in turn.
+    labelled = list(arithmetic_labels(split="validation", size=40, seed=3))
+    for number, (pair, row) in enumerate(zip(pairs, labelled, strict=True)):
+        assert (row["prompt"], row["label"]) == (pair["prompt"], number % 2 == 0)
+        assert row["response"] == pair["chosen" if row["label"] else "rejected"]
 
 
 def test_how_far_wrong_answers_are():
@@ -115,12 +115,3 @@ def test_how_far_wrong_answers_are():
     assert max(steps) <= 30
     with pytest.raises(ConfigError, match="wrong_by="):
         next(arithmetic_pairs(size=1, wrong_by=[0, 3]))
-
-
-def test_labels_are_of_right_and_wrong_answers_in_turn():
-    pairs = list(arithmetic_pairs(size=4, seed=2))
-    rows = list(arithmetic_labels(size=4, seed=2))
-    assert [row["label"] for row in rows] == [True, False, True, False]
-    for pair, row in zip(pairs, rows, strict=True):
-        assert row["prompt"] == pair["prompt"]
-        assert row["response"] == pair["chosen" if row["label"] else "rejected"]

@@ -5,6 +5,7 @@ import math
 import os
 
 import pytest
+from loaded import write_rows
 
 from aligner.errors import ConfigError, DataError
 from aligner.examples.tasks.search import Corpus, Document, Lookup, load_corpus, normalised
@@ -18,9 +19,7 @@ ROWS = [
 
 @pytest.fixture
 def path(tmp_path):
-    file = tmp_path / "corpus.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return file
+    return write_rows(tmp_path / "corpus.jsonl", ROWS)
 
 
 def test_scores_by_hand():
@@ -37,11 +36,9 @@ def test_scores_by_hand():
     assert found[1][0] == pytest.approx(weight_a * part(1, 1))
     assert corpus.search("a", top=1)[0][1].text == "a"  # the shorter
     assert corpus.search("", top=3) == []
-
-
-def test_equal_documents_keep_their_order():
-    corpus = Corpus([Document(str(number), "a word") for number in range(5)])
-    assert [document.title for _, document in corpus.search("word", 3)] == ["0", "1", "2"]
+    alike = Corpus([Document(str(number), "a word") for number in range(5)])
+    assert [document.title for _, document in alike.search("word", 3)] == ["0", "1", "2"]
+    assert normalised(" The  Beatles' an-d A song. ") == "beatles and song"  # as SQuAD
 
 
 def test_files_of_documents(path, tmp_path):
@@ -95,7 +92,3 @@ def test_a_question_is_looked_up(path):
     assert say("I looked.\n The  City of OSLO!").reward == {"reward": 1.0, "accuracy": 1.0}
     assert say("Oslo\nno, Rome").score == 0.0
     assert say("").score == 0.0
-
-
-def test_normalised_as_squad():
-    assert normalised(" The  Beatles' an-d A song. ") == "beatles and song"

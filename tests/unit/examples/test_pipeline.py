@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from loaded import write_rows
 from test_observe_report import Document, sample
 
 from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, WorkerError
@@ -105,7 +106,7 @@ def ran():
     return names
 
 
-def test_every_run_takes_what_the_pipeline_says(place):
+def test_every_run_takes_what_the_pipeline_says_and_needs_its_start(place):
     stages = plan(load_pipeline(Path("stubs.yaml")), CONF, Path("scripts"))
     assert [stage.name for stage in stages] == ORDER
     taken = [stage.config.model.restore_from_path for stage in stages]
@@ -115,6 +116,9 @@ def test_every_run_takes_what_the_pipeline_says(place):
         *(None, "policy.nemo", None, "reward_model.nemo")
     ]
     assert stages[1].command.startswith("python examples/train_gpt_sft.py --config-name recipes/")
+    Path("start.nemo").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"start=start\.nemo does not exist"):
+        run()
 
 
 def test_what_is_done_is_not_done_again_and_the_numbers_are_those_of_the_runs(place):
@@ -231,14 +235,9 @@ def test_what_cannot_work_is_refused_before_the_first_run(place, old, new, messa
     assert ran() == []
 
 
-def test_a_start_that_is_not_there(place):
-    Path("start.nemo").unlink()
-    with pytest.raises(CheckpointNotFoundError, match=r"start=start\.nemo does not exist"):
-        run()
-
-
 @pytest.mark.parametrize("name", ["arithmetic", "gsm8k", "agent"])
-def test_the_shipped_pipelines_compose(name):
+def test_the_shipped_pipelines_compose(name, monkeypatch):
+    monkeypatch.setenv("SEED", "3")
     stages = plan(load_pipeline(CONF / "pipelines" / f"{name}.yaml"), CONF, Path("examples"))
     held_out = {
         json.dumps(stage.config.data.validation.arguments, sort_keys=True)
@@ -247,13 +246,9 @@ def test_the_shipped_pipelines_compose(name):
     }
     assert len(held_out) <= 1  # all are asked the same
     assert all(stage.config.exp_manager.explicit_log_dir.startswith("results/") for stage in stages)
-
-
-def test_every_seed_has_a_folder_of_its_own(monkeypatch):
-    monkeypatch.setenv("SEED", "3")
-    stages = plan(load_pipeline(CONF / "pipelines" / "agent.yaml"), CONF, Path("examples"))
-    assert {stage.folder.parts[2] for stage in stages} == {"seed3"}
-    assert {stage.config.seed for stage in stages if stage.trained is not None} == {3}
+    if name == "agent":  # every seed has a folder of its own
+        assert {stage.folder.parts[2] for stage in stages} == {"seed3"}
+        assert {stage.config.seed for stage in stages if stage.trained is not None} == {3}
 
 
 # The page -------------------------------------------------------------------------------------
@@ -309,20 +304,14 @@ def solution(text, right):
     return {"is_correct": right, "solution": text}
 
 
-@pytest.fixture
-def solutions(tmp_path):
+def test_right_solutions_meet_wrong_ones_of_the_same_problem(tmp_path):
     rows = [
         {"question": f"q{n}", "ground_truth": "g", "a": solution("r1", True)}
         | {"b": solution("w1", False), "c": solution("w2", n % 2 == 0), "d": solution("r1", True)}
         for n in range(40)
     ]
     rows.append({"question": "all right", "a": solution("x", True), "b": solution("y", True)})
-    path = tmp_path / "solutions.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_right_solutions_meet_wrong_ones_of_the_same_problem(solutions):
+    solutions = write_rows(tmp_path / "solutions.jsonl", rows)
     sets = {
         split: list(solution_pairs(solutions, split, pairs_per_problem=9))
         for split in ("train", "validation")
@@ -352,8 +341,7 @@ def test_rows_without_solutions_are_refused_by_their_place(tmp_path):
 
 
 def test_worked_examples_end_in_the_mark(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps({"question": "Two?", "answer": "1+1 = 2\n#### 2"}) + "\n")
+    path = write_rows(tmp_path / "t.jsonl", [{"question": "Two?", "answer": "1+1 = 2\n#### 2"}])
     assert list(gsm8k_examples(path, suffix="\n", mark="A:")) == [
         {"prompt": "Two?\n", "response": "1+1 = 2\nA: 2"}
     ]

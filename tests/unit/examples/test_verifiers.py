@@ -32,15 +32,12 @@ def test_exact_number(responses, is_end, accuracy, well_formed):
     assert scores == [expected] * count
 
 
-def test_exact_number_of_other_kinds():
+def test_exact_number_of_other_kinds_and_with_a_prefix():
     pairs = [(21, "21"), (21.0, "21"), (0, "0"), ("0.25", "0.25"), (" 7 ", "7")]
     pairs += [("0.25", ".25"), (0.5, "0.50")]
     truths, responses = zip(*pairs, strict=True)
     scores = exact_number.reward([""] * 7, responses, truths, [True] * 7)
     assert [score["reward"] for score in scores] == [1, 1, 1, 1, 1, 0, 0]
-
-
-def test_exact_number_with_a_prefix():
     responses = [" 21\n", "21\n", "  21\n"]
     scores = exact_number.reward([""] * 3, responses, ["21"] * 3, [True] * 3, prefix=" ")
     assert [score["reward"] for score in scores] == [1.0, 0.0, 0.0]

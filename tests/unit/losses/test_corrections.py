@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loss_checks import evaluate, hand_batch, policy_batch, row
+from loss_checks import evaluate, hand_batch, row
 from settings import parsed
 from test_ppo_trainer import names, trainer
 
@@ -23,7 +23,7 @@ from aligner.losses.corrections import (
 from aligner.losses.masked import BatchAverage
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.observe.diagnostics import update_metrics
-from aligner.observe.metrics import PhaseTimers, describe
+from aligner.observe.metrics import PhaseTimers
 from aligner.types import Denominators
 
 # Ratios trainer/sampler of two responses; the last token of the second is padding.
@@ -129,24 +129,8 @@ def test_parts_of_a_correction_multiply():
     assert correct(CorrectionConfig(), LOG_RATIO, average_of(MASK)) == (None, {})
 
 
-KINDS = {
-    "token": {"weights": "token", "bounds": (0.5, 1.2)},
-    "icepop": {"weights": "token", "bounds": (0.8, 1.2), "outside": "mask"},
-    "sequence": {"weights": "sequence", "bounds": (0.0, 1.5)},
-    "geometric": {"geometric_bounds": (0.9, 1.1)},
-    "m2po": {"second_moment": 0.04},
-    "sampler": {"old_logprobs": "sampler", "geometric_bounds": (0.9, 1.1)},
-}
-
-
 def loss_of(correction):
     return PPOPolicyLoss(correction=correction, needs_entropy=False)
-
-
-def random_batch():
-    logprobs, _, batch = policy_batch(seed=7)
-    batch["second_moment_mask"] = second_moment_masks(batch, 0.04, len(logprobs)).double()
-    return logprobs, batch
 
 
 def test_a_masked_token_stays_in_the_denominator():
@@ -208,21 +192,3 @@ def test_corrections_that_cost_a_pass_and_others():
     t.step(1, PhaseTimers())
     mask = t.policy.trained["second_moment_mask"]
     assert (mask == t.policy.trained["token_mask"]).all()
-    log = []
-    ppo = {"correction": {"weights": "token", "geometric_bounds": [0.9, 1.1]}}
-    trainer(log, ppo=ppo).step(1, PhaseTimers())
-    assert ("logprobs", 1) in log  # the second mini-batch alone, as without
-    assert [entry for entry in log if entry[0] == "train_policy"] == [
-        ("train_policy", 1, False),
-        ("train_policy", 1, True),
-    ]
-
-
-def test_every_metric_is_explained():
-    _, batch = random_batch()
-    for kind in KINDS.values():
-        loss = loss_of(CorrectionConfig(**kind))
-        _, _, metrics = evaluate(loss, batch["prev_logprobs"], batch)
-        found = update_metrics([{"all_mb_metrics": {key: [v] for key, v in metrics.items()}}])
-        for name in found:
-            assert describe(f"sampler/{name}") or describe(f"train_optim/{name}"), name

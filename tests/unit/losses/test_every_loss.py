@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_checks import column, denominators, evaluate
+from loss_checks import CHOICES, LENGTH, ROWS, column, denominators, evaluate, random_batch
 
 from aligner.config import CorrectionConfig
 from aligner.errors import DataError
-from aligner.losses.corrections import second_moment_masks
 from aligner.losses.distillation import DistillationLoss
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.losses.value import PPOValueLoss
+from aligner.observe.diagnostics import update_metrics
+from aligner.observe.metrics import describe
 from aligner.types import TokenOutputs
 
-ROWS, LENGTH, CHOICES = 8, 6, 3
 CORRECTIONS = [
     CorrectionConfig(weights="token", bounds=(0.5, 1.2)),
     CorrectionConfig(weights="token", bounds=(0.8, 1.2), outside="mask"),
@@ -56,38 +56,6 @@ TOKENS = [PPOValueLoss(0.2), NegativeLogLikelihoodLoss(), KTOLoss()]
 OF_SAMPLES = ("ground_truth_rewards", "kl_baseline", "preference_strengths", "attributes")
 
 
-def random_batch():
-    """Log-probs, entropies, and a batch with the columns of all losses; one pair is out."""
-    generator = torch.Generator().manual_seed(5)
-
-    def normal(*shape):
-        return torch.randn(*shape or (ROWS, LENGTH), generator=generator, dtype=torch.float64)
-
-    logprobs = normal() * 0.5 - 2
-    lengths = torch.tensor([6, 3, 2, 5, 6, 6, 1, 4])
-    batch = {
-        "input_lengths": lengths,
-        "token_mask": (torch.rand(ROWS, LENGTH, generator=generator) < 0.6).double(),
-        "sample_mask": column(1, 1, 0, 0, 1, 1, 1, 1),
-        "advantages": normal(),
-        "prev_logprobs": logprobs + normal() * 0.3,
-        "ref_logprobs": logprobs + normal() * 0.7,
-        "generation_logprobs": logprobs + normal() * 0.3,
-        "values": logprobs + normal() * 0.3,
-        "returns": logprobs + normal(),
-        "teacher_topk_logits": normal(ROWS, LENGTH, CHOICES),
-        "ground_truth_rewards": normal(ROWS),
-        "desirable": column(1, 0, 1, 0, 0, 1, 1, 0),
-        "kl_baseline": torch.full((ROWS,), 0.4, dtype=torch.float64),
-        "preference_strengths": column(1, 1, 2, 2, 3, 3, 0.5, 0.5),
-        "attributes": normal(ROWS, CHOICES),
-        "attribute_mask": column(1, 0, 1).expand(ROWS, -1),
-    }
-    batch["token_mask"][5] = 0  # a row without a generated token
-    batch["second_moment_mask"] = second_moment_masks(batch, 0.04, ROWS).double()
-    return logprobs, normal().abs(), batch
-
-
 def case_of(loss_function):
     """Outputs, entropies, batch, and where outputs do not count by the masks of the batch."""
     outputs, entropy, batch = random_batch()
@@ -113,6 +81,8 @@ def test_what_every_loss_must_pass(loss):
     value, gradient, metrics = evaluate(loss, outputs, batch, entropy)
     assert value != 0
     if loss in POLICY and loss.correction.is_on:
+        for name in update_metrics([{"all_mb_metrics": {k: [v] for k, v in metrics.items()}}]):
+            assert describe(f"sampler/{name}") or describe(f"train_optim/{name}"), name
         assert evaluate(replace(loss, correction=CorrectionConfig()), outputs, batch)[0] != value
     # Loss, gradient and metrics do not depend on how rows are cut into micro-batches.
     for size in [2, 4, 6] if loss in PAIRS + SCORES[:3] else [1, 3, 4]:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loss_checks import evaluate, hand_batch, policy_batch, row
+from loss_checks import evaluate, hand_batch, random_batch, row
 
 from aligner.errors import ConfigError
 from aligner.losses.language import NegativeLogLikelihoodLoss
@@ -79,7 +79,7 @@ def _loop(logprobs, entropy, batch):
 
 
 def test_everything_at_once_against_a_loop():
-    logprobs, entropy, batch = policy_batch()
+    logprobs, entropy, batch = random_batch()
     lists = {name: value.tolist() for name, value in batch.items()}
     expected = _loop(logprobs.tolist(), entropy.tolist(), lists)
     assert evaluate(FULL, logprobs, batch, entropy)[0] == pytest.approx(expected)

@@ -1,8 +1,4 @@
-"""Adapters of models that only transformers builds, and models of a directory's own code.
-
-1. Every adapter learns, or is refused by name.
-2. Python code in a directory is used only if the user trusts the code.
-"""
+"""Adapters of models that only transformers builds, and models of a directory's own code."""
 
 import copy
 import importlib.util

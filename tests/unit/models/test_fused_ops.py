@@ -1,8 +1,4 @@
-"""Operations that are one piece on a CPU, or one kernel on a GPU, against the plain formulas.
-
-1. Forward and gradient are those of the formula (float64, numerically and by autograd).
-2. A model computes the same with and without them. Those of GPUs are called on the CPU.
-"""
+"""Operations that are one piece on a CPU, or one kernel on a GPU, against the plain formulas."""
 
 import dataclasses
 from functools import partial

@@ -1,10 +1,4 @@
-"""Packed and context-parallel attention is attention within each sequence, and nothing else.
-
-1. Values and gradients are those of each path through a forest of runs, in float64: ragged lengths,
-   shared prefixes, grouped queries, windows.
-2. A rank's chunks attend over the keys of all ranks by absolute position.
-3. The runs handed to a GPU's kernel mean the same.
-"""
+"""Packed and context-parallel attention is attention within each sequence, and nothing else."""
 
 import importlib.machinery
 import inspect

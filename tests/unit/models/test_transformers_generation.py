@@ -9,7 +9,6 @@ from tiny_transformers import VOCAB, model_types, tiny_model
 from variants import extended_except
 
 from aligner.config import LengthParams, SamplingParams
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.decode.model import SampledModel
@@ -132,36 +131,6 @@ def test_every_decoder_equals_full_passes(llama, decoder):
 def test_a_decoder_that_misses_states_is_seen():
     """Our cache has no states of a state space. Its passes run, and are wrong."""
     assert decoding_difference(SlotDecoder(tiny_model("mamba2"), 3, 18)) > 0.1
-
-
-def test_samples_of_a_prompt_share_its_pass(llama, monkeypatch):
-    prefilled = []
-    original = SlotDecoder.prefill
-
-    def counting(self, tokens, *rest):
-        prefilled.append(len(tokens))
-        return original(self, tokens, *rest)
-
-    monkeypatch.setattr(SlotDecoder, "prefill", counting)
-    prompts, lengths = make_prompts(2 + 4)
-    prompts, lengths = prompts[:2].repeat_interleave(6, 0), lengths[:2].repeat_interleave(6, 0)
-    output = run(llama, SlotDecoder, prompts, lengths, slots=12, temperature=1.5)
-    assert prefilled == [2]
-    assert len({tuple(row) for row in rows_of(output)}) == 12
-
-
-@pytest.mark.parametrize("decoder", [SlotDecoder, GroupDecoder])
-def test_a_response_ends_with_a_stop_string(decoder):
-    model = tiny_model("llama", vocab_size=259)
-    prompts, lengths = make_prompts()
-    options = {"tokenizer": byte_level_tokenizer(), "temperature": 1.5, "eos_ids": ()}
-    whole = run(model, decoder, prompts, lengths, **options)
-    response = whole.tokens[0, lengths[0] : whole.lengths[0]].tolist()
-    text = next(chr(token) for token in response[2:] if 32 < token < 127)
-    stopped = run(model, decoder, prompts, lengths, end_strings=[text], **options)
-    end = response.index(ord(text)) + 1
-    assert stopped.tokens[0, lengths[0] : stopped.lengths[0]].tolist() == response[:end]
-    assert stopped.is_end[0]
 
 
 def test_end_tokens_are_banned_and_kept_ids_recorded(llama):

@@ -1,10 +1,4 @@
-"""The critic's worker on one process, and values out of the pass that trains.
-
-1. Where the rollout is one micro-batch of one update, the body runs once, and the update is to the
-   bit what it is from a pass of its own.
-2. Whatever makes the reused pass another one than training would make, it is not used.
-3. What draws or counts in training, or takes several passes, is never kept.
-"""
+"""The critic's worker on one process, and values out of the pass that trains."""
 
 import copy
 import dataclasses

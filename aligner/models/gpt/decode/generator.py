@@ -123,9 +123,9 @@ class Generator:
         device = next(self._sampled.model.parameters()).device
         batch = PromptRows(prompts.to(device), prompt_lengths.to(device), sample_ids.to(device))
         # The only synchronisation before the first token.
-        host, lengths = HostCopy(prompts, prompt_lengths).wait()
-        self._check_prompts(host, lengths, length)
-        rows = [tuple(row[:n]) for row, n in zip(host.tolist(), lengths.tolist(), strict=True)]
+        tokens, lengths = HostCopy(prompts, prompt_lengths).wait()
+        self._check_prompts(tokens, lengths, length)
+        rows = [tuple(row[:n]) for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
         rules = RolloutRules(
             seed=seed,
             greedy=sampling.use_greedy if greedy is None else greedy,
@@ -236,7 +236,7 @@ class Generator:
         return responses
 
     def _broadcast_from_first_copy(self, rollout: Rollout) -> None:
-        """Give all ranks that sample the same sequences the results of the first of them."""
+        """Send results from the first of the ranks that sample the same sequences to the others."""
         # Results of some libraries differ in the last bits between runs.
         group = self._sampled.copies
         if group is not None and dist.get_world_size(group) > 1:

@@ -81,15 +81,15 @@ class KVCache:
     ) -> None:
         """Allocate the cache for ``num_slots`` sequences of at most ``capacity`` tokens.
 
-        ``layer_numbers``: megatron-core's global numbers of this process's layers. ``windows``:
-        number of tokens that each layer attends to (None: all).
+        ``layer_numbers``: megatron-core's global numbers of this process's layers. ``groups``: G.
+        ``queries``: R. ``scale``: factor of the scores. ``windows``: tokens per layer (None: all).
         """
-        # For narrow heads the span includes masked positions, so that one algorithm computes all.
-        self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))
+        # Products below `_SMALL_PRODUCT` round differently, so narrow heads get a longer span.
+        self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))  # the quotient is rounded up
         self.capacity = max(aligned(capacity), self._min_span)
         rows = num_slots * groups * self.capacity  # of the keys, and of the values
         shape = (2 * rows, head_dim)
-        # Zeros: a masked position's value is multiplied by 0, which would not remove a NaN.
+        # Not `empty`: values at masked positions are multiplied by 0, and 0 * NaN is NaN.
         self._stores = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
         # First row of each slot's and head's keys and values, [slots * G, 2].
         first_keys = torch.arange(0, rows, self.capacity, device=device)
@@ -101,10 +101,10 @@ class KVCache:
         self._scale = scale
         self._windows = dict(zip(layer_numbers, windows, strict=True))
         self._groups, self._queries = groups, queries
-        # FBGEMM's sum of weighted rows, which torch calls for an embedding bag.
+        # On a CPU with FBGEMM, `embedding_bag` computes weighted sums of values fastest.
         fbgemm = device.type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
-        self._mixes_rows = fbgemm and dtype == torch.float32 and 2 * rows <= _MAX_INT32
-        # A separate product would round the scores to bfloat16, the fused kernel does not.
+        self._uses_embedding_bag = fbgemm and dtype == torch.float32 and 2 * rows <= _MAX_INT32
+        # The fused kernel keeps scores in float32. Separate products round them to bfloat16.
         self._fused = device.type != "cpu" and dtype == torch.bfloat16
         self._pass: Prefill | _Decode | None = None
 
@@ -161,7 +161,7 @@ class KVCache:
         firsts = self._firsts[: by_group.shape[0]]
         # For the CPU kernel that sums rows: the value rows of every query.
         values = starts = None
-        if self._mixes_rows:
+        if self._uses_embedding_bag:
             rows = (firsts[:, 1:] + index).int()
             values = rows.repeat_interleave(self._queries, dim=0).flatten()
             starts = torch.arange(0, len(values), span, dtype=torch.int32, device=positions.device)
@@ -215,14 +215,14 @@ class KVCache:
             )
             return attended.reshape(rows, -1)
         scores = torch.baddbmm(bias, by_group[:, :-2], keys.transpose(1, 2), alpha=self._scale)
-        shares = scores.softmax(dim=-1)
+        probabilities = scores.softmax(dim=-1)  # [n * G, R, span]
         if plan.values is None:
-            return torch.bmm(shares, values).view(rows, -1)
+            return torch.bmm(probabilities, values).view(rows, -1)
         # This sum of rows reads the values three times as fast as a product of few rows.
-        mixed = torch.embedding_bag(
-            store, plan.values, plan.starts, mode=0, per_sample_weights=shares.flatten()
+        sums = torch.embedding_bag(
+            store, plan.values, plan.starts, mode=0, per_sample_weights=probabilities.flatten()
         )
-        return mixed[0].view(rows, -1)
+        return sums[0].view(rows, -1)
 
     def _prefill(self, plan: Prefill, heads: Tensor, window: int | None) -> Tensor:
         framed = heads[plan.frame]  # [m, P, G, R + 2, D]

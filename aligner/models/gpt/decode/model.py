@@ -204,7 +204,7 @@ class IncrementalModel:
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """Run prompts, store their keys and values, and return hidden states after them, [n, H].
+        """Run prompts, store keys and values, and return hidden states of the last tokens, [n, H].
 
         ``tokens``: int64 [n, P] on the host, right-padded, P a multiple of `kv_cache.ALIGNMENT`.
         ``lengths``: [n], length of each prompt. ``slots``: [m], slots to fill. ``sources``: [m],

@@ -134,7 +134,7 @@ class Rollout:
         self._finish_step(samples, batch)
 
     def _fill_slots(self, model: DecodingModel, num_slots: int) -> bool:
-        """Put pending samples into free slots, and sample first tokens. False without a slot."""
+        """Put pending samples into free slots, and sample first tokens. False if none was put."""
         # Assign samples to slots.
         free = [slot for slot, sample in enumerate(self._slots) if sample is None]
         free += range(len(self._slots), num_slots)

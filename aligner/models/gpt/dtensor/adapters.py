@@ -83,13 +83,13 @@ def check_that_all_learn(
         ConfigError: the model's code does not call an adapted layer, or no output depends on it.
     """
     gradients = {shard.name: shard.gradient for shard in shards}
-    counts = [gradients[f"{weight.adapter}.b"] is not None for weight in weights]
-    learns = torch.tensor(counts, dtype=torch.int32, device=shards[0].local.device)
+    # Matrix B stands for its adapter, because the output depends on A through B only.
+    has_gradient = [gradients[f"{weight.adapter}.b"] is not None for weight in weights]
+    learns = torch.tensor(has_gradient, dtype=torch.int32, device=shards[0].local.device)
     dist.all_reduce(learns, dist.ReduceOp.MAX, group=parallel.dp_group)
-    learning, idle = (
-        [weight.name for weight, found in zip(weights, learns.tolist(), strict=True) if found == n]
-        for n in (1, 0)
-    )
+    flags = dict(zip((weight.name for weight in weights), learns.tolist(), strict=True))
+    learning = [name for name, learns_anywhere in flags.items() if learns_anywhere]
+    idle = [name for name, learns_anywhere in flags.items() if not learns_anywhere]
     if idle:
         more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
         targets = ",".join(

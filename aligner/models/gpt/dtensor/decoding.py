@@ -122,7 +122,7 @@ class TransformersDecoder(DecodingModel):
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source``, int64 [k], to slots ``target``.
 
-        ``length``: length of the sequences, or of the prompts.
+        ``length``: length of the copied prompts, or of complete sequences.
         """
 
 
@@ -254,7 +254,7 @@ class GroupDecoder(TransformersDecoder):
 
 
 def _select_rows(parts: Sequence[Any], rows: Sequence[Tensor], counts: Sequence[int]) -> Any:
-    """Concatenate the selected ``rows`` of caches, which have ``counts`` rows, to one cache."""
+    """Concatenate the selected ``rows`` of several caches. ``counts``: rows in each cache."""
     first = parts[0]
     if isinstance(first, Tensor):
         if all(

@@ -87,6 +87,7 @@ def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
     ranges, rank = _index_ranges(shard.shape, _split(shard), shard.rows), shard.parallel.rank
     result: dict[str, Tensor] = {}
     missing = torch.ones([len(indices) for indices in ranges], dtype=torch.bool)
+    # This rank's own state is first: it suffices if the layout has not changed.
     for saved_rank in sorted(range(len(states)), key=lambda index: (index != rank, index)):
         saved_slice = states[saved_rank]["slices"].get(shard.name)
         if saved_slice is None:
@@ -99,12 +100,12 @@ def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
         tensors, first = saved_slice["tensors"], saved_slice["first_row"]
         rows = range(first, first + tensors[WEIGHT].shape[0])
         saved_ranges = _index_ranges(shard.shape, saved_slice["split"], rows)
-        if saved_ranges == ranges:  # the same layout
+        if saved_ranges == ranges:
             return dict(tensors)
         # Copy the overlap with this process's elements.
         overlap = [
-            range(max(a.start, b.start), min(a.stop, b.stop))
-            for a, b in zip(ranges, saved_ranges, strict=True)
+            range(max(own.start, saved.start), min(own.stop, saved.stop))
+            for own, saved in zip(ranges, saved_ranges, strict=True)
         ]
         if not all(overlap):
             continue

@@ -92,7 +92,7 @@ ForwardStep = Callable[[Iterator[Microbatch], nn.Module], tuple[Tensor, Callable
 
 
 def row_bounds(rows: int, micro_batches: MicroBatches) -> list[tuple[int, int]]:
-    """Return [first row, last row + 1] of each micro-batch, and of an empty one for 0 rows."""
+    """Return (first row, last row + 1) of each micro-batch, one empty micro-batch for 0 rows."""
     if isinstance(micro_batches, int):
         starts = range(0, max(1, rows), micro_batches)
         return [(start, min(start + micro_batches, rows)) for start in starts]

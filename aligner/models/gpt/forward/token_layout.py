@@ -257,7 +257,7 @@ def _ends(sequences: Sequences, size: int) -> BoolArray:
 
 
 def framed_outputs(outputs: Tensor, layout: TokenLayout, *, right_shift: bool) -> TokenOutputs:
-    """Scatter outputs of `ValueHead`, float ``[n * L, K]``, to the frame ``[B, S]`` (``, K]``).
+    """Scatter outputs of `ValueHead`, float ``[n * L, K]``, to ``[B, S, K]``, ``[B, S]`` for K = 1.
 
     ``right_shift``: write the output at token j to column j + 1. A critic's value in this column is
     that of the state before token j + 1, and must not depend on this token.

@@ -45,9 +45,8 @@ def attend(
 
     ``key``, ``value``: float ``[B, kv_heads, S, D]``, or with ``key_rows`` one row for each token
     that several sequences share, ``[R, kv_heads, D]``. ``key_rows``: int64 ``[B * S]``, row index
-    for each position of each sequence.
-    ``mask``: bool, true if the query attends to the key. None means causal attention. ``scale``:
-    factor of the scores.
+    for each position of each sequence. ``mask``: bool, true if the query attends to the key. None
+    means causal attention. ``scale``: factor of the scores.
     """
     if query.device.type == "cpu" and dropout == 0.0 and torch.is_grad_enabled():
         return _CPUFlashAttention.apply(query, key, value, key_rows, mask, scale)

@@ -98,7 +98,7 @@ class BranchAdd(nn.Module):
         self.multiplier = config.residual_multiplier
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return the function that adds. Arguments: (branch, its bias), residual, dropout."""
+        """Return a function of (branch, its bias), residual and dropout that computes the sum."""
 
         def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             out, bias = branch
@@ -182,7 +182,7 @@ class BiasedRowLinear(RowLinear):
     """`RowLinear` of an expert, to whose output megatron-core adds the bias in place."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Multiply float ``[n, in]`` to ``[n, out]``. Returns a copy, and the bias."""
+        """Multiply ``input_``, float ``[n, in]``. Returns a copy of the product, and the bias."""
         output, bias = super().forward(input_)
         return output.clone(), bias
 
@@ -209,8 +209,8 @@ def has_transformer_engine() -> bool:
 def uses_transformer_engine(spec: LayerSpec, lora: LoraConfig | None, config: GPTConfig) -> bool:
     """Return whether layers use Transformer Engine.
 
-    It lacks adapters, norms over all heads or after a branch, a second rotary base, soft caps and
-    sinks, and our latent attention.
+    Its layers do not support adapters, norms over all heads or after a branch, a second rotary
+    base, soft caps, sinks and this library's latent attention.
     """
     if spec == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(

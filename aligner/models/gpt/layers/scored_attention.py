@@ -42,7 +42,7 @@ def attend_scores(
     if key_rows is not None:
         key = by_sequence(take_rows(key, key_rows), query.shape[0])
         value = by_sequence(take_rows(value, key_rows), query.shape[0])
-    # The queries of all heads of a group are the rows of one product.
+    # Queries of the R heads of a group are rows of one product. Scores: [n, groups, R, S, K].
     rows, heads, length, _ = query.shape
     groups, keys = key.shape[1:3]
     by_group = query.reshape(rows, groups, -1, query.shape[3])
@@ -54,8 +54,8 @@ def attend_scores(
         sink = sinks.to(scores.dtype).view(1, groups, -1, 1, 1).expand(*scores.shape[:4], 1)
         scores = torch.cat([scores, sink], -1)
     probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)[..., :keys]
-    mixed = F.dropout(probabilities, dropout).flatten(2, 3) @ value
-    return mixed.view(rows, heads, length, -1)
+    attended = F.dropout(probabilities, dropout).flatten(2, 3) @ value
+    return attended.view(rows, heads, length, -1)
 
 
 class ScoredAttention(CoreAttention):

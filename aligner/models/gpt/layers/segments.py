@@ -146,10 +146,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Runs:
-    """m pairs of a run of queries and a run of keys (contiguous tokens) that end at one token.
+    """m pairs of a run of queries and a run of keys. A run is a number of contiguous tokens.
 
-    Query i of q attends to the first ``k - q + i + 1`` of k keys. A sequence is one pair. Under
-    context parallelism, each of its two chunks on this rank is a pair.
+    The last query and key are the same token. Query i of q attends to the first ``k - q + i + 1``
+    keys. A sequence is a pair, under context parallelism each of its two chunks on this rank.
     """
 
     queries: IntArray  # [m] lengths of the runs of queries, which follow each other on this rank

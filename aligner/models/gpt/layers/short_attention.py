@@ -38,7 +38,7 @@ class HeadRotation(NamedTuple):
     sin: Tensor
 
     def apply(self, heads: Tensor, rotated: Tensor) -> None:
-        """Write ``heads`` with rotated queries and keys, and scaled queries, to ``rotated``.
+        """Rotate queries and keys of ``heads``, scale the queries, and write all to ``rotated``.
 
         Both are float ``[S, B, G, R + 2, D]``.
         """
@@ -57,7 +57,7 @@ class HeadRotation(NamedTuple):
 
 
 def _add_quarter_turn(source: Tensor, target: Tensor, sin: Tensor, sign: float = 1.0) -> None:
-    """Add ``source`` [..., D], turned by ±90° times ``sin`` [..., D_rot / 2], to ``target``."""
+    """Add the sine terms of the rotation of ``source`` [..., D] to ``target``."""
     half = sin.shape[-1]  # columns i and i + half are paired
     first, second = slice(0, half), slice(half, 2 * half)
     target[..., first].addcmul_(source[..., second], sin, value=-sign)
@@ -176,7 +176,7 @@ class ShortSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's attention ``[S, B, H]`` of float ``[S, B, H]``, and a bias to add."""
+        """Return the layer's output ``[S, B, H]``, without the bias, and the bias (or None)."""
         if self.frequencies is not None and rotary_pos_emb is not None:
             rotary_pos_emb = rotary_pos_emb[..., :1] * self.frequencies
         # Any other argument (cache, external keys, attention sinks, …) needs the general code.

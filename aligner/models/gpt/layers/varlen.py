@@ -84,7 +84,7 @@ def find_kernel(window: int | None) -> VarlenKernel | None:
 
 
 def can_attend_varlen(query: Tensor, dropout: float, window: int | None) -> bool:
-    """Return whether `attend_varlen` supports these queries, float ``[R, heads, D]``."""
+    """Return whether `attend_varlen` supports this ``query``, float ``[R, heads, D]``."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)

@@ -293,11 +293,10 @@ def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling, base: floa
             first, last = math.floor(first), math.ceil(last)
         low, high = max(first, 0), min(last, 2 * count - 1)
         index = torch.arange(count, dtype=inverse.dtype, device=inverse.device)
-        divided = ((index - low) / (high - low or 0.001)).clamp(0.0, 1.0)
-        return inverse / scaling.factor * divided + inverse * (1 - divided)
+        scaled_share = ((index - low) / (high - low or 0.001)).clamp(0.0, 1.0)
+        return inverse / scaling.factor * scaled_share + inverse * (1 - scaled_share)
+    # llama3: frequencies with few turns in the original context are divided.
     turns = scaling.original_max_position_embeddings * inverse / (2 * torch.pi)
-    smooth = (turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    smooth = smooth.clamp(0.0, 1.0)
-    return inverse / scaling.factor * (1 - smooth) + inverse * smooth
+    interval = scaling.high_freq_factor - scaling.low_freq_factor
+    kept_share = ((turns - scaling.low_freq_factor) / interval).clamp(0.0, 1.0)
+    return inverse / scaling.factor * (1 - kept_share) + inverse * kept_share

@@ -79,7 +79,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """See `ValueModel.get_values`. An update may reuse the pass (see `ForwardReuse`)."""
+        """Compute values (see `ValueModel`). An update may reuse the pass (see `ForwardReuse`)."""
         if micro_batches is not None or not self._trains_in_one_pass(batch):
             return super().get_values(batch, micro_batches)
 

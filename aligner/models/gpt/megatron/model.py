@@ -270,7 +270,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     ) -> Self:
         """Build this role from an opened checkpoint and load the checkpoint's weights.
 
-        The head is read from ``rm_head``, or new. ``options``: other constructor arguments.
+        Without a saved head (``rm_head``) the head is new. ``options``: constructor arguments.
         """
         if tokenizer is None and checkpoint.tokenizer_files:
             tokenizer = checkpoint.tokenizer

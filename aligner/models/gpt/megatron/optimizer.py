@@ -137,7 +137,7 @@ class RoleOptimizer(StepOptimizer):
             model.enable_forward_pre_hook()
 
     def gather_weights_after_updates(self, param_sync: bool = True) -> None:
-        """Undo `defer_weight_gather`. ``param_sync``: whether to gather the weights now, too."""
+        """Undo `defer_weight_gather`. ``param_sync``: whether to also gather the weights now."""
         if not self.model.use_forward_hook:
             return
         with accelerator.cuda_literals():

@@ -50,7 +50,7 @@ _MAX_PADDING = 128  # maximum padding of the vocabulary, in rows per tensor-para
 def _part(
     name: str, shape: torch.Size, shapes: Mapping[str, Shape], parallel: ParallelState
 ) -> tuple[int, int]:
-    """Return the tensor-parallel part of a parameter: index and count, (0, 1) if not split."""
+    """Return the index of a parameter's part on this rank and the number of parts."""
     size = parallel.config.tensor
     # Heads, and experts with a separate tensor-parallel size, are unsplit next to split layers.
     is_head = name in REWARD_HEAD
@@ -124,7 +124,7 @@ class _SavedRole:
     def read(
         self, name: str, kind: str, part: tuple[int, int], shape: Shape, elements: range
     ) -> Tensor:
-        """Return ``elements`` of a flattened part (see `_part`) in this run's layout."""
+        """Return ``elements`` of the flattened ``part`` of a tensor, in this run's layout."""
         # The saved layout splits the tensor as this layout does.
         piece = self._pieces(name)[0]
         (rank, size), (_, count) = part, piece["part"]

@@ -233,7 +233,7 @@ class RoleModel(ABC):
         return frame
 
     def empty_frame(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return zeros in the shape of `infer_tokens`, float32 ``[B, S]`` or ``[B, S, K]``."""
+        """Return zeros shaped as the result of `infer_tokens`, float32 [B, S] or [B, S, K]."""
         ids, outputs = batch["input_ids"], self.head_outputs
         shape = ids.shape if outputs < 2 else (*ids.shape, outputs)
         return torch.zeros(shape, device=ids.device)
@@ -284,7 +284,7 @@ class RoleModel(ABC):
         accelerator.release_shared_memory()
 
     def collect_weights(self) -> None:
-        """Gather weights that other ranks updated, if steps do not. All ranks must call it."""
+        """Gather weights that other ranks updated, unless steps do. All ranks must call this."""
         if self.optimizer is not None:
             self.optimizer.collect_weights()
 
@@ -311,7 +311,7 @@ class RoleModel(ABC):
 
     @abstractmethod
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this process's shards. ``states``: `run_state` of all ranks that saved."""
+        """Restore this process's shards. ``states``: each saving rank's `run_state`, in order."""
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo` file. Call it on every rank: rank 0 writes, and all raise its error."""
@@ -351,7 +351,7 @@ class RoleModel(ABC):
         """Load adapters and head from a file of `save_adapters`. Call it on every rank."""
 
     def way_in_words(self) -> str:
-        """Describe packing, attention and decoder, or return "" if the model's type sets them."""
+        """Describe packing, attention and decoder, or return "" if the model's type fixes them."""
         return ""
 
     @abstractmethod

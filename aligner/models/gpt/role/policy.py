@@ -38,7 +38,7 @@ class ReferencePolicy(LightningModule, Inferrable):
 
     ``mode="keep"``: a second model on the device has these weights. ``mode="swap"``: they are in
     host memory. Scoring exchanges them with the policy's weights twice, without more device memory.
-    ``mode="bare"``: the policy scores with its adapters off. They must have had no effect.
+    ``mode="bare"``: the policy scores with its adapters off. They must begin without effect.
     """
 
     def __init__(self, policy: "SamplingPolicy", mode: Literal["keep", "swap", "bare"]) -> None:
@@ -104,7 +104,7 @@ class SamplingPolicy(RoleModel):
 
     @abstractmethod
     def output_layer(self, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden states and weight, whose product are the logits of this rank.
+        """Return hidden states and a weight whose product is this rank's shard of the logits.
 
         Hidden states: float ``[n * L, H]``, with gradients that are summed over tensor-parallel
         ranks. Weight: this rank's rows of the output layer, float ``[V / tp, H]``.

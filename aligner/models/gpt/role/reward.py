@@ -30,7 +30,7 @@ class SequenceForm:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
-        """Read ``model_config.yaml``. None if the form is missing, `CheckpointError` if invalid."""
+        """Read ``model_config.yaml``. None if the key is missing, `CheckpointError` if invalid."""
         match section := config.get(_SEQUENCES):
             case None:
                 return None
@@ -153,7 +153,7 @@ class RewardRole(ValueModel):
 
     @classmethod
     def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
-        """Return ``settings``. If their attributes are None, those of the checkpoint are used."""
+        """Return ``settings``. The checkpoint's attributes replace attributes of None."""
         if settings.attributes is not None:
             return settings
         return dataclasses.replace(settings, attributes=saved_attributes(checkpoint) or ())

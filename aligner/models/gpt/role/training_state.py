@@ -189,7 +189,7 @@ class ModelOffload:
         self.park(copied=weights if params else [], freed=buffers if grads else [])
 
     def park(self, *, copied: Iterable[Tensor], freed: Iterable[Tensor]) -> None:
-        """Free memory of tensors [...]. `to_device` restores ``copied``, and zeros in ``freed``."""
+        """Free memory of tensors [...]. `to_device` restores ``copied`` and zeros ``freed``."""
         # Copy before any storage is freed, because tensors can share a storage.
         storages = _storages(copied)
         copies = self._memory.copies([storage_bytes(*storage) for storage in storages])
@@ -228,7 +228,7 @@ def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, tor
 
 
 class SwappedWeights:
-    """Second values of parameters, in host memory. They begin as copies of the present values."""
+    """Second values of parameters, in host memory. Initially they are copies of the parameters."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         """Copy ``parameters``, tensors of any shape and float dtype by their names."""
