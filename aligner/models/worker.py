@@ -213,7 +213,7 @@ class RoleWorker(Generic[RoleT]):
         accelerator.release_shared_memory()
 
     def prepare_for_inference(self) -> None:
-        """Enter evaluation mode. Move weights to the device, and if configured gradients off it."""
+        """Enter evaluation mode with weights on the device, optimizer state off it if set so."""
         self._restore_weights()
         self.model.prepare_for_inference()
 
