@@ -136,6 +136,17 @@ def test_norms_do_not_decay(name, tiny_nemo):
         assert torch.equal(weight, weights[1][parameter]) == (weight.dim() == 1), parameter
 
 
+@pytest.mark.parametrize(("recompute", "packed"), [("full", False), ("selective", True)])
+def test_recomputed_activations_give_the_same_update(recompute, packed, tiny_nemo):
+    weights = []
+    for setting in (None, recompute):
+        role = critic_with_head(tiny_nemo, recompute=setting, sequence_packing=packed)
+        trained(role, PPOValueLoss(value_clip=0.2))
+        weights.append(role.whole_weights())
+    for name, weight in weights[0].items():
+        assert torch.allclose(weight, weights[1][name], atol=1e-6), name
+
+
 def test_bf16_keeps_float32_weights_and_head(tiny_nemo):
     exact = critic_with_head(tiny_nemo)
     critic = critic_with_head(tiny_nemo, precision="bf16")
