@@ -96,7 +96,7 @@ class AnswerSamplingConfig(SamplingParams, LengthParams):
 def answer_problems(
     key: str, samples_per_prompt: int, greedy: bool, sets_key: str, sets: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield an error message if several samples are greedy, and for invalid names of sets.
+    """Yield a message for several greedy samples of a prompt, and for each invalid set name.
 
     ``key`` and ``sets_key``: dotted keys of the section with ``greedy`` and of ``sets``.
     """

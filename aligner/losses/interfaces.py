@@ -40,9 +40,9 @@ class LossInputType(enum.Enum):
 class PublishedLoss:
     """Adapter from a loss with NeMo-RL's published interface to `aligner.types.LossFunction`.
 
-    The function is called for each micro-batch, with the model's output and ``data``, the
-    micro-batch's columns cut to the longest row. ``global_valid_seqs`` and ``global_valid_toks``
-    are float32 scalars, computed over the global batch: ``sum(sample_mask)`` and
+    The function is called for each micro-batch with the model's output and ``data``, the columns
+    of the micro-batch, cut to its longest row. ``global_valid_seqs`` and ``global_valid_toks`` are
+    float32 scalars, computed over the global batch: ``sum(sample_mask)`` and
     ``sum(token_mask * sample_mask)``, at least 1. The function must divide its sums by one of the
     two, because losses and metrics are then summed over micro-batches and ranks. Metrics whose name
     ends in ``_min`` or ``_max`` are combined by minimum or maximum.

@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 
 def serve(config: ServeConfig) -> None:
-    """Serve a model until Ctrl-C or SIGTERM. Several processes first finish the current batch."""
+    """Serve a model until Ctrl-C or SIGTERM. Several processes complete their batch before."""
     with ExitStack() as closing:
         engine = start_server(config, closing, lambda text: print(text, flush=True))
         with stop_signal(announce=False) as request:

@@ -107,7 +107,7 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
     """Return the built-in or the user's policy loss, with the configured options.
 
     Raises:
-        ConfigError: the class that ``model.ppo.loss`` names fails a test.
+        ConfigError: the class named by ``model.ppo.loss`` cannot be used as a loss.
     """
     ppo, environment = config.model.ppo, config.environment
     low, high = ppo.ratio_eps_range

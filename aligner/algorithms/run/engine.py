@@ -56,7 +56,7 @@ class LocalEngine:
     max_restarts = 0  # the launcher restarts processes
 
     def __init__(self, config: BaseRunConfig, closing: ExitStack) -> None:
-        """Start processes that no launcher started, and watch them until ``closing`` closes."""
+        """Start processes unless a launcher started them. Watch them until ``closing`` closes."""
         timeout_s = config.cluster.timeout_s
         with started_processes(config.trainer, timeout_s):
             parallel = initialize_parallel(

@@ -115,7 +115,7 @@ class TrainerDistillConfig(SupervisedLoopConfig):
     """Assume teacher probability 0 for all other tokens. `false` leaves them out."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield an error message for unused ``mixed_weight``, and on-policy data with responses."""
+        """Yield a message if ``mixed_weight`` is unused or on-policy data have responses."""
         default = TrainerDistillConfig.mixed_weight
         if self.kl != "mixed" and self.mixed_weight != default:
             yield (

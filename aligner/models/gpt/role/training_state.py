@@ -247,7 +247,7 @@ class SwappedWeights:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Exchange the values, and exchange them back at the end of the block."""
+        """Swap the parameters' values with the stored values until the block ends."""
         self.exchange()
         try:
             yield
