@@ -177,7 +177,7 @@ def test_attributes_are_weighted():
     assert rated(torch.tensor([1.0, 2.0]), (), None).rewards.tolist() == [1.0, 2.0]
     with pytest.raises(ConfigError, match=r"rates 3 attributes .helpfulness, correctness, length."):
         check_weights(None, ATTRIBUTES, "it")
-    with pytest.raises(ConfigError, match="has 2 numbers, and it rates 3"):
+    with pytest.raises(ConfigError, match="has 2 numbers, but it rates 3"):
         check_weights([1, 2], ATTRIBUTES, "it")
 
 
@@ -232,7 +232,7 @@ def refuse(kind, said, **values):
         (
             {"loss": "regression", "standardize_on": "train"},
             {"attribute_columns": ["a"]},
-            "standardize_on=train, but .*loss=regression",
+            "standardize_on=train .*loss=regression",
         ),
     ],
 )
