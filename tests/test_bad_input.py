@@ -1,7 +1,4 @@
-"""What a user gets wrong is refused with the key or file, the value, and a remedy.
-
-tests/unit/rewards and tests/unit/data have the rewards and the rows that are refused.
-"""
+"""What a user gets wrong is refused with the key or file, the value, and a remedy."""
 
 import json
 from types import SimpleNamespace
@@ -16,12 +13,28 @@ from aligner.errors import (
     CheckpointNotFoundError,
     ConfigError,
     DataError,
+    RewardError,
+    RewardTimeoutError,
     StorageError,
 )
 
 REWARDS = """
+import time
+
 def good(prompts, responses, ground_truths):
     return [0.0] * len(prompts)
+
+def raises(prompts, responses, ground_truths):
+    raise KeyError("no such answer")
+
+def too_few(prompts, responses, ground_truths):
+    return [1.0]
+
+def not_a_number(prompts, responses, ground_truths):
+    return [float("nan")] * len(prompts)
+
+def hangs(prompts, responses, ground_truths):
+    time.sleep(600)
 
 def wants_column(prompts, responses, ground_truths, difficulty):
     return [0.0] * len(prompts)
@@ -37,6 +50,7 @@ FILES = {
     "foreign.nemo": "not an archive",
     "long.jsonl": json.dumps({"prompt": "1" * 300, "ground_truth": "1"}),
     "longer.jsonl": json.dumps({"prompt": "1" * 60, "ground_truth": "1"}),
+    "empty.jsonl": "",
     "file": "",
 }
 
@@ -96,6 +110,11 @@ PACKED = {
     "model.sequence_packing.train_mb_tokens": 32,
     "data.train.source": "FOLDER/longer.jsonl",
 }
+HANGS = {
+    "reward.function": "FOLDER/rewards.py:hangs",
+    "reward.time_limit_s": 3.0,
+    "reward.timeout_reward": None,
+}
 
 
 def reward(name):
@@ -123,10 +142,26 @@ CASES = {
         *(ConfigError, ["Lower max_length below 256"]),
         {"model.ppo.length_params.max_length": 256},
     ),
+    "missing data column": (
+        *(DataError, ["train.jsonl, line 1", "'answer' is missing", "ground_truth", "prompt"]),
+        {"data.ground_truth_column": "answer"},
+    ),
+    "empty data": (DataError, ["empty.jsonl", "no rows"], data("empty")),
+    "missing reward function": (
+        *(ConfigError, ["reward.function", "'best'", "good"]),
+        reward("best"),
+    ),
     "reward function that needs a missing column": (
         *(DataError, ["difficulty", "columns found"]),
         reward("wants_column"),
     ),
+    "reward function that raises": (
+        *(RewardError, ["KeyError", "no such answer", "the batch as a whole"]),
+        reward("raises"),
+    ),
+    "too few rewards": (RewardError, ["1 rewards for 4 samples"], reward("too_few")),
+    "reward that is no number": (RewardError, ["nan", "sample 0"], reward("not_a_number")),
+    "reward function that hangs": (RewardTimeoutError, ["hangs", "reward.time_limit_s"], HANGS),
     "file as directory": (StorageError, ["FOLDER/file"], {FOLDER: "FOLDER/file/run"}),
     "directory that not even root may write": (
         *(StorageError, ["/proc/run"]),

@@ -19,6 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from recipes import composed
 from test_conf import ROOTS
+from test_layering import modules
 
 from aligner.config import load_config
 from aligner.config.cli import check_key, check_overrides
@@ -178,12 +179,30 @@ def test_blocks_are_commands_data_or_drawings():
         elif block.language == "python":
             source = re.sub(r"(?m)^(def .*:)\n\Z", r"\1 ...\n", block.text)  # a signature
             compile(source, place, "exec")
-        elif block.language not in ("sh", "bash", "text", "yaml", "mermaid"):
+        elif block.language == "mermaid":
+            problems += [f"{place}: {problem}" for problem in misdrawn(block.text)]
+        elif block.language not in ("sh", "bash", "text", "yaml"):
             problems.append(f"{place}: a block of language '{block.language}'")
     check(
         problems,
         "name its language: sh (it is composed and run), python, json, yaml, mermaid or text",
     )
+
+
+FROM_ELSEWHERE = {"GPTModel"}  # megatron-core's
+
+
+def misdrawn(drawing):
+    """Nodes without a label, and labelled classes that the library does not have."""
+    labelled = set(re.findall(r'\b(\w+)\["', drawing))
+    arrows = [re.sub(r"\[.*?\]", "", line) for line in drawing.splitlines() if "-->" in line]
+    joined = {name.strip() for line in arrows for name in line.split("-->")}
+    yield from (f"{name} has no label" for name in joined - labelled)
+    known = "\n".join(path.read_text() for path in modules())
+    classes = {name for name in labelled if re.fullmatch(r"[A-Z][A-Za-z]*", name)}
+    for name in classes - FROM_ELSEWHERE:
+        if not re.search(rf"^class {name}\b", known, re.MULTILINE):
+            yield f"no class is called {name}"
 
 
 SECTIONS = sorted({name for root, _ in ROOTS.values() for name in field_types(root)})

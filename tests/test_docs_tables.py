@@ -31,6 +31,16 @@ from benchmarks.parity import COLUMNS
 # The configuration that a page is about.
 SCRIPT_OF = {name.removeprefix("gpt_"): name for name in ROOTS}
 
+BENCHMARKS = {
+    "PPO step": "python -m benchmarks.ppo_step",
+    "GRPO step": "python -m benchmarks.grpo_step",
+    "generation": "python -m benchmarks.generation",
+    "advantages": "python -m benchmarks.gae",
+    "actor update": "python -m benchmarks.packing",
+    "a step on Ray": "python -m benchmarks.engines",
+    "log-probs": "python -m benchmarks.logprob_memory",
+}
+
 
 METRICS_PAGE = "docs/metrics.md"
 
@@ -113,6 +123,16 @@ def with_commands(table):
         f"{table.place}: no command that is checked in the row {row[0]}"
         for row in table.rows
         if not any((table.page, " ".join(text.split())) in known for text in code(row[column]))
+    ]
+
+
+def measured(table):
+    """A row's benchmark is one of the page's commands."""
+    on_page = {command.text for command in commands() if command.page == table.page}
+    return [
+        f"{table.place}: which benchmark measures '{row[0]}'? tell BENCHMARKS"
+        for row in table.rows
+        if not any(row[0].startswith(name) and BENCHMARKS[name] in on_page for name in BENCHMARKS)
     ]
 
 
@@ -336,6 +356,7 @@ TABLES = {
     ("estimator", "value"): values_of("trainer.ppo.kl_estimator"),
     ("algorithm", "set"): algorithms,
     ("command",): with_commands,
+    ("benchmark", "measured (aligner over the other)"): measured,
     ("what", "script", "page"): paths(1, 2),
     ("script", "what it does"): paths(0),
     ("folder", "what it shows"): paths(0),
@@ -364,7 +385,6 @@ TABLES = {
 # Numbers that take too long for a test: first cells of the header, and the command that makes them.
 # The page has the machine and the date.
 RESULTS = {
-    ("benchmark", "measured (aligner over the other)"): "python -m benchmarks.",
     ("seed", "before"): "make ppo",
     ("seed", "after fine-tuning"): "make agent",
     ("step", "seed 1"): "make ppo",

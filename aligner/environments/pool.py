@@ -144,7 +144,6 @@ class EnvironmentPool(ProcessPool):
 
 
 def _value_of(call: Call, kind: str, payload: Any) -> Start | Turn | str | None:
-    """Return the value of a call, or the text of its exception."""
     if kind in get_args(FailureKind):
         return str(payload)
     # The value is checked again, as a child process may send any message.

@@ -247,7 +247,6 @@ class RoleWorker(Generic[RoleT]):
         """Gather weights that other ranks updated. By default, updates gather them."""
 
     def _restore_weights(self) -> None:
-        """Move full weights to the device in any phase."""
         self._gather_weights()
         self.move_to_device()
 

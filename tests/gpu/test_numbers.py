@@ -118,6 +118,15 @@ def test_the_sampler_says_what_the_trainer_says(here, kind, precision):
     assert float(gaps.mean()) < (FLOAT32 if precision == "32" else BFLOAT16)
 
 
+def test_a_difference_is_seen(here):
+    """What these tests would say of one weight's gradient that is off by a thousandth."""
+    facts = here("32")["actor"]
+    name = next(iter(facts["gradients"]))
+    gradients = {**facts["gradients"], name: facts["gradients"][name] * 1.001}
+    with pytest.raises(AssertionError, match=name):
+        assert_same({**facts, "gradients": gradients}, facts, FLOAT32)
+
+
 @pytest.mark.extended
 def test_every_part_runs_on_fake_gpu_tensors(models, tmp_path):
     """Without a GPU: nothing that `facts` does mixes devices."""

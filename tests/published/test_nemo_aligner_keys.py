@@ -208,7 +208,7 @@ def test_their_defaults_of_a_model_section_are_accepted():
         build(CriticConfig, {"loss_clip_val": 0.2}, "critic")
 
 
-# What its documentation's commands set: of the PPO actor, SFT, DPO and reward.
+# What its documentation's commands set: of the PPO actor, rejection sampling, SFT, DPO and reward.
 COMMANDS = {
     "ppo": (
         RunConfig,
@@ -223,6 +223,14 @@ COMMANDS = {
         model.global_batch_size=64 model.optim.lr=9e-7 trainer.ppo.trt_llm.enable=False""",
         """pretrained_checkpoint.restore_from_path remote_critic_rm.critic.ip
         exp_manager.checkpoint_callback_params.save_top_k""",
+    ),
+    "rs": (
+        RSRunConfig,
+        """trainer.rs.max_epochs=1 model.rs.num_rollouts_per_prompt=4 model.rs.top_n_rollouts=1
+        ++model.mcore_gpt=True model.peft.lora_tuning.layer_selection=null
+        model.peft.lora_tuning.weight_tying=False trainer.rs.trt_llm.enable=false
+        remote_rm.reward_model.ip=h model.data.data_impl=jsonl""",
+        "remote_rm.reward_model.ip model.data.data_impl",
     ),
     "sft": (
         SFTRunConfig,

@@ -142,7 +142,6 @@ def validate_on_prompts(
 
 
 def _rows(values: list, samples_per_prompt: int) -> list[list]:
-    """Split ``values`` into one list for each prompt."""
     return [
         values[start : start + samples_per_prompt]
         for start in range(0, len(values), samples_per_prompt)

@@ -205,7 +205,6 @@ def _normalization(config: Config) -> Normalization:
 
 
 def _positions(config: Config) -> int:
-    """Return the maximum number of tokens in a sequence."""
     keys = ["max_position_embeddings", "encoder_seq_length"]
     learned = config.get("position_embedding_type") in (None, "learned_absolute")
     if learned and config.get("mcore_gpt"):

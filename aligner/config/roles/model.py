@@ -176,8 +176,7 @@ class TrainedModelConfig(ModelSourceConfig):
     @property
     def rollout(self) -> RolloutConfig:
         """Options of rollouts. Default values for algorithms that do not sample."""
-        default = RolloutConfig(forward_micro_batch_size=self.micro_batch_size)
-        return getattr(self, self.rollout_key.removeprefix("model."), default)
+        return RolloutConfig(forward_micro_batch_size=self.micro_batch_size)
 
     @property
     def reference_mode(self) -> Literal["keep", "swap"]:
@@ -247,6 +246,12 @@ class ModelConfig(TrainedModelConfig):
 
     rollout_key: ClassVar[str] = "model.ppo"
     ppo: PolicyPPOConfig = field(default_factory=PolicyPPOConfig)
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """Sampling options of rollouts."""
+        return self.ppo
+
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     @property
@@ -261,6 +266,11 @@ class RSModelConfig(TrainedModelConfig):
 
     rollout_key: ClassVar[str] = "model.rs"
     rs: PolicyRSConfig = field(default_factory=PolicyRSConfig)
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """Sampling options of rollouts."""
+        return self.rs
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,6 @@ class VllmEngine:
         self._drain()
 
     def _drain(self) -> None:
-        """Step until the scheduler has processed aborted requests."""
         while self._llm.llm_engine.has_unfinished_requests():
             self._llm.llm_engine.step()
 

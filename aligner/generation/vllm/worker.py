@@ -180,7 +180,6 @@ class VllmWorker(RefitReceiver):
 
 
 def _sequences(data: Mapping[str, Any]) -> list[list[int]]:
-    """Return the rows of ``input_ids`` without padding."""
     rows = zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
     return [row[:length] for row, length in rows]
 

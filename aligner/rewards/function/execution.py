@@ -53,11 +53,7 @@ class LoadedFunction:
         return parse_scores(result, samples, self.signature.name)
 
     def answers(self, samples: Samples) -> Answers:
-        """Yield ("scores", one dict per sample).
-
-        If the function raises, yield ("raised", the exception's text) and then ("culprit", the
-        result of `find_failing`).
-        """
+        """Yield ("scores", a dict per sample), or ("raised", text) and ("culprit", index)."""
         try:
             rewards, metrics = self.score(samples)
         except (SystemExit, AlignerError):

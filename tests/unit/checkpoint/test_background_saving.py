@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from newest_state import newest
+from ranks import FORKSERVER
 from test_run_loop import Counter, lines, run
 
 from aligner.algorithms.run import stopping
@@ -184,6 +185,52 @@ def test_without_memory_for_a_copy_the_step_waits_and_it_is_said(tmp_path, monke
     assert role.writer._memory.size == 0
     (told,) = [record.getMessage() for record in caplog.records]
     assert "97.66 KiB are free: training waits until" in told
+
+
+def _save_slowly(root: str, numbers: int) -> None:
+    """States 2, 3, ... in the background; blocks of a file come slowly."""
+    durable._BLOCK = 4096
+    write = durable._File.write
+
+    def slowly(file, data) -> int:
+        time.sleep(0.0005)
+        return write(file, data)
+
+    durable._File.write = slowly
+    store, role = RunStateStore(root, save_last_k=2), Role(numbers=numbers)
+    for step in range(2, 1_000_000):
+        role.train(step)
+        save(store, role, step)
+        while store.is_saving:
+            role.train(10**6)  # as fast as it can
+            store.check()
+
+
+@pytest.mark.integration
+def test_killed_while_the_writer_works_nothing_older_is_lost(tmp_path):
+    numbers = 50_000
+    store, role = RunStateStore(tmp_path, save_last_k=2), Role(numbers=numbers)
+    role.train(1)
+    save(store, role, 1)
+    store.finish()
+    child = FORKSERVER.Process(target=_save_slowly, args=(str(tmp_path), numbers))
+    child.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not any(state.step >= 3 for state in store.states()):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        while not list(tmp_path.glob(".tmp-step_*/role/*")):
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, 0.02))
+    finally:
+        child.kill()
+        child.join()
+    seen = sorted(int(path.name[-6:]) for path in tmp_path.glob("step_*"))
+    assert step_in(newest(store), numbers=numbers) == seen[-1]
+    assert [step_in(state.path, numbers=numbers) for state in store.states()] == seen
+    assert len(seen) >= 2
+    assert not list(tmp_path.glob(".*"))
 
 
 def writing() -> list[str]:

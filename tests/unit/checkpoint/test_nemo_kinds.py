@@ -227,3 +227,14 @@ def test_log_probs_equal_the_writers(name):
     found = logits[..., :vocabulary].log_softmax(-1)
     gap = (found - reference["logits"].log_softmax(-1)).abs().max()
     assert gap < 2e-4
+
+
+@pytest.mark.integration
+def test_the_same_model_in_three_layouts_is_the_same_weights():
+    paths = [SHARED / "data" / "nemo" / f"{name}.nemo" for name in FILES if "llama" in name]
+    if not all(path.exists() for path in paths):
+        pytest.skip(f"needs the Llama files in data/nemo of $ALIGNER_SHARED ({SHARED})")
+    with open_nemo(paths[0]) as one, open_nemo(paths[1]) as two, open_nemo(paths[2]) as three:
+        for name in one.weights:
+            assert torch.equal(one.weights[name], two.weights[name]), name
+            assert torch.equal(one.weights[name], three.weights[name]), name
