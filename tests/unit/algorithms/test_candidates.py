@@ -111,6 +111,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(tiny_nemo, tmp_path):
         check_teacher(config, byte_level_tokenizer())
 
 
+@pytest.mark.integration
 def test_prompts_too_long_for_the_student_are_limited_by_data_max_length(tiny_nemo, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "0123456789"}\n')
     run = {

@@ -148,6 +148,7 @@ def test_the_bytes_are_those_written_in_place_and_memory_is_one_copy(tmp_path):
     assert 0 < role.writer._memory.size - 2 * 4 * NUMBERS < 100_000
 
 
+@pytest.mark.integration
 def test_memory_taken_beforehand_is_what_the_first_copy_goes_into(tmp_path):
     """A share that grew takes its memory again."""
     role = Role(numbers=1000)

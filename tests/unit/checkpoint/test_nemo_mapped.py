@@ -63,6 +63,7 @@ def temporary(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.integration
 def test_a_rank_reads_its_part_of_the_file_and_holds_nothing(tmp_path):
     path = tmp_path / "large.nemo"
     weights = distinct_weights(LARGE)

@@ -161,6 +161,7 @@ def test_a_state_of_another_format_is_refused_and_not_passed_over(tmp_path):
     assert newest(RunStateStore(tmp_path / "not" / "there")) is None
 
 
+@pytest.mark.integration
 def test_rng_states_come_back(tmp_path):
     """Also those of megatron-core's stream for tensor-parallel ranks, if the state has them."""
     initialize_parallel()

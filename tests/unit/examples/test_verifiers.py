@@ -123,6 +123,7 @@ def test_reasoning_gym_from_prompt_to_reward():
     assert output.parts["well_formed"] == [1.0, 1.0, 0.0]
 
 
+@pytest.mark.integration
 def test_reasoning_gym_answer_in_a_tag():
     entry = {"question": "?", "answer": "13", "metadata": {"source_dataset": "simple_equations"}}
     responses = ["<answer>13</answer>", "13", "<answer>13</answer><answer>4</answer>"]
@@ -132,6 +133,7 @@ def test_reasoning_gym_answer_in_a_tag():
     assert [score["accuracy"] for score in scores] == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("arguments", [{"task": "nope"}, {"task": "simple_equations", "nope": 1}])
 def test_reasoning_gym_refusals(arguments):
     with pytest.raises(ConfigError, match="nope"):

@@ -29,6 +29,8 @@ from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 LONG = 136  # beyond what CPU attention does by itself
 EXPERTS = dataclasses.replace(
     TINY_ARCHITECTURE, num_moe_experts=16, moe_ffn_hidden_size=24, family="mixtral"
@@ -148,7 +150,6 @@ def loss_and_gradients(groups):
     return loss.detach(), gradients
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("groups", [2, 4])
 def test_a_model_computes_the_same_without_them(groups, monkeypatch):
     calls = []
@@ -192,7 +193,6 @@ def kept_numbers(layers, packed, monkeypatch):
     return sum(storage.nbytes() for storage in kept.values()) // 4
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_layer_keeps_what_its_gradients_need_once(packed, monkeypatch):
     """No input of a linear beside what it was made of, no key or value for each query head."""
@@ -204,7 +204,6 @@ def test_a_layer_keeps_what_its_gradients_need_once(packed, monkeypatch):
     assert layer == 3 * 9 * (norms + attention + 2 * ffn) + rotary
 
 
-@pytest.mark.integration
 def test_a_layer_holds_nothing_after_its_call():
     model = small_model(groups=2)
     hidden_states(model)
@@ -233,7 +232,6 @@ def test_attention_on_cpu_is_pytorch_s(groups, window):
         torch.testing.assert_close(gradient.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.integration
 def test_scoring_computes_what_training_does():
     """Else the ratio of an unchanged policy would not be 1."""
     model = small_model(groups=2)
@@ -263,7 +261,6 @@ def answers(architecture):
     return {"hidden": hidden.detach(), **grads}, gpt
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     ("architecture", "biases"),
     [(TINY_ARCHITECTURE, False), (BIASED, True), (EXPERTS, False)],
@@ -288,7 +285,6 @@ def test_a_fused_model_is_the_same_model(architecture, biases, monkeypatch):
         assert (same[name] - value).abs().max().item() <= 2e-5 * largest, name
 
 
-@pytest.mark.integration
 def test_an_expert_without_tokens_learns_nothing(monkeypatch):
     monkeypatch.setattr(layer_spec, "can_group", lambda _: True)
     layer = build_gpt(EXPERTS).decoder.layers[0].mlp.experts
