@@ -82,42 +82,43 @@ class _Shared(io.FileIO):
         while not self._open(packed):
             # The file was removed by its last reader, or is not inflated yet, or inflating failed.
             time.sleep(random.uniform(0.001, 0.01))
+        super().__init__(self._descriptor, "rb")
 
     def _open(self, packed: Path) -> bool:
         flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW
-        super().__init__(os.open(self._path, flags, 0o600), "rb")
+        self._descriptor = os.open(self._path, flags, 0o600)
         is_ready = False
         try:
-            status = os.fstat(self.fileno())
+            status = os.fstat(self._descriptor)
             if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
                 raise PermissionError(self._path)
             # No process waits for an exclusive lock, because readers keep their shared locks.
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._exists() and not self._is_complete():
                     self._inflate(packed)
-            fcntl.flock(self, fcntl.LOCK_SH)
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
             is_ready = self._exists() and self._is_complete()
         finally:
             if not is_ready:
-                super().close()
+                os.close(self._descriptor)
         return is_ready
 
     def _inflate(self, packed: Path) -> None:
         try:
             with open(self._path, "wb") as target:
                 _inflate(packed, target)
-            os.fchmod(self.fileno(), 0o400)  # marks a complete file
+            os.fchmod(self._descriptor, 0o400)  # marks a complete file
         except BaseException:
             os.unlink(self._path)
             raise
 
     def _is_complete(self) -> bool:
-        return not os.fstat(self.fileno()).st_mode & stat.S_IWUSR
+        return not os.fstat(self._descriptor).st_mode & stat.S_IWUSR
 
     def _exists(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.stat(self._path), os.fstat(self.fileno()))
+            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
         return False
 
     def close(self) -> None:

@@ -216,7 +216,8 @@ def test_two_readers_inflate_once_and_neither_waits_for_the_other(packed, tempor
 
     def read_second():
         with ArchiveReader(packed) as archive:
-            names.append(archive.names)
+            pass
+        names.append(archive.names)
 
     first, second = threading.Thread(target=read_first), threading.Thread(target=read_second)
     monkeypatch.setattr(inflated._Shared, "_is_complete", looked_too_early)
