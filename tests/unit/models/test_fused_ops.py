@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.transformer import attention as megatron_attention
 
-from aligner.architecture import GPTArchitecture
 from aligner.config import LayerOptions
 from aligner.device import host_memory
 from aligner.errors import ConfigError
@@ -36,6 +36,9 @@ EXPERTS = dataclasses.replace(
     TINY_ARCHITECTURE, num_moe_experts=16, moe_ffn_hidden_size=24, family="mixtral"
 )
 BIASED = dataclasses.replace(TINY_ARCHITECTURE, bias_linear=True, bias_qkv=True)
+SMALL = dataclasses.replace(
+    TINY_ARCHITECTURE, num_layers=2, num_attention_heads=4, num_query_groups=2
+)
 LENGTH, BATCH, GROUPS, WIDTH, ROTATED = 5, 2, 2, 6, 4
 SCALE = 0.4
 
@@ -78,8 +81,8 @@ def plain_swiglu(rows):
     return F.silu(gate) * up
 
 
-def plain_rms_norm(hidden, weight):
-    return F.rms_norm(hidden, weight.shape, weight, 1e-3)
+def plain_rms_norm(hidden, weight, eps):
+    return F.rms_norm(hidden, weight.shape, weight, eps)
 
 
 def check(ours, plain, *inputs):
@@ -88,12 +91,8 @@ def check(ours, plain, *inputs):
     out = plain(*inputs)
     torch.testing.assert_close(ours(*inputs), out)
     grad = torch.randn_like(out)
-    for result in zip(
-        torch.autograd.grad(ours(*inputs), inputs, grad),
-        torch.autograd.grad(out, inputs, grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(*result)
+    slopes = (torch.autograd.grad(each(*inputs), inputs, grad) for each in (ours, plain))
+    torch.testing.assert_close(*slopes)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -112,72 +111,57 @@ def test_swiglu_and_rms_norm_are_their_formulas():
     torch.manual_seed(5)
     hidden, weight = torch.randn(3, 2, 8), torch.rand(8) + 0.5
     check(swiglu, plain_swiglu, hidden)
-    check(partial(rms_norm, eps=1e-3), plain_rms_norm, hidden, weight)
+    check(partial(rms_norm, eps=1e-3), partial(plain_rms_norm, eps=1e-3), hidden, weight)
 
 
-def small_model(groups, layers=2):
-    architecture = GPTArchitecture(
-        num_layers=layers,
-        hidden_size=32,
-        ffn_hidden_size=48,
-        num_attention_heads=4,
-        num_query_groups=groups,
-        kv_channels=8,
-        vocab_size=64,
-        max_position_embeddings=16,
-        family="llama",
-    )
+def new_model(architecture=SMALL):
     torch.manual_seed(0)
     return build_gpt(architecture).train()
 
 
-def hidden_states(model, packed=False):
-    """Of three sequences of nine tokens."""
+def hidden_states(model, length=9, packed=False):
+    """Of three sequences of ``length`` tokens."""
     torch.manual_seed(1)
-    ids = torch.randint(0, 64, (3, 9))
-    layout = build_layout(ids, np.array([9, 9, 9]), LayoutRules(packed, 1, 1))
+    ids = torch.randint(0, 250, (3, length))
+    layout = build_layout(ids, np.array([length] * 3), LayoutRules(packed, 1, 1))
     params = SegmentParams(segments=layout.segments) if packed else None
     with bypassed_output_layer(model), placed_positions(model, layout):
         return model(layout.input_ids, layout.positions, None, packed_seq_params=params)
 
 
-def loss_and_gradients(groups):
-    model = small_model(groups)
-    hidden = hidden_states(model)
+def answers(architecture, length=9):
+    """Loss, hidden states and gradients of a new model with biases that are not 0; the model."""
+    model = new_model(architecture)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    hidden = hidden_states(model, length)
     loss = (hidden * torch.randn_like(hidden)).mean()
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), gradients
+    return {"loss": loss.detach(), "hidden": hidden.detach(), **gradients}, model
 
 
 @pytest.mark.parametrize("groups", [2, 4])
 def test_a_model_computes_the_same_without_them(groups, monkeypatch):
-    calls = []
-    attention = short_attention.short_attention
-    monkeypatch.setattr(
-        short_attention, "short_attention", lambda *args: calls.append(1) or attention(*args)
-    )
-    loss, gradients = loss_and_gradients(groups)
-    assert len(calls) == 2  # one of each layer
+    attention = Mock(wraps=short_attention.short_attention)
+    monkeypatch.setattr(short_attention, "short_attention", attention)
+    architecture = dataclasses.replace(SMALL, num_query_groups=groups)
+    found, _ = answers(architecture)
+    assert attention.call_count == 2  # one of each layer
     monkeypatch.setattr(short_attention, "MAX_LENGTH", 0)
-    monkeypatch.setattr(
-        elementwise,
-        "rms_norm",
-        lambda hidden, weight, eps: F.rms_norm(hidden, weight.shape, weight, eps),
-    )
+    monkeypatch.setattr(elementwise, "rms_norm", plain_rms_norm)
     monkeypatch.setattr(SwiGLU, "forward", lambda self, rows: plain_swiglu(rows))
-    plain_loss, plain_gradients = loss_and_gradients(groups)
-    assert len(calls) == 2
-    torch.testing.assert_close(loss, plain_loss, atol=1e-6, rtol=1e-6)
-    assert gradients.keys() == plain_gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, plain_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
+    plain, _ = answers(architecture)
+    assert attention.call_count == 2
+    torch.testing.assert_close(found["loss"], plain["loss"], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-5)
 
 
 def kept_numbers(layers, packed, monkeypatch):
     """Numbers that a pass of 3 x 9 tokens keeps for backward, beside parameters."""
     monkeypatch.setattr(short_attention, "MAX_LENGTH", 0)
-    model = small_model(groups=2, layers=layers)
+    model = new_model(dataclasses.replace(SMALL, num_layers=layers))
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -188,7 +172,7 @@ def kept_numbers(layers, packed, monkeypatch):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        hidden = hidden_states(model, packed)
+        hidden = hidden_states(model, packed=packed)
     assert hidden.requires_grad
     return sum(storage.nbytes() for storage in kept.values()) // 4
 
@@ -196,7 +180,7 @@ def kept_numbers(layers, packed, monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_layer_keeps_what_its_gradients_need_once(packed, monkeypatch):
     """No input of a linear beside what it was made of, no key or value for each query head."""
-    hidden, ffn, heads, groups, width = 32, 48, 4, 2, 8
+    hidden, ffn, heads, groups, width = 64, 128, 4, 2, 8
     norms = 2 * (hidden + 1)  # normalised rows and their scales
     attention = (heads + 2 * groups) * width + heads * width + heads  # with sums of exponentials
     layer = kept_numbers(3, packed, monkeypatch) - kept_numbers(2, packed, monkeypatch)
@@ -205,7 +189,7 @@ def test_a_layer_keeps_what_its_gradients_need_once(packed, monkeypatch):
 
 
 def test_a_layer_holds_nothing_after_its_call():
-    model = small_model(groups=2)
+    model = new_model()
     hidden_states(model)
     linears = [module for module in model.modules() if isinstance(module, RowLinear | ColumnLinear)]
     assert len(linears) >= 8
@@ -228,13 +212,12 @@ def test_attention_on_cpu_is_pytorch_s(groups, window):
     grad = torch.randn_like(out)
     ours = torch.autograd.grad(out, (query, key, value), grad)
     theirs = torch.autograd.grad(plain, inputs, grad.double())
-    for gradient, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(gradient.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
 def test_scoring_computes_what_training_does():
     """Else the ratio of an unchanged policy would not be 1."""
-    model = small_model(groups=2)
+    model = new_model()
     training = hidden_states(model)
     assert training.requires_grad
     with torch.no_grad():
@@ -246,38 +229,21 @@ def test_freed_memory_is_kept_or_nothing_happens(monkeypatch):
     assert host_memory.keep_freed_memory.__wrapped__() is False
 
 
-def answers(architecture):
-    torch.manual_seed(3)
-    gpt = build_gpt(architecture).train()
-    for name, parameter in gpt.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
-    tokens = torch.randint(0, 256, (2, LONG))
-    positions = torch.arange(LONG).expand(2, -1)
-    with bypassed_output_layer(gpt):
-        hidden = gpt(tokens, positions, None)
-    hidden.square().mean().backward()
-    grads = {name: each.grad for name, each in gpt.named_parameters() if each.grad is not None}
-    return {"hidden": hidden.detach(), **grads}, gpt
-
-
 @pytest.mark.parametrize(
     ("architecture", "biases"),
     [(TINY_ARCHITECTURE, False), (BIASED, True), (EXPERTS, False)],
     ids=["plain", "biased", "experts"],
 )
 def test_a_fused_model_is_the_same_model(architecture, biases, monkeypatch):
-    plain, _ = answers(architecture)
+    plain, _ = answers(architecture, LONG)
     monkeypatch.setattr(megatron_attention, "apply_rotary_pos_emb", _apply_rotary)
     fused = Fusions(swiglu=True, rotary=True, bias=biases)
     monkeypatch.setattr(build.Fusions, "of", lambda *_: fused)
     monkeypatch.setattr(layer_spec, "can_group", lambda _: True)
-    calls = []
-    monkeypatch.setattr(
-        "aligner.models.gpt.layers.fusions.rotate", lambda *args: calls.append(1) or rotate(*args)
-    )
-    same, gpt = answers(architecture)
-    assert len(calls) == 4 * architecture.num_layers  # query and key, there and back
+    rotation = Mock(wraps=rotate)
+    monkeypatch.setattr("aligner.models.gpt.layers.fusions.rotate", rotation)
+    same, gpt = answers(architecture, LONG)
+    assert rotation.call_count == 4 * architecture.num_layers  # query and key, there and back
     assert gpt.config.bias_activation_fusion
     assert plain.keys() == same.keys()
     for name, value in plain.items():
@@ -300,8 +266,7 @@ def test_an_expert_without_tokens_learns_nothing(monkeypatch):
         grads.append(torch.autograd.grad(out.square().sum(), wanted, allow_unused=True))
         outs.append(out)
     torch.testing.assert_close(*outs)
-    for ours, one_by_one in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, one_by_one)
+    torch.testing.assert_close(*grads)
     assert not grads[0][2].any()
     assert grads[0][4].any()
 
