@@ -1,16 +1,17 @@
 """Adapters of models that only transformers builds, and models of a directory's own code."""
 
-import copy
 import importlib.util
 import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from role_models import assert_equal, check_recomputed, check_reference, check_resumed
 from safetensors.torch import load_file
 from test_any_model import expected_logprobs, load, make_batch, save, update
 from tiny_transformers import tiny_config
@@ -103,30 +104,17 @@ def test_every_adapter_learns_beside_frozen_weights(model_type, folder_of, tmp_p
 
 
 def test_a_run_state_and_a_file_of_adapters_continue_bit_for_bit(folder_of, tmp_path):
-    folder = folder_of("mixtral")
+    folder, path = folder_of("mixtral"), tmp_path / "a.lora.safetensors"
     role, resumed = adapted(folder, optim=OptimConfig()), adapted(folder, optim=OptimConfig())
     role.keep_reference()
-    reference = role.get_reference_logprobs(make_batch())
-    update(role, PPOPolicyLoss())
-    state = copy.deepcopy(role.run_state())
+    original = role.get_reference_logprobs(make_batch())
+    state = check_resumed(role, resumed, make_batch())
     assert state["slices"].keys() == matrices(role).keys()
-    role.save_adapters(tmp_path / "a.lora.safetensors")
-    update(role, PPOPolicyLoss())
-    resumed.setup_training()
-    resumed.load_run_state([state])
-    update(resumed, PPOPolicyLoss())
-    expected, found = matrices(role), matrices(resumed)
-    assert all(torch.equal(found[name], matrix) for name, matrix in expected.items())
     # A reference that starts from adapters has these adapters.
-    loaded = adapted(folder, adapters_path=str(tmp_path / "a.lora.safetensors"))
-    begin = {name: saved["tensors"]["weight"] for name, saved in state["slices"].items()}
-    assert all(torch.equal(matrix, begin[name]) for name, matrix in matrices(loaded).items())
-    before = loaded.get_logprobs(make_batch())
-    assert not torch.equal(before, reference)
-    loaded.keep_reference()
-    update(loaded, PPOPolicyLoss())
-    assert torch.equal(loaded.get_reference_logprobs(make_batch()), before)
-    assert not torch.equal(loaded.get_logprobs(make_batch()), before)
+    role.save_adapters(path)
+    loaded = adapted(folder, adapters_path=str(path))
+    assert_equal(matrices(loaded), matrices(role))
+    assert not torch.equal(check_reference(loaded, make_batch()), original)
     with pytest.raises(CheckpointError, match=r"does not contain .* model\.peft was changed"):
         load(folder).load_run_state([state])
 
@@ -147,13 +135,8 @@ def test_a_critic_learns_adapters_and_its_head_together(folder_of, tmp_path):
 
 
 def test_recomputed_activations_give_the_same_adapters(folder_of):
-    folder = folder_of("mixtral")
-    plain, recomputed = adapted(folder), adapted(folder, recompute="full")
-    for role in (plain, recomputed):
-        update(role, PPOPolicyLoss())
-    expected = matrices(plain)
-    for name, matrix in matrices(recomputed).items():
-        torch.testing.assert_close(matrix, expected[name], rtol=1e-4, atol=1e-6)
+    learner = partial(adapted, folder_of("mixtral"))
+    check_recomputed(learner, PPOPolicyLoss(), make_batch(), "full", rtol=1e-4)
 
 
 def test_targets_are_parts_of_names(folder_of):

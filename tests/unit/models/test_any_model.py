@@ -4,13 +4,14 @@ The reference is transformers' model on each sequence alone. Rows of the batch s
 that packed types also run on a prefix tree.
 """
 
-import copy
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
 from batches import ppo_batch
+from role_models import check_recomputed, check_reference, check_resumed, updated
 from safetensors.torch import load_file, save_file
 from tiny_transformers import model_types, tiny_config
 from transformers import AutoModelForCausalLM
@@ -77,10 +78,7 @@ def load(folder, kind=DTensorActorModel, **changes):
 
 
 def update(role, loss):
-    role.setup_training()
-    role.loss_fn = loss
-    role.prepare_for_training()
-    report = role.training_update(make_batch())
+    (report,) = updated(role, loss, make_batch())
     role.prepare_for_inference()
     return report
 
@@ -171,7 +169,6 @@ def test_a_reward_model_travels_with_its_keys(attributes, folder_of, tmp_path):
 @pytest.mark.parametrize("model_type", ["gemma2", "phi"])
 def test_a_teacher_gives_the_likeliest_tokens(model_type, folder_of):
     """With a soft cap, and with a biased output layer."""
-
     folder, batch = folder_of(model_type), make_batch()
     logits, ids = load(folder).get_topk_logits(batch, 5, 100)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -185,27 +182,16 @@ def test_a_teacher_gives_the_likeliest_tokens(model_type, folder_of):
 
 @pytest.mark.parametrize("mode", ["keep", "swap"])
 def test_the_reference_keeps_the_initial_weights(mode, folder_of):
-    role = load(folder_of("deepseek_v3"))  # with a buffer of the routers
-    initial = role.get_logprobs(make_batch())
-    role.keep_reference(mode)
-    update(role, PPOPolicyLoss())
-    trained = role.get_logprobs(make_batch())
-    assert not torch.equal(trained, initial)
-    assert torch.equal(role.get_reference_logprobs(make_batch()), initial)
-    assert torch.equal(role.get_logprobs(make_batch()), trained)
+    check_reference(load(folder_of("deepseek_v3")), make_batch(), mode)  # a buffer of the routers
 
 
 @pytest.mark.parametrize(
     ("model_type", "recompute"), [("gpt_oss", "full"), ("gpt_oss", "selective"), ("mamba2", "full")]
 )
 def test_recomputed_activations_give_the_same_update(model_type, recompute, folder_of):
-    folder, weights = folder_of(model_type), []
-    for setting in (None, recompute):
-        role = load(folder, recompute=setting, optim=OptimConfig(name="sgd", lr=1e-2))
-        update(role, PPOPolicyLoss())
-        weights.append(role.whole_weights())
-    for name, weight in weights[0].items():
-        assert torch.allclose(weight, weights[1][name], atol=1e-6), name
+    sgd = OptimConfig(name="sgd", lr=1e-2)
+    learner = partial(load, folder_of(model_type), optim=sgd)
+    check_recomputed(learner, PPOPolicyLoss(), make_batch(), recompute)
 
 
 @pytest.mark.parametrize(
@@ -215,20 +201,7 @@ def test_recomputed_activations_give_the_same_update(model_type, recompute, fold
 def test_a_run_state_continues_bit_for_bit(model_type, folder_of):
     """Also with weights that get no gradient, such as the indexers of deepseek_v32."""
     folder = folder_of(model_type)
-    role, resumed = load(folder), load(folder)
-    update(role, PPOPolicyLoss())
-    state = copy.deepcopy(role.run_state())
-    update(role, PPOPolicyLoss())
-    resumed.setup_training()
-    resumed.load_run_state([state])
-    update(resumed, PPOPolicyLoss())
-    expected, found = role.whole_weights(), resumed.whole_weights()
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    check_resumed(load(folder), load(folder), make_batch())
 
 
 @pytest.mark.parametrize(
@@ -248,7 +221,8 @@ def change_config(folder, **changes):
 )
 def test_a_directory_that_cannot_be_trained_is_refused_before_weights(changes, message, tmp_path):
     tiny_config("olmo2").save_pretrained(tmp_path)
-    change_config(tmp_path, **changes)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CheckpointError, match=message):
         read_any(tmp_path)
 

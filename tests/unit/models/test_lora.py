@@ -6,6 +6,7 @@ import pytest
 import torch
 from batches import ppo_batch
 from reference_gpt import reference_logits
+from role_models import assert_equal, check_reference, check_resumed, fill_head, updated
 
 from aligner.checkpoint.adapters import (
     Adapters,
@@ -64,11 +65,7 @@ def load(tiny_nemo):
 
 def trained(load, updates=2, loss=None, **changes):
     role = load(**changes)
-    role.setup_training()
-    role.loss_fn = loss or PPOPolicyLoss(entropy_bonus=0.01)
-    role.prepare_for_training()
-    for number in range(updates):
-        role.training_update(make_batch(), number)
+    updated(role, loss or PPOPolicyLoss(entropy_bonus=0.01), make_batch(), updates)
     role.prepare_for_inference()
     return role
 
@@ -207,13 +204,7 @@ def test_recomputed_layers_have_the_same_gradients(load, saved):
 @pytest.mark.parametrize("begins_with_adapters", [False, True])
 def test_the_reference_is_the_beginning_without_a_second_model(load, saved, begins_with_adapters):
     role, batch = load(adapters_path=str(saved) if begins_with_adapters else None), make_batch()
-    role.keep_reference("keep")
-    before = role.get_logprobs(batch)
-    trained(lambda: role, 1)
-    after = role.get_logprobs(batch)
-    assert (after - before).abs().max() > 1e-3
-    assert torch.equal(role.get_reference_logprobs(batch), before)
-    assert torch.equal(role.get_logprobs(batch), after)
+    check_reference(role, batch)
     assert role.reference.gpt is None
     initial = role.reference._initial
     assert (initial is not None) == begins_with_adapters
@@ -258,13 +249,10 @@ def test_what_is_drawn_is_what_the_merged_model_draws(load):
 
 
 def test_a_run_state_holds_what_is_trained_and_restores_it_to_the_bit(load):
-    role, again = trained(load), load()
-    state = role.run_state()
+    role, again = trained(load, 1), load()
+    state = check_resumed(role, again, make_batch())
     assert set(state["slices"]) == set(adapter_shapes(TINY_ARCHITECTURE, LORA))
-    again.setup_training()
-    again.load_run_state([state])
-    one, two = (trained(lambda each=each: each, 1).adapters.gather() for each in (role, again))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_equal(role.adapters.gather(), again.adapters.gather())
 
 
 def test_a_run_state_of_another_way_to_learn_is_refused(load):
@@ -318,9 +306,8 @@ def test_a_head_travels_with_the_adapters_of_a_critic(load, tmp_path):
 def test_a_reward_model_in_the_critics_body_speaks_without_the_critics_adapters(load, tmp_path):
     path = tmp_path / "reward.nemo"
     original = load(MegatronGPTRewardModel, lora=None, optim=None, seed=9)
+    fill_head(original, std=0.1)
     with torch.no_grad():
-        generator = torch.Generator().manual_seed(3)
-        original.gpt.rm_head.weight.normal_(0, 0.1, generator=generator)
         for parameter in original.gpt.decoder.parameters():
             parameter.mul_(1.1)  # not the critic's frozen weights
     original.save_to(str(path))

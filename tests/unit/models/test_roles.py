@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from batches import ppo_batch
+from role_models import check_reference, updated
 
 from aligner.checkpoint.model_source import open_model
 from aligner.config import LengthParams, OptimConfig, ParallelConfig, SamplingParams, SchedConfig
@@ -21,7 +22,7 @@ from aligner.errors import (
     training_step,
 )
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-from aligner.logprobs.output_layer import ValueHead
+from aligner.logprobs.output_layer import ValueHead, bypassed_output_layer
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (
@@ -46,9 +47,13 @@ def settings(**changes):
     return RoleSettings(optim=OptimConfig(lr=1e-3), micro_batch_size=2, **changes)
 
 
+def load(path, cls=MegatronGPTActorModel, **changes):
+    return load_from_nemo(cls, settings(**changes), restore_path=path)
+
+
 @pytest.fixture(scope="module")
 def actor(tiny_nemo):
-    return load_from_nemo(MegatronGPTActorModel, settings(), restore_path=tiny_nemo)
+    return load(tiny_nemo)
 
 
 def make_batch(width=None):
@@ -57,18 +62,13 @@ def make_batch(width=None):
 
 def reference_hidden(model, ids):
     """Hidden states after the final norm, one sequence at a time, through megatron-core itself."""
-    from aligner.logprobs.output_layer import bypassed_output_layer
-
     with torch.no_grad(), bypassed_output_layer(model.gpt):
         return model.gpt(ids[None], torch.arange(len(ids))[None], None)[0].double()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_logprobs_equal_a_float64_softmax(temperature, tiny_nemo):
-    sampling = SamplingParams(temperature=temperature)
-    actor = load_from_nemo(
-        MegatronGPTActorModel, settings(sampling_params=sampling), restore_path=tiny_nemo
-    )
+    actor = load(tiny_nemo, sampling_params=SamplingParams(temperature=temperature))
     batch = make_batch()
     actual = actor.get_logprobs(batch)
     weight = actor.gpt.output_layer.weight.detach().double()[: actor.architecture.vocab_size]
@@ -126,10 +126,7 @@ def make_critic(path, backend="megatron", **changes):
 
 
 def trained(role, loss, batch=None, updates=1):
-    role.setup_training()
-    role.loss_fn = loss
-    role.prepare_for_training()
-    return [role.training_update(batch or make_batch(), number) for number in range(updates)]
+    return updated(role, loss, batch or make_batch(), updates)
 
 
 def test_values_are_of_the_state_before_the_token(tiny_nemo):
@@ -165,7 +162,7 @@ def test_a_value_never_sees_its_own_token(backend, tiny_nemo, monkeypatch):
 
 
 def test_a_fresh_head_values_everything_at_zero_on_the_device_of_the_body(tiny_nemo):
-    critic = load_from_nemo(MegatronGPTCriticModel, settings(), restore_path=tiny_nemo)
+    critic = load(tiny_nemo, MegatronGPTCriticModel)
     assert critic.get_values(make_batch()).abs().max() == 0
     assert not any("output_layer" in name for name, _ in critic.gpt.named_parameters())
     head = ValueHead(4)
@@ -183,7 +180,7 @@ ROLES = [
 
 @pytest.mark.parametrize(("cls", "loss"), ROLES, ids=["actor", "critic"])
 def test_the_loss_is_an_argument_and_by_default_the_roles_own(cls, loss, tiny_nemo):
-    role, batch = load_from_nemo(cls, settings(), restore_path=tiny_nemo), make_batch()
+    role, batch = load(tiny_nemo, cls), make_batch()
     with pytest.raises(ConfigError, match=f"loss_fn: the {role.role_name}"):
         role.get_loss_and_metrics(batch, forward_only=True)
     given = role.get_loss_and_metrics(batch, forward_only=True, loss_fn=loss)
@@ -229,18 +226,8 @@ def test_what_is_not_finite_never_reaches_the_weights(backend, mode, tiny_nemo, 
 
 
 def test_the_reference_keeps_the_initial_weights(tiny_nemo):
-    batch, answers = make_batch(), []
-    for mode in ("keep", "swap"):
-        role = load_from_nemo(MegatronGPTActorModel, settings(), restore_path=tiny_nemo)
-        initial = role.get_logprobs(batch)
-        role.keep_reference(mode)
-        trained(role, PPOPolicyLoss())
-        after = role.get_logprobs(batch)
-        assert not torch.equal(after, initial)
-        assert torch.equal(role.get_reference_logprobs(batch), initial)
-        assert torch.equal(role.get_logprobs(batch), after)
-        answers.append(initial)
-    assert torch.equal(*answers)
+    modes = ("keep", "swap")
+    assert torch.equal(*(check_reference(load(tiny_nemo), make_batch(), mode) for mode in modes))
 
 
 LEARNED = {
