@@ -13,6 +13,7 @@ from pathlib import Path
 import golden_games
 import pytest
 import torch
+from conversations import prompts_of
 from loaded import load_policy
 from settings import parsed
 from test_credit import assign, credit
@@ -20,15 +21,15 @@ from test_credit import assign, credit
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
 from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
 from aligner.algorithms.rollout.inputs import open_environments
-from aligner.algorithms.rollout.rollout import prompts_batch, score
+from aligner.algorithms.rollout.rollout import score
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.data.batches import Prompt, collate_prompts
 from aligner.data.tokenizers.loading import with_chat_template
 
 pytestmark = pytest.mark.integration
 
 RECORD = Path(__file__).parent / "conversation_golden.json"
-FILE = golden_games.__file__
+GAME = {"factory": f"{golden_games.__file__}:Game"}
+AGENT = {"factory": f"{golden_games.__file__}:agent", "kind": "endpoint"}
 # Shows some letters of earlier answers otherwise, so that a turn may begin another sequence.
 REWRITES = (
     "{% for m in messages %}{% set shown = m.content if m.role == 'user' else "
@@ -56,28 +57,20 @@ def rows(*troubles):
 # Name: settings of the environment, rows, chat template. Rows with trouble have one sample each, so
 # that it is known which of them meets it.
 CASES = {
-    "turns": ({"factory": f"{FILE}:Game"}, TURNS, None),
-    "turns_few_slots": ({"factory": f"{FILE}:Game", "concurrency": 2}, TURNS, None),
-    "max_turns": ({"factory": f"{FILE}:Game", "max_turns": 2}, TURNS, None),
-    "max_tokens": ({"factory": f"{FILE}:Game", "max_tokens": 40}, TURNS, None),
-    "tools": ({"factory": f"{FILE}:Tools"}, TURNS, None),
-    "rewritten": ({"factory": f"{FILE}:Game"}, TURNS, REWRITES),
-    "kept_history": ({"factory": f"{FILE}:Game", "rewritten_history": "keep"}, TURNS, REWRITES),
-    "fails": ({"factory": f"{FILE}:Game"}, rows(None, "raises", "dies", "unscored"), None),
-    "hangs": ({"factory": f"{FILE}:Game", "timeout_s": 1.0}, rows("hangs", None), None),
-    "failed_zero": (
-        {"factory": f"{FILE}:Game", "failed": "zero"},
-        rows(None, "raises", None, None),
-        None,
-    ),
-    "agents": ({"factory": f"{FILE}:agent", "kind": "endpoint"}, TURNS, REWRITES),
-    "agents_few_slots": (
-        {"factory": f"{FILE}:agent", "kind": "endpoint", "concurrency": 2, "max_turns": 3},
-        TURNS,
-        REWRITES,
-    ),
+    "turns": (GAME, TURNS, None),
+    "turns_few_slots": ({**GAME, "concurrency": 2}, TURNS, None),
+    "max_turns": ({**GAME, "max_turns": 2}, TURNS, None),
+    "max_tokens": ({**GAME, "max_tokens": 40}, TURNS, None),
+    "tools": ({"factory": f"{golden_games.__file__}:Tools"}, TURNS, None),
+    "rewritten": (GAME, TURNS, REWRITES),
+    "kept_history": ({**GAME, "rewritten_history": "keep"}, TURNS, REWRITES),
+    "fails": (GAME, rows(None, "raises", "dies", "unscored"), None),
+    "hangs": ({**GAME, "timeout_s": 1.0}, rows("hangs", None), None),
+    "failed_zero": ({**GAME, "failed": "zero"}, rows(None, "raises", None, None), None),
+    "agents": (AGENT, TURNS, REWRITES),
+    "agents_few_slots": ({**AGENT, "concurrency": 2, "max_turns": 3}, TURNS, REWRITES),
     "agents_fail": (
-        {"factory": f"{FILE}:agent", "kind": "endpoint", "timeout_s": 3.0},
+        {**AGENT, "timeout_s": 3.0},
         rows(None, "raises", "hangs", "unscored"),
         REWRITES,
     ),
@@ -128,13 +121,13 @@ class Played:
             file = folder / "template.jinja"
             file.write_text(template)
             tokenizer = with_chat_template(tokenizer, str(file), key="environment.chat_template")
-        items = []
-        for index, row in enumerate(rows):
-            marker = {"marker": str(folder / row["marker"])} if row.get("marker") else {}
-            items.append(Prompt(index, "", [], None, {**row, **marker}))
+        rows = [
+            {**row, "marker": str(folder / row["marker"])} if row.get("marker") else row
+            for row in rows
+        ]
         per_prompt = 1 if "trouble" in rows[0] else 2
-        data = prompts_batch(collate_prompts(items, 0), 40, per_prompt)
-        columns = dict.fromkeys(items[0].columns)
+        data = prompts_of(rows, per_prompt, first=40)
+        columns = dict.fromkeys(rows[0])
         with ExitStack() as closing:
             source = open_environments(config, tokenizer, self.architecture, columns, closing)
             batch = source.collect(self.policy, data, seed=5, per_prompt=per_prompt)
