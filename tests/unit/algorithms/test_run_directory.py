@@ -70,6 +70,13 @@ def prepared(config) -> list[str]:
     return directory.prepare(RunIdentity.of(config), config)
 
 
+def refused(config, words=None, error=ConfigError) -> str:
+    """The message of the error with which a command of ``config`` is refused."""
+    with pytest.raises(error, match=words) as caught:
+        prepared(config)
+    return str(caught.value)
+
+
 def begun(config, *, saved=(2, 4), steps=5, knows_identity=True) -> Path:
     """What such a run leaves that was killed; ``saved``: the steps of its run states."""
     folder = Path(config.exp_manager.explicit_log_dir)
@@ -96,9 +103,7 @@ def begun(config, *, saved=(2, 4), steps=5, knows_identity=True) -> Path:
 def test_another_algorithm_is_refused(configured, first, second, words, knows_identity):
     folder = begun(configured(first), knows_identity=knows_identity)
     before = snapshot(folder)
-    with pytest.raises(ConfigError) as caught:
-        prepared(configured(second))
-    message = str(caught.value)
+    message = refused(configured(second))
     for part in (words, "step_000004", "explicit_log_dir", "start_anew=true", "earlier_001"):
         assert part in message
     assert snapshot(folder) == before
@@ -107,12 +112,10 @@ def test_another_algorithm_is_refused(configured, first, second, words, knows_id
 def test_an_estimator_may_be_changed_on_purpose_and_a_critic_may_not(configured):
     accepted = {"exp_manager.accept_changed": ["algorithm"]}
     begun(configured("grpo"))
-    with pytest.raises(ConfigError, match=r"accept_changed=\[algorithm\]"):
-        prepared(configured("rloo"))
+    refused(configured("rloo"), r"accept_changed=\[algorithm\]")
     assert prepared(configured("rloo", **accepted)) == []
-    with pytest.raises(ConfigError, match="GRPO and this command's is PPO") as caught:
-        prepared(configured("ppo", **accepted))
-    assert "accept_changed" not in str(caught.value)
+    message = refused(configured("ppo", **accepted), "GRPO and this command's is PPO")
+    assert "accept_changed" not in message
 
 
 def test_a_model_may_be_moved_and_another_one_is_refused(configured, model, tmp_path):
@@ -124,8 +127,8 @@ def test_a_model_may_be_moved_and_another_one_is_refused(configured, model, tmp_
     other.write_bytes(content)
     assert prepared(configured("ppo", model__restore_from_path=str(moved))) == []
     changed = {"model.restore_from_path": str(other)}
-    with pytest.raises(ConfigError, match=r"other\.nemo has another content.*changed=\[model\]"):
-        prepared(configured("ppo", **changed))
+    words = r"other\.nemo has another content.*changed=\[model\]"
+    refused(configured("ppo", **changed), words)
     assert prepared(configured("ppo", **changed, exp_manager__accept_changed=["model"])) == []
 
 
@@ -142,11 +145,9 @@ def test_data_may_be_moved_and_other_data_are_refused(configured, tmp_path):
 
     begun(taking(train))
     assert prepared(taking(moved)) == []
-    with pytest.raises(ConfigError, match=r"train\.jsonl and data\.train\.source=.*other\.jsonl"):
-        prepared(taking(other))
+    refused(taking(other), r"train\.jsonl and data\.train\.source=.*other\.jsonl")
     assert prepared(taking(other, exp_manager__accept_changed=["data"])) == []
-    with pytest.raises(ConfigError, match=r"accept_changed=\[data\]"):
-        prepared(configured("ppo"))  # a generator
+    refused(configured("ppo"), r"accept_changed=\[data\]")  # a generator
 
 
 def damage_manifests(folder):
@@ -171,10 +172,9 @@ def test_a_run_whose_states_are_lost_is_refused_until_a_new_one_is_asked_for(
     folder = begun(configured("ppo"))
     lose(folder)
     before = snapshot(folder)
-    with pytest.raises(CheckpointError) as caught:
-        prepared(configured("ppo"))
+    message = refused(configured("ppo"), error=CheckpointError)
     for part in (*words, "start_anew=true", "explicit_log_dir"):
-        assert part in str(caught.value)
+        assert part in message
     assert snapshot(folder) == before
     (note,) = prepared(configured("ppo", exp_manager__start_anew=True))
     assert str(folder / "earlier_001") in note
@@ -203,8 +203,7 @@ def test_a_run_that_ends_before_its_first_line_leaves_no_directory(configured, h
 def test_history_without_a_record_is_not_truncated_and_a_directory_is_needed(configured):
     folder = begun(configured("ppo"), saved=())
     (folder / "run.json").unlink()
-    with pytest.raises(CheckpointError, match="no run state to continue from"):
-        prepared(configured("ppo"))
+    refused(configured("ppo"), "no run state to continue from", CheckpointError)
     with pytest.raises(ConfigError, match=r"exp_manager\.explicit_log_dir: empty"):
         configured("ppo", exp_manager__explicit_log_dir="")
 
@@ -239,21 +238,19 @@ def test_a_new_run_beside_everything_else(configured):
 def test_without_resume_a_run_is_left_alone(configured, saved):
     folder = begun(configured("ppo"), saved=saved)
     before = snapshot(folder)
-    said = r"resume_if_exists=false, but .* contains a run.*start_anew"
-    with pytest.raises(ConfigError, match=said):
-        prepared(configured("ppo", exp_manager__resume_if_exists=False))
+    config = configured("ppo", exp_manager__resume_if_exists=False)
+    refused(config, r"resume_if_exists=false, but .* contains a run.*start_anew")
     assert snapshot(folder) == before
 
 
 def test_without_resume_the_newest_damaged_state_is_named_where_metrics_are_missing(configured):
     folder = begun(configured("ppo"))
     damage_manifests(folder)
-    with pytest.raises(ConfigError, match=r"newest: metrics up to step 5\)"):
-        prepared(configured("ppo", exp_manager__resume_if_exists=False))
+    config = configured("ppo", exp_manager__resume_if_exists=False)
+    refused(config, r"newest: metrics up to step 5\)")
     for path in folder.glob("*.jsonl"):
         path.unlink()
-    with pytest.raises(ConfigError, match=r"newest: .*step_000004 is damaged"):
-        prepared(configured("ppo", exp_manager__resume_if_exists=False))
+    refused(config, r"newest: .*step_000004 is damaged")
 
 
 def test_a_damaged_state_leaves_the_question_to_the_one_before(configured):
@@ -261,8 +258,7 @@ def test_a_damaged_state_leaves_the_question_to_the_one_before(configured):
     path = folder / "run_state" / "step_000004" / "state.json"
     path.write_bytes(b"x" * path.stat().st_size)
     assert prepared(configured("ppo")) == []
-    with pytest.raises(ConfigError, match="step_000002"):
-        prepared(configured("grpo"))
+    refused(configured("grpo"), "step_000002")
 
 
 def test_blocks_of_a_large_file_tell_it_from_another(tmp_path):
@@ -291,16 +287,19 @@ CHANGED = pairs(
 )
 
 
+def changed_keys(message):
+    """The keys that a refusal lists for ``resume_changed``."""
+    return re.search(r"exp_manager\.resume_changed=\[([^]]*)\]", message)[1].split(",")
+
+
 @pytest.mark.parametrize("knows_identity", [True, False], ids=["new state", "old state"])
 def test_what_defines_the_objective_changes_on_purpose_alone(configured, knows_identity):
     begun(configured("ppo"), knows_identity=knows_identity)
-    with pytest.raises(ConfigError) as caught:
-        prepared(configured("ppo", **CHANGED))
-    message = str(caught.value)
+    message = refused(configured("ppo", **CHANGED))
     assert "explicit_log_dir to another directory" in message
     for key, value in CHANGED.items():
         assert re.search(rf"\b{re.escape(key)}: [^,]* -> {re.escape(str(value))}", message), key
-    names = re.search(r"exp_manager\.resume_changed=\[([^]]*)\]", message)[1].split(",")
+    names = changed_keys(message)
     assert sorted(names) == sorted(CHANGED)
     for accepted in (names, {key.rpartition(".")[0] for key in CHANGED}):
         assert prepared(configured("ppo", **CHANGED, exp_manager__resume_changed=[*accepted])) == []
@@ -337,10 +336,7 @@ def test_a_changed_reward_is_seen_and_a_moved_one_is_the_same(configured, tmp_pa
     assert prepared(scored_by(first)) == []
     assert prepared(scored_by(moved)) == []
     first.write_text(text.replace("1.0", "0.0"))
-    with pytest.raises(
-        ConfigError, match=r"reward\.function was .*my_own_rewards\.py.* another content"
-    ):
-        prepared(scored_by(first))
+    refused(scored_by(first), r"reward\.function was .*my_own_rewards\.py.* another content")
     assert prepared(scored_by(first, exp_manager__resume_changed=["reward.function"])) == []
     # A module of the user's.
     monkeypatch.syspath_prepend(tmp_path)
@@ -349,8 +345,7 @@ def test_a_changed_reward_is_seen_and_a_moved_one_is_the_same(configured, tmp_pa
     begun(config)
     assert prepared(config) == []
     first.write_text(text.replace("1.0", "0.0"))
-    with pytest.raises(ConfigError, match=r"reward\.function was my_own_rewards:reward"):
-        prepared(config)
+    refused(config, r"reward\.function was my_own_rewards:reward")
 
 
 GAME = {"kind": "messages", "factory": "aligner.examples.tasks.games:GuessingGame"}
@@ -365,9 +360,7 @@ def test_an_environment_s_settings_change_on_purpose_alone(configured):
     begun(played({}))
     assert prepared(played({})) == []
     changes = {"kwargs": {"guesses": 2}, "unscored": "mask", "failed": "zero", "max_turns": 3}
-    with pytest.raises(ConfigError) as caught:
-        prepared(played(changes))
-    names = re.search(r"exp_manager\.resume_changed=\[([^]]*)\]", str(caught.value))[1].split(",")
+    names = changed_keys(refused(played(changes)))
     assert {name.split(".")[1] for name in names} == changes.keys()
     for accepted in (names, ["environment"]):
         assert prepared(played(changes, exp_manager__resume_changed=accepted)) == []

@@ -347,14 +347,12 @@ REWARDS, ACCURACY = ["train_rollouts/rewards"], ["val_rollouts/accuracy"]
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_run_tells_everything_in_order(tmp_path, async_save):
-    recorder, plain = Recorder(), Counter()
+def test_a_run_tells_everything_in_order(tmp_path, uninterrupted, async_save):
     random.seed(3)
-    run(tmp_path / "plain", plain)
-    random.seed(3)
+    recorder = Recorder()
     ended, _ = run(tmp_path / "told", Counter(), callbacks=told_by(recorder), async_save=async_save)
     assert ended
-    assert lines(tmp_path / "told") == lines(tmp_path / "plain")
+    assert lines(tmp_path / "told") == uninterrupted
     steps = [("step_end", step, REWARDS) for step in range(1, 7)]
     validations = [("validation_end", step, ACCURACY) for step in (0, 3, 6)]
     expected = [("run_start", 0, 6), validations[0], *steps[:3], validations[1], *steps[3:]]
@@ -368,10 +366,7 @@ def test_a_run_tells_everything_in_order(tmp_path, async_save):
     ("event", "asked", "ends"),
     [("step_end", 2, 2), ("validation_end", 3, 3), ("run_start", 0, 1), ("save", 2, 3)],
 )
-def test_a_callback_stops_the_run_which_goes_on_later(tmp_path, event, asked, ends):
-    random.seed(3)
-    whole = Counter()
-    run(tmp_path / "whole", whole)
+def test_a_callback_stops_the_run_which_goes_on_later(tmp_path, uninterrupted, event, asked, ends):
     random.seed(3)
     stopping, learner = Recorder(at={event: asked}), Counter()
     said = io.StringIO()
@@ -387,7 +382,7 @@ def test_a_callback_stops_the_run_which_goes_on_later(tmp_path, event, asked, en
     assert later.told[0] == ("run_start", ends, 6)
     assert later.count == 6  # 2 + 4: the state of a callback is that of the run
     rewards = [line.get("train_rollouts/rewards") for line in lines(tmp_path / "run")]
-    assert rewards == [line.get("train_rollouts/rewards") for line in lines(tmp_path / "whole")]
+    assert rewards == [line.get("train_rollouts/rewards") for line in uninterrupted]
 
 
 def test_a_stop_of_before_is_forgotten():
