@@ -43,6 +43,10 @@ class Document(HTMLParser):
         self.text.append(data)
 
 
+def text_of(html: str) -> str:
+    return "".join(Document(html).text)
+
+
 def sample(step: int, split: str = "val", **changes) -> Sample:
     return dataclasses.replace(Sample(step, split, "1+1=", "2\n", 1.0, 4, 2, True), **changes)
 
@@ -154,39 +158,38 @@ def test_a_conversation_is_shown_message_by_message():
     ):
         assert part in text
     assert "as a transcript" not in text
-    single = "".join(Document(render_report(a_run())).text)
-    assert "what has a bar" not in single
+    assert "what has a bar" not in text_of(render_report(a_run()))
     talks = [sample(step, turns=[{"content": f"said at {step}"}]) for step in (0, 3)]
-    text = "".join(Document(render_report(a_run(samples=talks))).text)
+    text = text_of(render_report(a_run(samples=talks)))
     for step in (0, 3):
         assert f"assistant turn 1 · ? tokens, trained · not scoredsaid at {step}" in text
 
 
 def test_a_report_has_headlines_charts_and_rows():
-    text = "".join(Document(render_report(a_run())).text)
+    report = render_report(a_run())
+    text = text_of(report)
     assert "Validation accuracy0.25 → 0.75" in text
     assert "+0.5 · step 0 → 3, standard error 0.054" in text  # sqrt(0.75 * 0.25 / 64)
     assert "3 steps." in text
     assert "A run & more" in text
-    text = "".join(Document(part("bars", bars([("reward", 1.0), ("generate", 3.0)]), "s")).text)
+    text = text_of(part("bars", bars([("reward", 1.0), ("generate", 3.0)]), "s"))
     assert text.strip() == "generate3 s75 %reward1 s25 %"
     # Each metric with a finite value has a chart and its explanation.
     run = a_run(metrics=[*a_run().metrics, {"step": 4, "critic/explained_var": math.nan}])
-    html = render_report(run)
-    tooltips = [value for name, value in Document(html).attributes if name == "title"]
+    document = Document(render_report(run))
+    tooltips = [value for name, value in document.attributes if name == "title"]
     shown = {tip.split(":")[0] for tip in tooltips if "/" in tip.split(":")[0]}
     finite = {name for line in a_run().metrics for name in line} - {"step"}
     assert (shown, len(shown)) == (finite, 5)
     assert any("Over: mean over the step's samples" in tip for tip in tooltips)
     # Metrics that did not change are rows.
-    html = render_report(a_run())
-    rows = re.findall(r"<b>([\w/]+)</b>[^<]*</td><td class=\"number\">(\S+)</td>", html)
+    rows = re.findall(r"<b>([\w/]+)</b>[^<]*</td><td class=\"number\">(\S+)</td>", report)
     assert rows == [
         ("timers/total", "9"),
         ("train_rollouts/rewards", "0.5"),  # NaN in the second step
         ("val_rollouts/num_samples", "64"),
     ]
-    charts = html.split("All metrics")[1].split("Metrics that did not change")[0]
+    charts = report.split("All metrics")[1].split("Metrics that did not change")[0]
     assert re.findall(r"<h3><b>(\w+)", charts) == ["accuracy", "generate"]
     changing = [{"step": 1, "critic/lr": 1.0}, {"step": 2, "critic/lr": 2.0}]
     assert "did not change" not in render_report(a_run(metrics=changing))
@@ -218,13 +221,8 @@ def test_labels_of_an_axis_differ(low, high):
     assert len(labels) >= 2
     assert len(set(labels)) == len(labels)
     values = [float(label.replace(",", "")) for label in labels]
-    assert values == pytest.approx(ticks(*_axis(low, high)), rel=1e-9)
-
-
-def _axis(low: float, high: float) -> tuple[float, float]:
-    """The ends of the axis: a margin of 8 % on both sides."""
-    margin = 0.08 * (high - low)
-    return low - margin, high + margin
+    margin = 0.08 * (high - low)  # on both sides
+    assert values == pytest.approx(ticks(low - margin, high + margin), rel=1e-9)
 
 
 def test_points_are_thinned_samples_paired_and_series_in_order():
@@ -252,7 +250,7 @@ def test_report_is_written_from_the_files_of_a_run(tmp_path):
     environment = describe_environment("CPU, 2 threads")
     path = write_report(tmp_path, RunRecord("T", "a: 1", environment))
     assert path == tmp_path / "report.html"
-    text = "".join(Document(path.read_text()).text)
+    text = text_of(path.read_text())
     for part in ("unmistakable", "a: 1", "CPU, 2 threads", environment["torch"]):
         assert part in text
 
@@ -268,7 +266,7 @@ def test_the_gap_stands_beside_what_rounding_gives(precision, gap, verdict):
     lines = [{"step": step, "sampler/logprob_gap_mean": gap * step} for step in (1, 2)]
     html = render_report(a_run(metrics=lines, precision=precision))
     assert verdict in html
-    text = "".join(Document(html).text)
+    text = text_of(html)
     assert "Do sampler and trainer agree?" in text
     assert "rounding in float32" in text
     assert "below 0.0001" in text

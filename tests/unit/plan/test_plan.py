@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from settings import parsed
 
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.supervised.build import load_split
 from aligner.config.commands.changes import overrides_of
 from aligner.config.commands.lengths import longest_lengths
-from aligner.config.load import parse_config
 from aligner.config.run import DistillRunConfig, RunConfig, SFTRunConfig
 from aligner.data.supervised import ExampleDataset, collate_examples
 from aligner.errors import AlignerError, ConfigError
@@ -71,10 +71,8 @@ def test_keys_of_plan_are_taken_off():
 
 def test_data_and_rewards_need_not_be_given_where_no_recipe_gives_them():
     given = plan_request(["model.restore_from_path=m.nemo"], CONF).arguments
-    assert {each.partition("=")[0] for each in given[1:]} == {
-        "data.train.source",
-        "reward.function",
-    }
+    keys = {each.partition("=")[0] for each in given[1:]}
+    assert keys == {"data.train.source", "reward.function"}
     kept = plan_request(["reward.function=a:b", "data.train.source=t.jsonl"], CONF).arguments
     assert kept == ("reward.function=a:b", "data.train.source=t.jsonl")
 
@@ -126,10 +124,8 @@ def test_a_shape_that_cannot_be_read_is_refused(tmp_path):
             read_architecture(str(tmp_path))
 
 
-def config_of(model=None, **sections):
-    model = {"restore_from_path": "m", **(model or {})}
-    values = {"model": model, "data": {"train": {"source": "t"}}, **sections}
-    return parse_config(values, SFTRunConfig)
+def config_of(settings=""):
+    return parsed(settings, SFTRunConfig)
 
 
 def test_changes_are_a_configuration_that_is_checked():
@@ -144,13 +140,13 @@ def test_changes_are_a_configuration_that_is_checked():
 
 def test_the_longest_sequences():
     assert longest_lengths(config_of(), length=99) == (0, 99)
-    packed = config_of({"sequence_packing": {"enabled": True, "train_mb_tokens": 777}})
+    packing = "model.sequence_packing.enabled=true model.sequence_packing.train_mb_tokens=777"
+    packed = config_of(packing)
     assert longest_lengths(packed) == (0, 777)
     assert longest_lengths(packed, read=50) == (0, 50)
     assert longest_lengths(packed, 64) == (0, 64)
     # A prompt leaves room for the response.
-    values = {"model": {"restore_from_path": "m"}, "reward": {"function": "a.b:c"}}
-    config = parse_config({**values, "data": {"train": {"source": "t"}}}, RunConfig)
+    config = parsed()
     assert longest_lengths(config, length=6) == (512, 6)
     assert longest_lengths(config, 256, length=6) == (250, 6)
     assert longest_lengths(config, 256, length=6, read=40) == (40, 6)
@@ -158,18 +154,14 @@ def test_the_longest_sequences():
         longest_lengths(config, 6, length=6)
 
 
-def layouts_of(script=SFTRunConfig, shape=None, length=2048, devices=8, **sections):
-    """Sizes of the layouts of a search: (tensor, pipeline, context, expert)."""
-    values = {"model": {"restore_from_path": "m"}, "data": {"train": {"source": "t"}}}
-    values["trainer"] = {"devices": devices, "precision": "bf16"}
-    for name, section in sections.items():
-        values[name] = {**values.get(name, {}), **section}
+def layouts_of(settings="", shape=None, length=2048):
+    """Sizes of the layouts of a search over 8 devices: (tensor, pipeline, context, expert)."""
+    config = config_of(f"trainer.devices=8 trainer.precision=bf16 {settings}")
     shape = shape or replace(TINY_ARCHITECTURE, max_position_embeddings=1 << 17)
-    estimator = Estimator(PlanConfig(length=length), H100, {"m": shape})
-    axes = ("tensor", "pipeline", "context", "expert")
-    keys = [f"model.{axis}_model_parallel_size" for axis in axes]
-    keys[2] = "model.context_parallel_size"
-    found = layouts(estimator, parse_config(values, script))
+    estimator = Estimator(PlanConfig(length=length), H100, {"m.nemo": shape})
+    axes = ("tensor_model", "pipeline_model", "context", "expert_model")
+    keys = [f"model.{axis}_parallel_size" for axis in axes]
+    found = layouts(estimator, config)
     bounds = [layout.least_seconds for layout in found]
     assert bounds == sorted(bounds)
     return {tuple(layout.changes.get(key, 1) for key in keys) for layout in found}
@@ -183,24 +175,24 @@ def test_layouts_of_a_search_are_those_that_work():
 
 
 def test_long_sequences_and_experts_are_shared_out():
-    packing = {"sequence_packing": {"enabled": True, "train_mb_tokens": 16384}}
-    found = layouts_of(length=16384, model=packing)
+    packing = "model.sequence_packing.enabled=true model.sequence_packing.train_mb_tokens=16384"
+    found = layouts_of(packing, length=16384)
     assert {context for _, _, context, _ in found} == {1, 2, 4}
     shape = replace(TINY_ARCHITECTURE, num_moe_experts=4, moe_ffn_hidden_size=32, family="mixtral")
     found = layouts_of(shape=shape)
     assert {expert for *_, expert in found} == {1, 2, 4}
     assert {tensor for tensor, *_ in found} == {1, 2, 4}
-    assert layouts_of(policy={"backend": "dtensor"}) == {(tensor, 1, 1, 1) for tensor in (1, 2, 4)}
+    assert layouts_of("policy.backend=dtensor") == {(tensor, 1, 1, 1) for tensor in (1, 2, 4)}
 
 
 def test_sizes_of_micro_batches():
-    estimator = Estimator(PlanConfig(length=96), H100, {"m": TINY_ARCHITECTURE})
-    config = config_of({"global_batch_size": 16})
+    estimator = Estimator(PlanConfig(length=96), H100, {"m.nemo": TINY_ARCHITECTURE})
+    config = config_of("model.global_batch_size=16")
     (layout, *_) = layouts(estimator, config)
     sizes = batch_sizes(estimator, config, layout)
     assert [each["model.micro_batch_size"] for each in sizes] == [8, 4, 2, 1]
-    budget = {"enabled": True, "train_mb_tokens": 400}
-    config = config_of({"global_batch_size": 16, "dynamic_batching": budget})
+    budget = "model.dynamic_batching.enabled=true model.dynamic_batching.train_mb_tokens=400"
+    config = config_of(f"model.global_batch_size=16 {budget}")
     sizes = batch_sizes(estimator, config, layout)
     assert [each["model.dynamic_batching.train_mb_tokens"] for each in sizes] == [400, 200, 100]
     assert {each["model.dynamic_batching.logprob_mb_tokens"] for each in sizes} == {400}
@@ -220,10 +212,8 @@ def test_what_is_counted_is_linear():
         return Measured(Amounts.of(record), peaks, {Kind.WEIGHTS: 2.0 * layers})
 
     found, true = extrapolated({1: measured(1), 2: measured(2)}, 28), measured(28)
-    assert (found.amounts.kernels, found.amounts.wires) == (
-        true.amounts.kernels,
-        true.amounts.wires,
-    )
+    assert found.amounts.kernels == true.amounts.kernels
+    assert found.amounts.wires == true.amounts.wires
     assert (found.peaks, found.remaining) == (true.peaks, true.remaining)
     assert measured(2).peak_at == "early"
     assert found.peak_at == "late"
@@ -279,9 +269,8 @@ def test_a_ring_sends_what_it_must_over_the_wires_there_are():
     assert Collective("allreduce_", (0,)).wire_bytes(800) == 0.0
     amounts = Amounts(wires={within: 800.0, across: 800.0})
     assert amounts.wire_bytes(H100) == (700.0, 800.0)
-    assert time_of(amounts, H100).network == pytest.approx(
-        800 / (WIRE_REACHED * H100.network), abs=1e-9
-    )
+    expected = 800 / (WIRE_REACHED * H100.network)
+    assert time_of(amounts, H100).network == pytest.approx(expected, abs=1e-9)
 
 
 def test_an_algorithm_is_planned_by_its_own_loop(monkeypatch):
@@ -315,13 +304,11 @@ def test_an_algorithm_is_planned_by_its_own_loop(monkeypatch):
                         loop.run()
 
     monkeypatch.setattr(rehearsal, "imported", lambda path: train)
-    config = config_of({"global_batch_size": 6, "micro_batch_size": 2})
-    run = rehearsal.planned_run(config, PlanConfig(length=96), {"m": TINY_ARCHITECTURE})
+    config = config_of("model.global_batch_size=6 model.micro_batch_size=2")
+    run = rehearsal.planned_run(config, PlanConfig(length=96), {"m.nemo": TINY_ARCHITECTURE})
     assert run.step == (("judge", "logprobs"), ("policy", "train"), ("policy", "save"))
-    assert {name: role.learns for name, role in run.roles.items()} == {
-        "judge": False,
-        "policy": True,
-    }
+    learns = {name: role.learns for name, role in run.roles.items()}
+    assert learns == {"judge": False, "policy": True}
     (scores,) = run.roles["judge"].phases
     assert (scores.rows, scores.length, run.roles["judge"].micro_batch_size(scores)) == (6, 96, 2)
     learned, save = run.roles["policy"].phases
@@ -354,7 +341,7 @@ class FakeEstimator:
 
 
 def advised(cost, **trainer):
-    config, estimator = config_of(trainer={"devices": 8, **trainer}), FakeEstimator(cost)
+    config, estimator = config_of({"trainer": {"devices": 8, **trainer}}), FakeEstimator(cost)
     found = advice(estimator, estimator.estimate(config))
     return [overrides_of(each.changes) for each in found]
 
@@ -409,6 +396,6 @@ def test_a_search_prefers_fewer_changes_of_nearly_equal_times(seconds, tensor):
             return (60 if fits else 90), 1.0
         return 60, seconds
 
-    config = config_of({"micro_batch_size": 1}, trainer={"devices": 8})
+    config = config_of("model.micro_batch_size=1 trainer.devices=8")
     found = fastest(FakeEstimator(cost), config)
     assert f"model.tensor_model_parallel_size={tensor}" in found.overrides
