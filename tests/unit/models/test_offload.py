@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from batches import ppo_batch
+from role_models import assert_equal
 
 from aligner.checkpoint.background import CopyMemory
 from aligner.config import LengthParams, OptimConfig
@@ -61,18 +62,13 @@ def test_a_run_is_the_same_with_and_without(tiny_nemo, precision, monkeypatch):
     monkeypatch.setattr(accelerator, "is_apart", lambda tensor: True)
     goes, away = trained(tiny_nemo, precision, offload_gradients=True)
     assert all(away)
-    for one, other in zip(stays, goes, strict=True):
-        assert one == other if isinstance(one, dict) else torch.equal(one, other)
+    assert_equal(stays, goes)
 
 
 def tensors():
     generator = torch.Generator().manual_seed(3)
     floats = torch.randn(7, 5, generator=generator)
     return [floats, floats.T, floats.bfloat16(), torch.arange(3), torch.empty(0), torch.ones(())]
-
-
-def assert_equal(first, second):
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def test_copies_are_in_one_piece_of_memory_which_is_used_again():
@@ -122,5 +118,4 @@ def test_moments_come_back_bit_by_bit(tiny_nemo, monkeypatch):
     parameters = sum(each.numel() for each in role.gpt.parameters())
     assert 8 * parameters <= size < 8 * parameters + 128 * len(states)
     optimizer.restore()
-    for state, saved in zip(states, before, strict=True):
-        assert all(torch.equal(state[key], value) for key, value in saved.items())
+    assert_equal(states, before)

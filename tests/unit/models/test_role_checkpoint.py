@@ -1,10 +1,9 @@
 """`save_checkpoint` and what starts from it: weights, optimizer state, tokenizer; one process."""
 
-import dataclasses
-
 import pytest
 import torch
 from batches import ppo_batch
+from role_models import assert_equal
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, SchedConfig
@@ -38,17 +37,16 @@ def start(tiny_nemo):
     model = ModelConfig(
         restore_from_path=str(tiny_nemo), micro_batch_size=2, global_batch_size=ROWS, optim=OPTIM
     )
-    critic = CriticConfig(micro_batch_size=2, global_batch_size=ROWS, optim=OPTIM)
     cluster = LocalCluster(initialize_parallel())
 
-    def start(role, *, section=critic, run=None, **kwargs):
-        run = run or RunSettings()
+    def start(role, *, offload_weights=False, run=RunSettings(), **kwargs):
         if role == "policy":
             kwargs.setdefault("init_reference_model", False)
             return Policy(cluster, model, tokenizer, run=run, **kwargs)
-        return Value(cluster, section, tokenizer, model=model, run=run, **kwargs)
+        sizes = {"micro_batch_size": 2, "global_batch_size": ROWS}
+        critic = CriticConfig(**sizes, optim=OPTIM, offload_weights=offload_weights)
+        return Value(cluster, critic, tokenizer, model=model, run=run, **kwargs)
 
-    start.critic = critic
     return start
 
 
@@ -59,11 +57,6 @@ def update(handle, role, times=1):
 
 def weights_of(handle):
     return {k: v.clone() for k, v in handle.worker_group.worker.model.whole_weights().items()}
-
-
-def assert_equal(first, second):
-    assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 @pytest.mark.parametrize("role", ["policy", "value"])
@@ -157,7 +150,7 @@ def test_what_is_not_there_is_named(start, tmp_path):
 def test_offloaded_weights_come_back_bit_by_bit(start, tmp_path, monkeypatch):
     """A host copy of every storage, as on a GPU; on CPU alone nothing would move."""
     plain = start("value")
-    parked = start("value", section=dataclasses.replace(start.critic, offload_weights=True))
+    parked = start("value", offload_weights=True)
     model = parked.worker_group.worker.model
     storages = [p.untyped_storage() for p in model.gpt.parameters()]
     storages += [p.main_grad.untyped_storage() for p in model.gpt.parameters()]

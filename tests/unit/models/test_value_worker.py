@@ -4,10 +4,12 @@ import copy
 import dataclasses
 import gc
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
 from batches import ppo_batch
+from role_models import assert_equal, fill_head
 from torch import nn
 
 from aligner.config import (
@@ -44,8 +46,7 @@ WHOLE = {"micro_batch_size": ROWS, "global_batch_size": ROWS}
 def make_critic(tiny_nemo, **changes):
     settings = RoleSettings(optim=OptimConfig(lr=1e-2), **{**WHOLE, **changes})
     critic = load_from_nemo(MegatronGPTCriticModel, settings, restore_path=tiny_nemo)
-    with torch.no_grad():
-        critic.gpt.rm_head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    fill_head(critic, seed=1)
     critic.setup_training()
     critic.loss_fn = PPOValueLoss(value_clip=None)
     return critic
@@ -55,15 +56,11 @@ def make_batch():
     return BatchedDataDict(ppo_batch(LENGTHS, [2] * ROWS, seed=7))
 
 
-@pytest.fixture
-def passes():
-    """Critics, one for each forward pass of their bodies."""
-    return []
-
-
-def counted(critic, passes):
-    critic.gpt.decoder.register_forward_hook(lambda *_: passes.append(critic))
-    return critic
+def counted(critic):
+    """A list that each forward pass of the body will make longer."""
+    passes = []
+    critic.gpt.decoder.register_forward_hook(lambda *_: passes.append(None))
+    return passes
 
 
 def scored(critic, batch):
@@ -80,18 +77,14 @@ def updated(critic, batch):
     return metrics, {name: value.clone() for name, value in critic.gpt.named_parameters()}
 
 
-def assert_same_update(one, other):
-    assert one[0] == other[0]
-    assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, {"recompute": "full"}, {"sequence_packing": True}, {"precision": "bf16"}],
     ids=["plain", "recompute", "packed", "bf16"],
 )
-def test_the_body_runs_once_and_the_update_is_the_same_to_the_bit(changes, tiny_nemo, passes):
-    batch, critic = make_batch(), counted(make_critic(tiny_nemo, **changes), passes)
+def test_the_body_runs_once_and_the_update_is_the_same_to_the_bit(changes, tiny_nemo):
+    batch, critic = make_batch(), make_critic(tiny_nemo, **changes)
+    passes = counted(critic)
     values = scored(critic, batch)
     assert not values.requires_grad
     assert not critic.model.training
@@ -104,9 +97,9 @@ def test_the_body_runs_once_and_the_update_is_the_same_to_the_bit(changes, tiny_
     own = make_critic(tiny_nemo, **changes)
     assert torch.equal(values, own.get_values(batch))
     own.forward_reuse.drop()
-    assert_same_update(kept, updated(own, batch))
+    assert_equal(kept, updated(own, batch))
     second = updated(critic, batch)  # no second time
-    assert_same_update(second, updated(own, batch))
+    assert_equal(second, updated(own, batch))
 
 
 def state_loaded(critic, batch):
@@ -131,17 +124,17 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_pass_is_not_used(change, tiny_nemo, passes):
+def test_another_pass_is_not_used(change, tiny_nemo):
     batch, critic = make_batch(), make_critic(tiny_nemo)
     scored(critic, batch)
     CHANGES[change](critic, batch)
-    kept = updated(counted(critic, passes), batch)
+    passes, kept = counted(critic), updated(critic, batch)
     assert len(passes) == 1, "training made a pass of its own"
 
     own, batch = make_critic(tiny_nemo), make_batch()
     CHANGES[change](own, batch)
     own.forward_reuse.drop()
-    assert_same_update(kept, updated(own, batch))
+    assert_equal(kept, updated(own, batch))
 
 
 @pytest.mark.parametrize(
@@ -192,8 +185,7 @@ def start(tiny_nemo):
 def test_head_and_body_follow_one_schedule_and_one_clipping(start):
     worker = start()
     role, loss = worker.model, PPOValueLoss(value_clip=None)
-    with torch.no_grad():  # a fresh head lets no gradient into the body
-        role.gpt.rm_head.weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(3))
+    fill_head(role, std=0.02)
     role.loss_fn = loss
     worker.prepare_for_training()
     parameters = dict(role.gpt.named_parameters())
@@ -217,31 +209,25 @@ def test_head_and_body_follow_one_schedule_and_one_clipping(start):
 
 def test_training_goes_through_forward_step_value(start, monkeypatch):
     assert issubclass(MegatronValueWorker, MegatronValueWorkerImpl)
-    published, calls = megatron_value_worker.forward_step_value, []
-    assert published is critic.forward_step_value
-
-    def spy(*args, **kwargs):
-        calls.append(kwargs["value_head"])
-        return published(*args, **kwargs)
-
-    monkeypatch.setattr(critic, "forward_step_value", spy)
+    assert megatron_value_worker.forward_step_value is critic.forward_step_value
+    passes = Mock(wraps=critic.forward_step_value)
+    monkeypatch.setattr(critic, "forward_step_value", passes)
     worker = start()
     worker.prepare_for_training()
     before = [p.detach().clone() for p in worker.model.gpt.parameters()]
     seen = worker.train(make_batch(), PPOValueLoss(value_clip=None), eval_mode=True, mbs=2)
     # In evaluation mode it reports the loss and changes nothing.
-    after = list(worker.model.gpt.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert_equal(before, list(worker.model.gpt.parameters()))
     trained = worker.train(make_batch(), PPOValueLoss(value_clip=None), mbs=2)
     assert seen["global_loss"] == pytest.approx(trained["global_loss"], rel=1e-6)
-    assert calls == [worker.model.gpt.rm_head] * 4  # two micro-batches each
+    heads = [call.kwargs["value_head"] for call in passes.call_args_list]
+    assert heads == [worker.model.gpt.rm_head] * 4  # two micro-batches each
 
 
 @pytest.mark.parametrize("offload_weights", [False, True])
 def test_a_pass_is_kept_from_values_to_training_unless_everything_leaves(start, offload_weights):
     worker = start(critic={"micro_batch_size": ROWS, "offload_weights": offload_weights})
-    passes = []
-    worker.model.gpt.decoder.register_forward_hook(lambda *_: passes.append(None))
+    passes = counted(worker.model)
     worker.prepare_for_inference()
     worker.get_values(make_batch())
     worker.finish_inference()
