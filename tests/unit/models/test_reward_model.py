@@ -8,12 +8,14 @@ from functools import partial
 import pytest
 import recipes
 import torch
-from loaded import load_set
+from loaded import load_rows
+from role_models import assert_equal, fill_head
+from settings import parsed
 
 from aligner.algorithms.reward_model.build import last_token
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
-from aligner.config import CriticConfig, ModelConfig, TrainedModelConfig, parse_config
-from aligner.config.run import RewardRunConfig, RunConfig
+from aligner.config import CriticConfig, ModelConfig, TrainedModelConfig
+from aligner.config.run import RewardRunConfig
 from aligner.data.preferences import PairDataset, RatedDataset, collate_rated
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
@@ -29,7 +31,6 @@ from aligner.rewards.interface import check_weights, rated_responses
 from aligner.rewards.sequences import SequenceEncoder
 
 ATTRIBUTES = ("helpfulness", "correctness", "length")
-DATA = {"train": {"source": "x.jsonl"}}
 BATCH = {"input_ids": torch.arange(24).reshape(3, 8), "input_lengths": torch.tensor([8, 3, 5])}
 
 
@@ -38,15 +39,10 @@ def worker(path, **options):
     return MegatronRewardWorker(config, None, RunSettings(), initialize_parallel(), **options)
 
 
-def awaken(model):
-    for parameter in model.gpt.rm_head.parameters():
-        parameter.data.normal_(generator=torch.Generator().manual_seed(7))
-
-
 @pytest.mark.integration
 def test_a_head_of_several_attributes_goes_into_a_nemo_and_back(tiny_nemo, tmp_path):
     first = worker(tiny_nemo, attributes=ATTRIBUTES)
-    awaken(first.model)
+    fill_head(first.model)
     rewards = first.get_rewards(BATCH)["rewards"]
     assert rewards.std() > 0.1
     # They are the head at the last token.
@@ -82,7 +78,7 @@ def test_standardisation_by_hand():
 @pytest.mark.integration
 def test_it_is_saved_and_applied(tiny_nemo, tmp_path):
     learner = worker(tiny_nemo, attributes=())
-    awaken(learner.model)
+    fill_head(learner.model)
     raw = learner.get_rewards(BATCH)["rewards"]
     learner.standardize(mean=0.25, std=2.0)
     path = tmp_path / "standard.nemo"
@@ -159,9 +155,7 @@ def test_sequences_end_as_those_of_training_did(tmp_path):
     chat = {**plain, "prompt": [{"role": "user", "content": "a"}]}
 
     def end_of(*rows):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("\n".join(map(json.dumps, rows)))
-        return last_token(load_set(PairDataset, path, tokenizer))
+        return last_token(load_rows(PairDataset, tmp_path, rows, tokenizer))
 
     assert (end_of(plain), end_of(chat, chat), end_of(plain, chat)) == (256, 258, None)
 
@@ -181,18 +175,13 @@ def test_attributes_are_weighted():
         check_weights([1, 2], ATTRIBUTES, "it")
 
 
-def rated(tmp_path, *lines):
-    path, tokenizer = tmp_path / "rated.jsonl", byte_level_tokenizer()
-    path.write_text("\n".join(lines))
-    return load_set(RatedDataset, str(path), tokenizer, attribute_columns=ATTRIBUTES)
+load_ratings = partial(load_rows, RatedDataset, attribute_columns=ATTRIBUTES)
 
 
 def test_ratings_by_hand(tmp_path):
-    data = rated(
-        tmp_path,
-        '{"prompt": "p", "response": "a", "helpfulness": 4, "correctness": null, "length": 0}',
-        '{"prompt": "p", "response": "", "correctness": 2.5}',
-    )
+    first = {"prompt": "p", "response": "a", "helpfulness": 4, "correctness": None, "length": 0}
+    second = {"prompt": "p", "response": "", "correctness": 2.5}
+    data = load_ratings(tmp_path, [first, second])
     batch = collate_rated([data[0], data[1]], pad_id=0)
     assert batch["attributes"].tolist() == [[4, 0, 0], [0, 2.5, 0]]
     assert batch["attribute_mask"].tolist() == [[1, 0, 1], [0, 1, 0]]
@@ -204,70 +193,61 @@ def test_ratings_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("ratings", "said"),
     [
-        ('"helpful": 1', "line 1: none of the columns .'helpfulness'.* Columns found: .'helpful'"),
-        ('"length": "long"', "column 'length' must be a finite number or null, but it is 'long'"),
-        ('"length": true', "it is True"),
-        ('"length": NaN', "it is nan"),
+        ({"helpful": 1}, "line 1: none of the columns .'helpfulness'.* Columns found: .'helpful'"),
+        ({"length": "long"}, "column 'length' must be a finite number or null, but it is 'long'"),
+        ({"length": True}, "it is True"),
+        ({"length": math.nan}, "it is nan"),
     ],
 )
 def test_bad_ratings_are_refused(tmp_path, ratings, said):
     with pytest.raises(DataError, match=said):
-        rated(tmp_path, f'{{"prompt": "p", "response": "a", {ratings}}}')
+        load_ratings(tmp_path, [{"prompt": "p", "response": "a", **ratings}])
 
 
-def refuse(kind, said, **values):
-    values = {"model": {"restore_from_path": "m.nemo"}, **values}
-    with pytest.raises(ConfigError, match=said):
-        parse_config(values, kind)
+TRAINER = "trainer.reward_model"
+REGRESSION = f"{TRAINER}.loss=regression"
+SERVER = "reward.function=null reward.kind=server reward.server.url=http://h"
 
 
 @pytest.mark.parametrize(
-    ("trainer", "data", "said"),
+    ("settings", "message"),
     [
-        ({"loss": "regression"}, {}, "data.attribute_columns is empty"),
-        ({}, {"attribute_columns": ["a"]}, "needs trainer.reward_model.loss=regression"),
-        ({"variant": "margin"}, {}, "variant=margin needs the strength of each preference"),
-        ({}, {"chosen_reward_column": "a"}, "Set both or neither"),
-        ({"standardize_on": "validation"}, {}, "data.validation is null"),
+        (REGRESSION, "data.attribute_columns is empty"),
+        ("data.attribute_columns=[a]", "needs trainer.reward_model.loss=regression"),
+        (f"{TRAINER}.variant=margin", "variant=margin needs the strength of each preference"),
+        ("data.chosen_reward_column=a", "Set both or neither"),
+        (f"{TRAINER}.standardize_on=validation", "data.validation is null"),
         (
-            {"loss": "regression", "standardize_on": "train"},
-            {"attribute_columns": ["a"]},
+            f"{REGRESSION} data.attribute_columns=[a] {TRAINER}.standardize_on=train",
             "standardize_on=train .*loss=regression",
         ),
+        ("model.micro_batch_size=3", "micro_batch_size=3 counts rows.* Use 2 or 4"),
     ],
 )
-def test_a_loss_without_its_data_is_refused(trainer, data, said):
-    refuse(RewardRunConfig, said, trainer={"reward_model": trainer}, data={**DATA, **data})
-
-
-def test_half_a_pair_is_refused():
-    model = {"restore_from_path": "m.nemo", "micro_batch_size": 3}
-    refuse(RewardRunConfig, r"micro_batch_size=3 counts rows.* Use 2 or 4", model=model, data=DATA)
+def test_training_without_its_data_or_with_half_a_pair_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        parsed(settings, RewardRunConfig)
 
 
 @pytest.mark.parametrize(
-    ("reward", "said"),
+    ("settings", "message"),
     [
-        ({}, "reward.kind=function needs reward.function"),
-        ({"kind": "model"}, "reward=model reward.model.restore_from_path="),
+        ("reward.function=null", "reward.kind=function needs reward.function"),
+        ("reward.function=null reward.kind=model", "reward=model reward.model.restore_from_path="),
+        ("reward.server.url=http://h", "reward.server is set, but reward.kind=function"),
+        ("reward.attribute_weights=[1.0]", "Set it to null"),
         (
-            {"function": "a:b", "server": {"url": "http://h"}},
-            "reward.server is set, but reward.kind=function",
+            "reward.function=null reward.kind=model reward.model.restore_from_path=r "
+            "reward.model.workers=1",
+            "needs cluster.eng",
         ),
-        ({"function": "a:b", "attribute_weights": [1.0]}, "Set it to null"),
-        ({"kind": "model", "model": {"restore_from_path": "r", "workers": 1}}, "needs cluster.eng"),
-        (
-            {"kind": "server", "server": {"url": "http://h", "retry_for_s": 1800}},
-            "must be below cluster.timeout_s=1800",
-        ),
-        (
-            {"kind": "server", "server": {"url": "http://h", "token_env": "A", "token_file": "b"}},
-            "both set",
-        ),
+        (f"{SERVER} reward.server.retry_for_s=1800", "must be below cluster.timeout_s=1800"),
+        (f"{SERVER} reward.server.token_env=A reward.server.token_file=b", "both set"),
     ],
 )
-def test_a_reward_without_what_it_needs_is_refused(reward, said):
-    refuse(RunConfig, said, data=DATA, reward=reward)
+def test_a_reward_without_what_it_needs_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        parsed(settings)
 
 
 def test_every_setting_of_a_frozen_model_is_its_own_or_the_layout():
@@ -291,8 +271,7 @@ def reward_nemo(tmp_path_factory):
     write_tiny_nemo(folder / "other.nemo", seed=5, scale=0.1)
     settings = RoleSettings(attributes=("first", "second"))
     model = load_from_nemo(MegatronGPTRewardModel, settings, restore_path=folder / "other.nemo")
-    for parameter in model.gpt.rm_head.parameters():
-        parameter.data.normal_(generator=torch.Generator().manual_seed(7))
+    fill_head(model, seed=7)
     model.save_to(folder / "reward.nemo")
     return folder / "reward.nemo"
 
@@ -304,21 +283,30 @@ def bodies(*modules):
     return sum(each.numel() for each in parameters.values())
 
 
+def critic_worker(path):
+    section = CriticConfig(micro_batch_size=3, global_batch_size=3)
+    model = ModelConfig(restore_from_path=str(path))
+    parallel = initialize_parallel()
+    return MegatronValueWorker(section, byte_level_tokenizer(), model=model, parallel=parallel)
+
+
+def share(worker, path):
+    """Let a reward model have the critic's body."""
+    config = TrainedModelConfig(restore_from_path=str(path), micro_batch_size=2)
+    worker.share_backbone(config, byte_level_tokenizer(), RunSettings())
+
+
 @pytest.mark.integration
 def test_one_body_two_models(tiny_nemo, reward_nemo):
     """Before and after an update, the critic is undisturbed and the rewards are the file's."""
-    section = CriticConfig(micro_batch_size=3, global_batch_size=3)
-    policy = ModelConfig(restore_from_path=str(tiny_nemo))
-    tokenizer, run, parallel = byte_level_tokenizer(), RunSettings(), initialize_parallel()
-    worker = MegatronValueWorker(section, tokenizer, model=policy, run=run, parallel=parallel)
+    worker = critic_worker(tiny_nemo)
     critic = worker.model
-    critic.gpt.rm_head.weight.data.normal_(generator=torch.Generator().manual_seed(3))
+    fill_head(critic)
     critic.optimizer.copy_model_weights()
     alone = load_from_nemo(MegatronGPTRewardModel, restore_path=reward_nemo)
     worker.prepare_for_inference()
     values, one_body = worker.get_values(BATCH)["values"], bodies(critic)
-    config = TrainedModelConfig(restore_from_path=str(reward_nemo), micro_batch_size=2)
-    worker.share_backbone(config, tokenizer, run)
+    share(worker, reward_nemo)
     assert worker.reward_attributes() == ("first", "second")
     expected = alone.infer(BATCH, 2)
     assert expected.std() > 0.1
@@ -334,19 +322,13 @@ def test_one_body_two_models(tiny_nemo, reward_nemo):
 
 @pytest.mark.integration
 def test_what_goes_wrong_while_scoring_leaves_the_critic_its_body(tiny_nemo, reward_nemo):
-    policy = ModelConfig(restore_from_path=str(tiny_nemo))
-    worker = MegatronValueWorker(
-        CriticConfig(), byte_level_tokenizer(), model=policy, parallel=initialize_parallel()
-    )
+    worker = critic_worker(tiny_nemo)
     worker.prepare_for_inference()
     before = {name: value.clone() for name, value in worker.model.whole_weights().items()}
-    config = TrainedModelConfig(restore_from_path=str(reward_nemo))
-    worker.share_backbone(config, byte_level_tokenizer(), RunSettings())
+    share(worker, reward_nemo)
     with pytest.raises(IndexError):
         worker.get_rewards({**BATCH, "input_ids": BATCH["input_ids"] + 1000})
-    after = worker.model.whole_weights()
-    assert before.keys() == after.keys()
-    assert all(before[name].equal(after[name]) for name in before)
+    assert_equal(before, worker.model.whole_weights())
 
 
 def ppo(folder, nemo, reward, *overrides, recipe="ppo_tiny_cpu"):
@@ -371,8 +353,7 @@ def test_a_run_with_a_shared_backbone_is_the_same_to_the_bit(tmp_path, tiny_nemo
     shared = ppo(tmp_path / "shared", tiny_nemo, reward_nemo, *settings, SHARE)
     assert shared[0] == apart[0]
     assert "critic/loss" in apart[0][1]
-    assert shared[1].keys() == apart[1].keys()
-    assert all(shared[1][name].equal(apart[1][name]) for name in apart[1])
+    assert_equal(shared[1], apart[1])
 
 
 @pytest.mark.integration
