@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from aligner.losses.corrections import second_moment_masks
@@ -17,6 +18,10 @@ def sigmoid(x):
 
 def row(*values):
     return torch.tensor([values], dtype=torch.float64)
+
+
+def grid(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def column(*values):
@@ -84,3 +89,14 @@ def evaluate(loss_function, outputs, batch, entropy=None):
     assert not any(value.requires_grad for value in metrics.values())
     assert metrics["loss"].item() == loss.item()
     return loss.item(), leaf.grad, {name: value.item() for name, value in metrics.items()}
+
+
+def check_by_hand(loss_function, case, loss, gradient):
+    """Compare with numbers worked out by hand. ``case``: arguments of `evaluate`.
+
+    Returns the metrics.
+    """
+    actual, slopes, metrics = evaluate(loss_function, *case)
+    assert actual == pytest.approx(loss)
+    torch.testing.assert_close(slopes, gradient)
+    return metrics

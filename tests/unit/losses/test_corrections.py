@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loss_checks import evaluate, hand_batch, row
+from loss_checks import check_by_hand, hand_batch, row
 from settings import parsed
 from test_ppo_trainer import names, trainer
 
@@ -134,11 +134,9 @@ def loss_of(correction):
 
 
 def test_a_masked_token_stays_in_the_denominator():
-    logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0], [4.0, 1.0])
+    case = hand_batch([1.0, 1.0], [1.0, 1.0], [4.0, 1.0])
     correction = CorrectionConfig(weights="token", bounds=(0.5, 2.0), outside="mask")
-    loss, gradient, _ = evaluate(loss_of(correction), logprobs, batch)
-    assert loss == pytest.approx(-(0 + 1) / 2)
-    torch.testing.assert_close(gradient, row(0.0, -0.5))
+    check_by_hand(loss_of(correction), case, -(0 + 1) / 2, row(0.0, -0.5))
 
 
 def test_old_logprobs_of_the_trainer_and_of_the_sampler():
@@ -146,17 +144,15 @@ def test_old_logprobs_of_the_trainer_and_of_the_sampler():
     logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0], [4.0, 0.5])
     del batch["prev_logprobs"]
     correction = CorrectionConfig(weights="token", bounds=(0.0, 2.0))
-    loss, gradient, metrics = evaluate(loss_of(correction), logprobs, batch)
-    assert loss == pytest.approx(-(2 + 0.5) / 2)
-    torch.testing.assert_close(gradient, row(-2.0, -0.5) / 2)
+    case = logprobs, batch
+    metrics = check_by_hand(loss_of(correction), case, -(2 + 0.5) / 2, row(-2.0, -0.5) / 2)
     assert metrics["logprob_gap_max"] == pytest.approx(math.log(4))
     # Ratio 4 of the sampler: clipped at 1.2, and the gap is that of the policy now.
     logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0], [4.0, 1.0])
     batch["prev_logprobs"] = batch["generation_logprobs"].clone()
     correction = CorrectionConfig(old_logprobs="sampler")
-    loss, gradient, metrics = evaluate(loss_of(correction), logprobs, batch)
-    assert loss == pytest.approx(-(1.2 + 1) / 2)
-    torch.testing.assert_close(gradient, row(0.0, -0.5))
+    case = logprobs, batch
+    metrics = check_by_hand(loss_of(correction), case, -(1.2 + 1) / 2, row(0.0, -0.5))
     assert metrics["logprob_gap_max"] == pytest.approx(math.log(4))
 
 
@@ -181,14 +177,10 @@ def test_the_samplers_log_probs_need_no_pass():
 
 
 def test_corrections_that_cost_a_pass_and_others():
-    log = []
-    t = trainer(log, ppo={"correction": {"second_moment": 0.04}})
-    t.step(1, PhaseTimers())
-    assert ("logprobs", 2) in log
-    # Every token is off by 0.25, whose square is above the limit: none is left.
-    assert t.policy.trained["second_moment_mask"].sum() == 0
-    log = []
-    t = trainer(log, ppo={"correction": {"second_moment": 0.07}})
-    t.step(1, PhaseTimers())
-    mask = t.policy.trained["second_moment_mask"]
-    assert (mask == t.policy.trained["token_mask"]).all()
+    # Every token is off by 0.25: with a limit below the square of that, none is left.
+    for limit, share in ((0.04, 0), (0.07, 1)):
+        t = trainer(log := [], ppo={"correction": {"second_moment": limit}})
+        t.step(1, PhaseTimers())
+        assert ("logprobs", 2) in log
+        mask = t.policy.trained["second_moment_mask"]
+        assert (mask == share * t.policy.trained["token_mask"]).all()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loss_checks import evaluate, hand_batch, random_batch, row
+from loss_checks import check_by_hand, evaluate, grid, hand_batch, random_batch, row
 
 from aligner.errors import ConfigError
 from aligner.losses.language import NegativeLogLikelihoodLoss
@@ -22,10 +22,9 @@ def test_hand_worked():
     ratios = [2.0, 2.0, 0.5, 0.5, 10.0]
     batch = hand_batch(ratios, [1.0, -1.0, 1.0, -1.0, -1.0])
     loss_function = PPOPolicyLoss(0.2, 0.3, dual_clip=3.0, needs_entropy=False)
-    loss, gradient, metrics = evaluate(loss_function, *batch)
-    assert loss == pytest.approx((-1.3 + 2 - 0.5 + 0.8 + 3) / 5)
     # d(-A·ρ)/dlogprob = -A·ρ on free tokens, 0 on clipped ones.
-    torch.testing.assert_close(gradient, row(0.0, 2.0, -0.5, 0.0, 0.0) / 5)
+    loss, slopes = (-1.3 + 2 - 0.5 + 0.8 + 3) / 5, row(0.0, 2.0, -0.5, 0.0, 0.0) / 5
+    metrics = check_by_hand(loss_function, batch, loss, slopes)
     assert (metrics["clip_fraction"], metrics["dual_clip_fraction"]) == (0.4, pytest.approx(0.2))
     assert metrics["ppo_ratio"] == pytest.approx(3)
     assert metrics["ppo_ratio_clamped"] == pytest.approx((3 * 1.3 + 2 * 0.8) / 5)
@@ -45,11 +44,9 @@ def test_hand_worked():
 )
 def test_importance_weight_by_hand(level, cap, weights):
     """The weight carries no gradient."""
-    logprobs, batch = hand_batch([1.0, 1.0], [1.0, 1.0], gaps=[4.0, 0.5])
+    batch = hand_batch([1.0, 1.0], [1.0, 1.0], gaps=[4.0, 0.5])
     loss_function = PPOPolicyLoss(importance_cap=cap, ratio_level=level, needs_entropy=False)
-    loss, gradient, metrics = evaluate(loss_function, logprobs, batch)
-    assert loss == pytest.approx(-sum(weights) / 2)
-    torch.testing.assert_close(gradient, -row(*weights) / 2)
+    metrics = check_by_hand(loss_function, batch, -sum(weights) / 2, -row(*weights) / 2)
     assert metrics["importance_weight"] == pytest.approx(sum(weights) / 2)
 
 
@@ -87,18 +84,14 @@ def test_everything_at_once_against_a_loop():
 
 def _two_rows():
     """Ratios by token: row 0 is 4 and 1 (geometric mean 2), row 1 is ½ and a masked token."""
-    logprobs = torch.tensor([[4.0, 1.0], [0.5, 1e9]], dtype=torch.float64).log() - 1
+    logprobs = grid([4.0, 1.0], [0.5, 1e9]).log() - 1
     batch = {
-        "advantages": torch.tensor([[1.0, 1.0], [-3.0, 0.0]], dtype=torch.float64),
-        "token_mask": torch.tensor([[1.0, 1.0], [1.0, 0.0]], dtype=torch.float64),
+        "advantages": grid([1.0, 1.0], [-3.0, 0.0]),
+        "token_mask": grid([1.0, 1.0], [1.0, 0.0]),
         "sample_mask": torch.ones(2, dtype=torch.float64),
         "prev_logprobs": torch.full((2, 2), -1.0, dtype=torch.float64),
     }
     return logprobs, batch
-
-
-def _grid(*rows):
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 def test_sequence_ratio_by_hand():
@@ -110,9 +103,8 @@ def test_sequence_ratio_by_hand():
     loss_function = PPOPolicyLoss(
         0.9, 9.0, ratio_level="sequence", aggregation="sequence_mean", needs_entropy=False
     )
-    loss, gradient, metrics = evaluate(loss_function, *_two_rows())
-    assert loss == pytest.approx((-2 + 1.5) / 2)
-    torch.testing.assert_close(gradient, _grid([-0.5, -0.5], [0.75, 0.0]))
+    slopes = grid([-0.5, -0.5], [0.75, 0.0])
+    metrics = check_by_hand(loss_function, _two_rows(), (-2 + 1.5) / 2, slopes)
     assert metrics["ppo_ratio"] == pytest.approx((2 + 2 + 0.5) / 3)
     assert metrics["ppo_ratio_max"] == pytest.approx(2)
 
@@ -120,32 +112,30 @@ def test_sequence_ratio_by_hand():
 def test_sequence_ratio_is_clipped_as_a_row_and_feels_all_advantages():
     """Upper bound 1.5: row 0 (ratio 2, A > 0) stops, though its second token's own ratio is 1."""
     loss_function = PPOPolicyLoss(0.9, 0.5, ratio_level="sequence", needs_entropy=False)
-    loss, gradient, metrics = evaluate(loss_function, *_two_rows())
-    assert loss == pytest.approx((-1.5 - 1.5 + 1.5) / 3)
-    torch.testing.assert_close(gradient, _grid([0.0, 0.0], [0.5, 0.0]))
+    slopes = grid([0.0, 0.0], [0.5, 0.0])
+    metrics = check_by_hand(loss_function, _two_rows(), (-1.5 - 1.5 + 1.5) / 3, slopes)
     assert metrics["clip_fraction"] == pytest.approx(2 / 3)
     # Advantages 1 and 5: the row's ratio feels their mean, each token alike (verl's would not).
     logprobs, batch = _two_rows()
-    batch["advantages"] = _grid([1.0, 5.0], [0.0, 0.0])
+    batch["advantages"] = grid([1.0, 5.0], [0.0, 0.0])
     loss_function = PPOPolicyLoss(0.9, 9.0, ratio_level="sequence", needs_entropy=False)
     _, gradient, _ = evaluate(loss_function, logprobs, batch)
     # -(1 + 5) · d(ratio)/d(logprob) / 3 tokens, d(ratio)/d(logprob) = 2·½
-    torch.testing.assert_close(gradient, _grid([-2.0, -2.0], [0.0, 0.0]))
+    torch.testing.assert_close(gradient, grid([-2.0, -2.0], [0.0, 0.0]))
 
 
 def test_cispo_by_hand():
     """Weights clip(4), 1, clip(½) to [0.8, 1.2]; -w·A·logprob, and the slope is -w·A / 3 tokens."""
-    logprobs, batch = _two_rows()
-    loss_function = PPOPolicyLoss(surrogate="cispo", needs_entropy=False)
-    loss, gradient, metrics = evaluate(loss_function, logprobs, batch)
     lp = [math.log(4) - 1, -1.0, math.log(0.5) - 1]
-    assert loss == pytest.approx((-1.2 * lp[0] - 1.0 * lp[1] + 0.8 * 3 * lp[2]) / 3)
-    torch.testing.assert_close(gradient, _grid([-1.2, -1.0], [2.4, 0.0]) / 3)
+    loss = (-1.2 * lp[0] - 1.0 * lp[1] + 0.8 * 3 * lp[2]) / 3
+    loss_function = PPOPolicyLoss(surrogate="cispo", needs_entropy=False)
+    slopes = grid([-1.2, -1.0], [2.4, 0.0]) / 3
+    metrics = check_by_hand(loss_function, _two_rows(), loss, slopes)
     assert metrics["clip_fraction"] == pytest.approx(2 / 3)
     assert metrics["ppo_ratio_clamped"] == pytest.approx((1.2 + 1 + 0.8) / 3)
     unbounded = PPOPolicyLoss(1.0, 0.2, surrogate="cispo", needs_entropy=False)
-    _, gradient, _ = evaluate(unbounded, logprobs, batch)
-    torch.testing.assert_close(gradient, _grid([-1.2, -1.0], [1.5, 0.0]) / 3)
+    _, gradient, _ = evaluate(unbounded, *_two_rows())
+    torch.testing.assert_close(gradient, grid([-1.2, -1.0], [1.5, 0.0]) / 3)
 
 
 @pytest.mark.parametrize(
@@ -160,15 +150,13 @@ def test_aggregation_by_hand(aggregation, length, weights):
     """What a token of the two-token row and of the one-token row weighs, in every term."""
     logprobs, batch = _two_rows()
     batch["ref_logprobs"] = logprobs - 0.5
-    entropy = _grid([0.1, 0.2], [0.4, 9.0])
+    entropy = grid([0.1, 0.2], [0.4, 9.0])
     options = {"aggregation": aggregation, "max_response_length": length, "kl_estimator": "k1"}
     loss_function = PPOPolicyLoss(0.9, 9.0, entropy_bonus=0.01, kl_coefficient=0.1, **options)
-    loss, gradient, metrics = evaluate(loss_function, logprobs, batch, entropy)
     long, short = weights
-    terms = long * (-4 - 1 - 0.01 * 0.3 + 0.1 * 1.0) + short * (1.5 - 0.01 * 0.4 + 0.1 * 0.5)
-    assert loss == pytest.approx(terms)
-    expected = _grid([long * (-4 + 0.1), long * (-1 + 0.1)], [short * (1.5 + 0.1), 0.0])
-    torch.testing.assert_close(gradient, expected)
+    loss = long * (-4 - 1 - 0.01 * 0.3 + 0.1 * 1.0) + short * (1.5 - 0.01 * 0.4 + 0.1 * 0.5)
+    slopes = grid([long * (-4 + 0.1), long * (-1 + 0.1)], [short * (1.5 + 0.1), 0.0])
+    metrics = check_by_hand(loss_function, (logprobs, batch, entropy), loss, slopes)
     # Metrics stay means over tokens.
     assert metrics["entropy"] == pytest.approx(0.7 / 3)
     assert metrics["kl_loss"] == pytest.approx(0.5)
@@ -203,9 +191,8 @@ def test_value_loss_by_hand():
         "token_mask": row(1.0, 1.0, 1.0),
         "sample_mask": torch.ones(1),
     }
-    loss, gradient, metrics = evaluate(PPOValueLoss(0.2), row(1.0, 1.0, 0.1), batch)
-    assert loss == pytest.approx(0.5 * (3.24 + 1 + 0.81) / 3)
-    torch.testing.assert_close(gradient, row(0.0, 1.0, -0.9) / 3)
+    loss, slopes = 0.5 * (3.24 + 1 + 0.81) / 3, row(0.0, 1.0, -0.9) / 3
+    metrics = check_by_hand(PPOValueLoss(0.2), (row(1.0, 1.0, 0.1), batch), loss, slopes)
     assert metrics["clip_fraction"] == pytest.approx(1 / 3)
 
 
@@ -223,11 +210,8 @@ def test_rounding_clips_nothing():
 
 def test_negative_log_likelihood_by_hand():
     """Three tokens of two rows count: (1 + 2 + 6) / 3, each with slope -1/3."""
-    logprobs = torch.tensor([[-9.0, -1.0, -2.0], [-6.0, -9.0, -9.0]], dtype=torch.float64)
-    mask = torch.tensor([[0, 1, 1], [1, 0, 0]], dtype=torch.float64)
+    logprobs, mask = grid([-9.0, -1.0, -2.0], [-6.0, -9.0, -9.0]), grid([0, 1, 1], [1, 0, 0])
     batch = {"token_mask": mask, "sample_mask": torch.ones(2, dtype=torch.float64)}
-    loss, gradient, metrics = evaluate(NegativeLogLikelihoodLoss(), logprobs, batch)
-    assert loss == pytest.approx(3.0)
-    torch.testing.assert_close(gradient, -mask / 3)
+    metrics = check_by_hand(NegativeLogLikelihoodLoss(), (logprobs, batch), 3.0, -mask / 3)
     expected = (math.exp(-1) + math.exp(-2) + math.exp(-6)) / 3
     assert metrics["token_probability"] == pytest.approx(expected)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loss_checks import NAN, column, evaluate, sigmoid
+from loss_checks import NAN, check_by_hand, column, evaluate, grid, sigmoid
 
 from aligner.errors import ConfigError
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss, kto_kl_baseline
@@ -15,10 +15,10 @@ def hand_pair():
 
     The difference of sums is h = 2 - (-1) = 3; of means, 1 - (-1) = 2.
     """
-    logprobs = torch.tensor([[-2.0, -1.0], [-3.0, -9.0]], dtype=torch.float64)
+    logprobs = grid([-2.0, -1.0], [-3.0, -9.0])
     batch = {
-        "ref_logprobs": torch.tensor([[-1.0, -4.0], [-2.0, -5.0]], dtype=torch.float64),
-        "token_mask": torch.tensor([[1.0, 1.0], [1.0, 0.0]], dtype=torch.float64),
+        "ref_logprobs": grid([-1.0, -4.0], [-2.0, -5.0]),
+        "token_mask": grid([1.0, 1.0], [1.0, 0.0]),
         "sample_mask": column(1, 1),
         "ground_truth_rewards": column(1.0, 0.25),
     }
@@ -26,18 +26,11 @@ def hand_pair():
 
 
 def slopes(per_chosen_token, per_rejected_token):
-    return torch.tensor([[per_chosen_token] * 2, [per_rejected_token, 0.0]], dtype=torch.float64)
+    return grid([per_chosen_token] * 2, [per_rejected_token, 0.0])
 
 
 def slope_pair(slope):
     return slope, -slope
-
-
-def check_by_hand(loss_function, expected_loss, expected_gradient):
-    loss, gradient, metrics = evaluate(loss_function, *hand_pair())
-    assert loss == pytest.approx(expected_loss)
-    torch.testing.assert_close(gradient, expected_gradient)
-    return metrics
 
 
 DPO = math.log1p(math.exp(-1.5))
@@ -71,7 +64,7 @@ BACKWARD = Q * math.log(Q / P) + (1 - Q) * math.log((1 - Q) / (1 - P))
     ids=str,
 )
 def test_losses_by_hand(loss_function, loss, chosen, rejected):
-    metrics = check_by_hand(loss_function, loss, slopes(chosen, rejected))
+    metrics = check_by_hand(loss_function, hand_pair(), loss, slopes(chosen, rejected))
     assert ("sft_loss" in metrics) == (loss_function.sft_weight > 0)
     if loss_function.sft_weight > 0:
         expected = {"sft_loss": 1.5, "preference_loss": DPO, "accuracy": 1.0}
@@ -83,10 +76,9 @@ def test_simpo_by_hand():
     """Means -1.5 and -3, β = 2: m = 3, γ = 1: -log σ(2); slope β·σ(-2) / length. No reference."""
     logprobs, batch = hand_pair()
     del batch["ref_logprobs"]
-    loss, gradient, metrics = evaluate(SimPOLoss(beta=2.0, target_margin=1.0), logprobs, batch)
-    assert loss == pytest.approx(math.log1p(math.exp(-2)))
-    slope = 2 * sigmoid(-2)
-    torch.testing.assert_close(gradient, slopes(-slope / 2, slope))
+    loss, slope = math.log1p(math.exp(-2)), 2 * sigmoid(-2)
+    loss_function, gradient = SimPOLoss(beta=2.0, target_margin=1.0), slopes(-slope / 2, slope)
+    metrics = check_by_hand(loss_function, (logprobs, batch), loss, gradient)
     assert metrics["rewards_margin"] == pytest.approx(3.0)
 
 
@@ -108,11 +100,10 @@ def test_kto_by_hand():
     """
     logprobs, batch = hand_pair()
     batch["desirable"], batch["kl_baseline"] = column(1, 0), column(1, 1)
-    loss, gradient, metrics = evaluate(KTOLoss(0.5, desirable_weight=2.0), logprobs, batch)
-    assert loss == pytest.approx((2 * sigmoid(-0.5) + sigmoid(-1)) / 2)
+    loss, loss_function = (2 * sigmoid(-0.5) + sigmoid(-1)) / 2, KTOLoss(0.5, desirable_weight=2.0)
     good = -2 * 0.5 * sigmoid(0.5) * sigmoid(-0.5) / 2
     bad = 0.5 * sigmoid(1) * sigmoid(-1) / 2
-    torch.testing.assert_close(gradient, slopes(good, bad))
+    metrics = check_by_hand(loss_function, (logprobs, batch), loss, slopes(good, bad))
     assert metrics["rewards"] == pytest.approx(0.5 * (2 - 1) / 2)
     assert metrics["rewards_margin"] == pytest.approx((0.5 + 1) / 2)
     assert metrics["accuracy"] == 1.0

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loss_checks import column, evaluate, sigmoid
+from loss_checks import check_by_hand, column, evaluate, grid, sigmoid
 
 from aligner.errors import ConfigError
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
@@ -12,17 +12,13 @@ from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 
 def hand_pair():
     """Scores 3 (at column 1) and 1 (at column 2): d = 2. Strength 1.5, on the chosen row."""
-    outputs = torch.tensor([[9.0, 3.0, 9.0], [9.0, 9.0, 1.0]], dtype=torch.float64)
+    outputs = grid([9.0, 3.0, 9.0], [9.0, 9.0, 1.0])
     batch = {
         "input_lengths": torch.tensor([2, 3]),
         "sample_mask": column(1, 1),
         "preference_strengths": column(1.5, 7.0),
     }
     return outputs, batch
-
-
-def slopes(slope):
-    return torch.tensor([[0, slope, 0], [0, 0, -slope]], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +31,8 @@ def slopes(slope):
 )
 def test_bradley_terry_by_hand(variant, loss, slope):
     """-log σ(2), -log σ(2 - 1.5), -1.5·log σ(2); the slope goes to the last tokens alone."""
-    measured, gradient, metrics = evaluate(BradleyTerryLoss(variant), *hand_pair())
-    assert measured == pytest.approx(loss)
-    torch.testing.assert_close(gradient, slopes(slope))
+    slopes = grid([0, slope, 0], [0, 0, -slope])
+    metrics = check_by_hand(BradleyTerryLoss(variant), hand_pair(), loss, slopes)
     assert metrics["rewards_chosen"] == 3
     assert metrics["rewards_rejected"] == 1
     assert metrics["rewards_margin"] == 2
@@ -64,35 +59,28 @@ def test_attribute_regression_by_hand():
 
     loss = (5 + 4) / 2; slopes 2·error / rated in the row / 2 rows.
     """
-    outputs = torch.full((2, 2, 2), 9.0, dtype=torch.float64)
-    outputs[0, 0] = column(2, 5)
-    outputs[1, 1] = column(1, 8)
+    outputs = grid([[2, 5], [9, 9]], [[9, 9], [1, 8]])
     batch = {
         "input_lengths": torch.tensor([1, 2]),
         "sample_mask": column(1, 1),
-        "attributes": torch.tensor([[1.0, 2.0], [3.0, 0.0]], dtype=torch.float64),
-        "attribute_mask": torch.tensor([[1.0, 1.0], [1.0, 0.0]], dtype=torch.float64),
+        "attributes": grid([1.0, 2.0], [3.0, 0.0]),
+        "attribute_mask": grid([1.0, 1.0], [1.0, 0.0]),
     }
-    loss, gradient, metrics = evaluate(AttributeRegressionLoss(), outputs, batch)
-    assert loss == pytest.approx(4.5)
-    expected = torch.zeros_like(outputs)
-    expected[0, 0] = column(0.5, 1.5)
-    expected[1, 1] = column(-2.0, 0.0)
-    torch.testing.assert_close(gradient, expected)
+    slopes = grid([[0.5, 1.5], [0, 0]], [[0, 0], [-2.0, 0.0]])
+    metrics = check_by_hand(AttributeRegressionLoss(), (outputs, batch), 4.5, slopes)
     assert metrics["absolute_error"] == pytest.approx((2 + 2) / 2)
 
 
 def test_ratings_may_be_missing_or_of_one_attribute():
-    outputs = torch.tensor([[[0.0, math.nan]]], dtype=torch.float64)
+    outputs = grid([[0.0, math.nan]])
     batch = {
         "input_lengths": torch.tensor([1]),
         "sample_mask": column(1),
-        "attributes": torch.tensor([[2.0, math.nan]], dtype=torch.float64),
+        "attributes": grid([2.0, math.nan]),
         "attribute_mask": torch.tensor([[1, 0]]),
     }
     loss, gradient, _ = evaluate(AttributeRegressionLoss(), outputs, batch)
     assert loss == 4.0
     assert gradient.flatten().tolist() == [-4.0, 0.0]
     batch = {key: batch[key][:, :1] if batch[key].ndim == 2 else batch[key] for key in batch}
-    outputs = torch.tensor([[5.0, 1.0]], dtype=torch.float64)
-    assert evaluate(AttributeRegressionLoss(), outputs, batch)[0] == 9.0
+    assert evaluate(AttributeRegressionLoss(), grid([5.0, 1.0]), batch)[0] == 9.0
