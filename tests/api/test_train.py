@@ -90,7 +90,7 @@ def test_the_groups_of_this_process_end_with_the_last_model(result):
 
 
 def test_a_changed_reward_is_refused_and_the_same_call_continues(result, tiny_nemo, capsys):
-    with pytest.raises(ConfigError, match=r"reward\.function.*another content"):
+    with pytest.raises(ConfigError, match=r"reward\.function.*different content"):
         train(tiny_nemo, result.folder, lambda p, r, **k: [0.0] * len(p), max_steps=4)
     longer = train(tiny_nemo, result.folder, by_lambda, max_steps=4)
     assert [line["step"] for line in longer.metrics] == [0, 1, 2, 3, 4]

@@ -1,7 +1,7 @@
-"""The directory of a run: a new command continues an earlier run, refuses it or moves it away.
+"""The directory of a run: a command continues the run in it, refuses to, or moves its files away.
 
-``run.json`` and every run state identify the run of a directory (`RunIdentity`). Nothing is deleted
-here: files of an earlier run move to ``earlier_001/``, ``earlier_002/`` and so on.
+``run.json`` and every run state identify the run of a directory (`RunIdentity`). No file of an
+earlier run is deleted: all files move to ``earlier_001/``, ``earlier_002/`` and so on.
 """
 
 import copy
@@ -51,29 +51,28 @@ class RunDirectory:
         """Check that the locked directory is empty or contains this run. Return notes to print.
 
         Raises:
-            ConfigError: another run is there, or any run with ``resume_if_exists=false``.
+            ConfigError: the directory contains another run, or this run although
+                ``exp_manager.resume_if_exists`` is false.
             CheckpointError: the directory contains this run, but no state to continue from.
             StorageError: the directory cannot be written.
         """
         exp, moved_to, start_time = config.exp_manager, None, None
-        # Move an earlier run away if the user wants that.
+        # With ``start_anew``, move the files of an earlier run away.
         if exp.start_anew:
             moved_to, reason = set_aside(self.folder), "exp_manager.start_anew=true"
+        # Read run states, logs and ``run.json``. ``last``: last step in the logs, -1 without logs.
         self.store.recover()
         states, damaged = self.store.survey()
-        record = self._record()
-        steps: list[int] = []
-        for path in (self.folder / name for name in _HISTORY):
-            with storing(path):
-                steps += [line["step"] for line in read_lines(path)]
-        last = max(steps, default=None)
-        if not exp.resume_if_exists and (states or damaged or last is not None):
-            newest = damaged[-1] if last is None and damaged else f"metrics up to step {last}"
+        record, last = self._record(), self._last_logged_step()
+        # Without ``resume_if_exists``, refuse any run.
+        if not exp.resume_if_exists and (states or damaged or last >= 0):
+            newest = damaged[-1] if damaged and last < 0 else f"metrics up to step {last}"
             newest = states[-1].path.name if states else newest
             raise ConfigError(
                 f"exp_manager.resume_if_exists=false, but {self.folder} contains a run (newest: "
                 f"{newest}). Set it to true to continue this run, or {self._remedy()}"
             )
+        # Continue this run from its states. Logs without a state need the user's decision.
         if states:
             start_time = self._check_same(identity, config)
         elif damaged:
@@ -81,13 +80,13 @@ class RunDirectory:
                 f"no run state in {self.store.root} can be read: {', '.join(damaged)}. Copy one "
                 f"back from a backup, or {self._remedy()}"
             )
-        elif last is not None and last > 0 and record.get("saved", True):
+        elif last > 0 and record.get("saved", True):
             raise CheckpointError(
                 f"{self.folder} contains metrics of a run up to step {last}, but no run state to "
                 f"continue from. Copy {self.store.root.name}/ back, or {self._remedy()}"
             )
-        elif last is not None and (last > 0 or record.get("identity") != identity.as_dict()):
-            # An earlier run was killed before its first save.
+        elif last > 0 or (last == 0 and record.get("identity") != identity.as_dict()):
+            # An earlier run ended before its first save. Step 0 is only the first validation.
             moved_to, reason = set_aside(self.folder), "no run state had been saved"
         start_time = start_time or self.start_time or datetime.now().isoformat()
         self._write({"identity": identity.as_dict(), "saved": bool(states), "began": start_time})
@@ -99,28 +98,35 @@ class RunDirectory:
         return self._record().get("began")
 
     def mark_saved(self) -> None:
-        """Record in ``run.json`` that a run state was saved, so that missing states are noticed."""
+        """Record in ``run.json`` that a run state was saved. `prepare` reports a later loss."""
         record = self._record()
         if not record.get("saved"):
             self._write({**record, "saved": True})
 
     def remove_if_unused(self) -> None:
         """Remove the directory if it contains no other files than ``run.json`` and the lock."""
-        with suppress(OSError):  # such as a missing directory: the run's own error matters more
+        with suppress(OSError):  # an error here must not replace the error that ended the run
             files = {path.name for path in self.folder.iterdir()}
             if files <= {LOCK_FILE, RUN_FILE}:
                 for name in files:
                     (self.folder / name).unlink()
                 self.folder.rmdir()
 
+    def _last_logged_step(self) -> int:
+        """Return the last step in the logs, or -1 if they are empty."""
+        steps = [-1]
+        for path in (self.folder / name for name in _HISTORY):
+            with storing(path):
+                steps += [line["step"] for line in read_lines(path)]
+        return max(steps)
+
     def _check_same(self, identity: RunIdentity, config: BaseRunConfig) -> str | None:
-        """Raise if the newest readable state belongs to another run. Return its start time."""
+        """Return the run's start time. Raise if the newest readable state is from another run."""
         exp = config.exp_manager
         for saved, state in _readable_states(self.store):
-            accepted, changed = exp.accept_changed, exp.resume_changed
             saved_identity, defaults = RunIdentity.saved(state), defaults_of(config)
-            reasons = identity.refusals(saved_identity, accepted, changed, defaults)
-            if reasons:
+            may_differ = (exp.accept_changed, exp.resume_changed)
+            if reasons := identity.refusals(saved_identity, *may_differ, defaults):
                 raise ConfigError(
                     f"{self.folder} contains another run ({saved.path.name}): "
                     f"{', '.join(reasons)}. To keep that run, {self._remedy()}"
@@ -147,12 +153,12 @@ class RunDirectory:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move the files of a run into a new subdirectory. Return it, or None if there are no files."""
+    """Move a run's files to a new subdirectory. Return its path, or None if there are no files."""
     paths = [folder / name for name in _RUN_FILES if (folder / name).exists()]
     paths = [path for path in paths if path.is_dir() or path.stat().st_size > 0]
     if not paths:
         return None
-    # Rename, so that each file is either here or there.
+    # Renaming is atomic: if it is interrupted, each file is in one of the two directories.
     target = _next_earlier(folder)
     with storing(target):
         target.mkdir()
@@ -174,7 +180,7 @@ def log_dir(config: BaseRunConfig) -> Path:
 
 
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return ``key: old -> new`` for each key whose value differs, except new empty lists."""
+    """Return ``key: old -> new`` for each changed value, except added keys with empty lists."""
     old, new = flat(saved), flat(current)
     new = {key: value for key, value in new.items() if key in old or value != []}
     return [
@@ -201,19 +207,22 @@ def sampler_and_steps(
 
 def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
     """Return the number of steps of the run: ``max_epochs`` epochs, but at most ``max_steps``."""
-    loop = config.loop
-    steps, state = sampler.batches_left(loop.max_epochs), on_rank_zero(lambda: _newest(config))
-    if state is not None:
-        if state["limits"] == [loop.max_epochs, loop.max_steps, sampler.batch_size, sampler.size]:
-            return int(state["total_steps"])
+    loop, progress = config.loop, on_rank_zero(lambda: _saved_progress(config))
+    steps = sampler.batches_left(loop.max_epochs)
+    if progress is not None:
+        # With unchanged limits, the run keeps its number of steps. Else, count from the saved data
+        # position.
+        limits = [loop.max_epochs, loop.max_steps, sampler.batch_size, sampler.size]
+        if progress["limits"] == limits:
+            return int(progress["total_steps"])
         saved_sampler = copy.copy(sampler)
-        saved_sampler.load_state_dict(state["sampler"])
-        steps = state["steps"] + saved_sampler.batches_left(loop.max_epochs)
+        saved_sampler.load_state_dict(progress["sampler"])
+        steps = progress["steps"] + saved_sampler.batches_left(loop.max_epochs)
     return steps if loop.max_steps < 0 else min(loop.max_steps, steps)
 
 
-def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
-    """Return what `total_steps` reads from the newest readable run state, or None."""
+def _saved_progress(config: BaseRunConfig) -> dict[str, Any] | None:
+    """Return steps, limits and data position of the newest readable run state, None without."""
     for saved, state in _readable_states(RunStateStore(log_dir(config) / "run_state")):
         with suppress(KeyError):  # the restore reports the error
             learner, loop = state["learner"], flat(state["config"])

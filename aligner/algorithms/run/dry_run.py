@@ -1,8 +1,9 @@
 """Dry run: two steps of the real run on a batch of maximum length, to measure memory and time.
 
-The tokens of the batch are random. Labels, ratings and columns are the run's data. The first step
-creates state that later steps reuse, such as the optimizer's moments. Memory peaks are those of
-both steps, times those of the second. The run's directory is neither read nor written.
+The tokens of the batch are random. Labels, ratings and columns are taken from the run's data. Two
+steps are needed because the first one creates state that later steps reuse, such as the optimizer's
+moments. Memory peaks are maxima over both steps. Times are times of the second step. The directory
+of the run is neither read nor written.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ _PHASES = {
 
 @contextlib.contextmanager
 def temporary_config(config: Config) -> Iterator[Config]:
-    """Yield the `dry_config` of ``config``. Its files are deleted at the end of the block.
+    """Yield the `dry_config` of ``config``, with a temporary directory for the run's files.
 
     Raises:
         DeviceMemoryError: the device has too little memory. The message names the phase.
@@ -69,7 +70,7 @@ def temporary_config(config: Config) -> Iterator[Config]:
         with explain_out_of_memory(config, lambda: "setting up"):
             yield dry_config(config, folder)
     except (WorkerError, DeviceMemoryError):
-        keeps_logs = (folder / "workers").exists()  # the message names one of them
+        keeps_logs = (folder / "workers").exists()  # the message contains the path of a log
         raise
     finally:
         if not keeps_logs:
@@ -78,7 +79,7 @@ def temporary_config(config: Config) -> Iterator[Config]:
 
 def dry_config(config: Config, folder: Path) -> Config:
     """Return ``config`` changed to `STEPS` steps, with responses of maximum length."""
-    # Steps and their length.
+    # Few steps, all of which train all models.
     loop_name = config.section.partition(".")[2]
     loop = replace(getattr(config.trainer, loop_name), max_epochs=STEPS, max_steps=STEPS)
     if isinstance(config, RunConfig):  # with "keep", responses that do not end are trained on
@@ -103,7 +104,10 @@ def dry_config(config: Config, folder: Path) -> Config:
 
 @contextlib.contextmanager
 def explain_out_of_memory(config: BaseRunConfig, phase: Callable[[], str]) -> Iterator[None]:
-    """Convert out-of-memory errors to `DeviceMemoryError`, with the phase and remedies."""
+    """Convert out-of-memory errors to `DeviceMemoryError`, whose message names phase and remedies.
+
+    ``phase``: returns a description of the phase in which the error occurred.
+    """
     try:
         yield
     except Exception as error:
@@ -122,7 +126,11 @@ def explain_out_of_memory(config: BaseRunConfig, phase: Callable[[], str]) -> It
 def longest_set(
     config: BaseRunConfig, data: Kind, tokenizer: Tokenizer, *readers: GPTArchitecture
 ) -> Kind:
-    """Return a data set for one step. Its items have the maximum length for the run's models."""
+    """Return items of ``data`` for one step, with random tokens up to the maximum length.
+
+    ``readers``: architectures of all models that get the sequences. The maximum length fits their
+    positions, and the token ids their vocabularies.
+    """
     positions = min(reader.max_position_embeddings for reader in readers)
     vocab_size = min(tokenizer.vocab_size, *(reader.vocab_size for reader in readers))
     prompt, length = longest_lengths(config, positions, read=data.max_length)
@@ -162,7 +170,10 @@ def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:
 
 
 class MadeUpRewards:
-    """Rewards 0 and 1 in turn. A reward ``model`` scores random sequences, to measure memory."""
+    """Alternating rewards 0 and 1. A reward ``model`` is also run, so that its memory is measured.
+
+    ``seed``: seed of the random sequences that the reward model scores.
+    """
 
     def __init__(self, model: ModelReward | None, seed: int) -> None:
         self.model, self._seed = model, seed
@@ -185,7 +196,7 @@ class MadeUpRewards:
 
 
 def role_named(prefix: str) -> str:
-    """Return the name of a model, given the name prefix of its workers."""
+    """Return the name of the model whose workers have the name prefix ``prefix``."""
     return _ROLES.get(prefix, prefix.replace("_", " "))
 
 
@@ -195,11 +206,11 @@ def phase_named(method: str) -> str:
 
 
 class Calls:
-    """Record of the last worker call in each timed phase: name of the model and of the phase."""
+    """Record of the last worker call in each timed phase."""
 
     def __init__(self) -> None:
-        self.phase = ""  # the phase that is being timed
-        self.names: dict[str, tuple[str, str]] = {}
+        self.phase = ""  # timed phase in progress
+        self.names: dict[str, tuple[str, str]] = {}  # names of model and phase, by timed phase
 
     def watch(self, clusters: Clusters) -> Clusters:
         """Return ``clusters`` with worker groups that record their calls in this object."""
@@ -288,8 +299,8 @@ class MeasuredPhases(PhaseTimers):
         self.current = self._calls.phase = phase
         with super().__call__(phase):
             yield
-        self.current = f"what follows {phase}"
-        # A handle knows all workers, or in a process of torchrun only its own.
+        self.current = f"the work after {phase}"
+        # With Ray, a handle measures all workers. Otherwise it measures the worker of this process.
         local = [
             (this_rank() if len(workers) == 1 else index, use)
             for workers in [handle.memory_use() for handle in self._handles]
@@ -303,7 +314,7 @@ class MeasuredPhases(PhaseTimers):
 
 @dataclass(frozen=True)
 class DryLoop:
-    """Loop of a dry run: `STEPS` training steps that write no files."""
+    """Loop of a dry run: `STEPS` training steps, without files."""
 
     config: BaseRunConfig
     learner: Learner
@@ -314,7 +325,7 @@ class DryLoop:
     def run(self) -> None:
         """Execute the steps, and print memory and time of each phase."""
         phases, names = MeasuredPhases(self.roles, self.calls), self.calls.names
-        names.clear()  # forget calls of the set-up
+        names.clear()  # remove calls of the set-up
         seconds: Mapping[str, float] = {}
         idle: tuple[str, ...] = ()
         with explain_out_of_memory(
@@ -336,15 +347,23 @@ def report(
     idle: Sequence[str],
     device: str,
 ) -> Group:
-    """Return a table of the phases with memory and time, and a summary."""
-    shown = {phase: peaks[phase] for phase in names if phase in peaks}
-    has_gpu = any(peak.has_gpu for peak in shown.values())
-    # A row for every phase.
+    """Return a table of memory and time of each phase, and a summary.
+
+    ``names``: names of model and phase, by timed phase. ``peaks``: memory by timed phase.
+    ``seconds``: metrics of the timers. ``idle``: models whose updates were skipped. ``device``:
+    description of the device.
+    """
+    measured = {phase: peaks[phase] for phase in names if phase in peaks}
+    has_gpu = any(peak.has_gpu for peak in measured.values())
+    # The columns: parts of a GPU's memory, or without GPUs the resident memory of a process.
+    memory = (
+        ("allocated", "reserved", "beside", "of card") if has_gpu else ("resident", "of memory")
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
-    memory = ("allocated", "reserved", "beside", "of card")
-    for name in ("role", "phase", *(memory if has_gpu else ("resident", "of memory")), "rank", "s"):
-        table.add_column(name, justify="left" if name in ("role", "phase") else "right")
-    for phase, peak in shown.items():
+    for column in ("role", "phase", *memory, "rank", "s"):
+        table.add_column(column, justify="left" if column in ("role", "phase") else "right")
+    # A row for every phase.
+    for phase, peak in measured.items():
         sizes = [peak.allocated, peak.reserved, peak.uncounted] if has_gpu else [peak.largest]
         table.add_row(
             *names[phase],
@@ -353,22 +372,23 @@ def report(
             str(peak.rank),
             f"{seconds.get(f'timers/{phase}', 0.0):.2f}",
         )
-    # The summary.
-    phase = max(shown, key=lambda name: shown[name].used)
-    peak, (role, name) = shown[phase], names[phase]
-    unit = (
-        "GiB of the card: memory of tensors, torch's memory for tensors, and memory of contexts, "
+    # The summary: meaning of the columns, the phase with the highest peak, and time of a step.
+    columns = (
+        "allocated: tensors. reserved: PyTorch's memory for tensors. beside: memory of contexts, "
         "NCCL and other programs"
         if has_gpu
-        else "GiB resident in the fullest process, including libraries and memory that earlier "
-        "phases have freed. The share is that of all processes of the machine"
+        else "resident: the fullest process, including libraries and memory that earlier phases "
+        "have freed. of memory: share of all processes of the machine"
     )
+    fullest_phase = max(measured, key=lambda phase: measured[phase].used)
+    peak, name = measured[fullest_phase], ", ".join(names[fullest_phase])
     lines = [
-        f"peaks on the fullest device in {unit}",
-        f"fullest in {role}, {name}: {peak.used / _GIB:.2f} of {peak.total / _GIB:.2f} GiB of "
+        f"peaks on the fullest device, in GiB. {columns}",
+        f"fullest in {name}: {peak.used / _GIB:.2f} of {peak.total / _GIB:.2f} GiB of "
         f"{device if has_gpu else 'the machine'}",
         f"a step on this batch takes {seconds.get('timers/total', 0.0):.2f} s. Nothing was saved",
     ]
+    # Without an update, the optimizer has no state, so the measured memory is too low.
     warnings = [
         f"updates of the {role} were skipped because of NaN or infinity: peaks lack its optimizer"
         for role in dict.fromkeys(idle)

@@ -23,8 +23,7 @@ from aligner.parallel.groups import describe_layout, initialize_parallel
 from aligner.parallel.heartbeat import watched_ranks
 from aligner.parallel.launch import started_processes
 
-# Policy, critic, an engine that generates for the policy, and a reward model.
-_ROLES_PER_BUNDLE = 4
+_ROLES_PER_BUNDLE = 4  # policy, critic, sampling engine and reward model
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class LocalEngine:
     max_restarts = 0  # the launcher restarts processes
 
     def __init__(self, config: BaseRunConfig, closing: ExitStack) -> None:
-        """Start processes unless a launcher started them. Watch them until ``closing`` closes."""
+        """Start processes unless a launcher did. Watch all processes until ``closing`` closes."""
         timeout_s = config.cluster.timeout_s
         with started_processes(config.trainer, timeout_s):
             parallel = initialize_parallel(
@@ -90,12 +89,13 @@ class RayEngine:
         self._is_connected = False
 
     def clusters(self, closing: ExitStack) -> Clusters:
-        """Reserve Ray resources until ``closing`` closes, shared by all models or separate."""
+        """Reserve the workers of each model on Ray, until ``closing`` closes."""
         from aligner.distributed.ray.session import ray_session
         from aligner.distributed.virtual_cluster import RayVirtualCluster
 
+        # Connect to Ray at the first attempt, until the run ends.
         config, trainer = self._config, self._config.trainer
-        if not self._is_connected:  # until the run ends, for all attempts
+        if not self._is_connected:
             workers = trainer.world_size + config.generation_world_size + config.reward_world_size
             workers += 0 if config.cluster.colocated else config.value_world_size
             cpus = workers * config.cluster.cpus_per_worker
@@ -126,7 +126,7 @@ class RayEngine:
         policy = cluster("policy", [trainer.devices] * trainer.num_nodes, _ROLES_PER_BUNDLE)
         value = generation = reward = policy
         if not config.cluster.colocated and config.value_world_size:
-            # On as many nodes as the policy, with workers spread evenly.
+            # Spread the critic's workers evenly over the nodes of the policy.
             nodes, workers = trainer.num_nodes, config.value_world_size
             counts = [workers // nodes + (node < workers % nodes) for node in range(nodes)]
             value = cluster("critic", [*filter(None, counts)], 1, config.value_parallel)
@@ -137,8 +137,8 @@ class RayEngine:
         return Clusters(policy, value, generation, reward)
 
 
-# ``worlds``: numbers of workers of the policy and of the critic (0: no critic). A launcher may have
-# started more processes than ``trainer.devices``.
+# ``worlds``: numbers of workers of policy and critic (0 without a critic). A launcher may start
+# more processes than ``trainer.devices``.
 Engine = LocalEngine | RayEngine
 
 
@@ -177,7 +177,7 @@ Resource = TypeVar("Resource", bound=RoleHandle | GenerationInterface)
 
 @dataclass(eq=False)
 class Workers:
-    """Workers of a run's models. ``closing`` shuts them down, in reverse order."""
+    """Workers of a run's models. ``closing`` shuts the workers down, in reverse order."""
 
     config: BaseRunConfig
     tokenizer: Tokenizer

@@ -18,9 +18,9 @@ from aligner.config.algorithms.names import Algorithm, algorithm_of
 from aligner.data.readers import Source, source_files
 from aligner.errors import CheckpointError, DataError, raised_as
 
-# Patterns of keys that may change between two starts of a run. All other keys are its identity.
+# Patterns of keys that may change between two starts of a run. All other keys identify the run.
 MAY_CHANGE = (
-    # processes, engines, outputs and waits
+    # processes, engines, outputs and time limits
     *("dry_run", "download", "exp_manager.*", "cluster.*", "policy.backend", "validation.*"),
     *("generation.backend", "generation.cuda_graphs", "generation.in_flight"),
     *("generation.kwargs.*", *(f"generation.{engine}.*" for engine in ENGINES)),
@@ -37,13 +37,14 @@ MAY_CHANGE = (
     *("*.overlap_*", "*.offload_*", "model.*.record_kept_tokens", "model.reference.mode"),
     # learning rates and their horizon
     *("*.optim.lr", "*.optim.min_lr", "*.optim.sched.*"),
-    # waits and processes of rewards and environments
+    # time limits and processes of rewards and environments
     *("reward.time_limit_s", "reward.max_concurrency", "reward.model.workers"),
     *("reward.model.share_body_with_critic", "reward.server.*_s", "reward.server.*requests*"),
     *("reward.server.token_*", "reward.server.samples_per_request", "environment.*timeout_s"),
     *("environment.concurrency", "environment.memory_mb", "environment.retries"),
 )
-_CONTENTS = {"models": "model", "data": "data", "sources": ""}  # value of `accept_changed`
+# Attributes of `RunIdentity`, with the value of ``accept_changed`` that accepts a difference.
+_CONTENTS = {"models": "model", "data": "data", "sources": ""}
 _ACCEPT = " ('exp_manager.accept_changed=[{}]' continues nevertheless)"
 # Blocks of a fingerprint, and their bytes. A file of up to 4 MiB is read completely.
 _BLOCKS, _BLOCK = 64, 1 << 16
@@ -55,8 +56,9 @@ _USER_MAPPINGS = ("kwargs", "loss_kwargs", "arguments", "chat_template_kwargs")
 class RunIdentity:
     """Properties that must not change when a run is continued.
 
-    ``models``, ``data`` and ``sources`` (the user's code) map a configuration key to the path and a
-    fingerprint of the content (None if it cannot be read). ``settings``: except `MAY_CHANGE`.
+    ``models``, ``data`` and ``sources`` (the user's code) map a configuration key to a path and a
+    fingerprint of the content (None if the file cannot be read). ``settings``: all values except
+    `MAY_CHANGE`, by dotted key.
     """
 
     algorithm: Algorithm
@@ -85,7 +87,7 @@ class RunIdentity:
         saved = state.get("identity", {})
         models, data, sources = (saved.get(name, {}) for name in _CONTENTS)
         damage = (KeyError, StopIteration, AttributeError, TypeError)
-        text = "the run state does not contain the name of its algorithm: no training run wrote it"
+        text = "the run state does not contain the configuration of a training run"
         remedy = "set exp_manager.explicit_log_dir to another directory"
         with raised_as(CheckpointError, text, *damage, remedy=remedy):
             config = state["config"]
@@ -108,12 +110,12 @@ class RunIdentity:
         changed: Sequence[str] = (),  # exp_manager.resume_changed: keys that may differ
         defaults: Mapping[str, Any] | None = None,  # defaults of the current version
     ) -> list[str]:
-        """Return reasons why this run cannot continue the run ``saved``, or an empty list."""
+        """Return reasons why this run cannot continue the run ``saved``. Empty if it can."""
         current, previous = self.algorithm, saved.algorithm
         names = f"its algorithm is {previous.name} and this command's is {current.name}"
         if current[1:] != previous[1:]:
             return [names]
-        # Keys that may differ.
+        # Collect the differences, except of keys that may differ.
         sections = [f"{part}.{current.section}" for part in ("trainer", "model")]
         is_same = current.name == previous.name
         free = {"data": ["data.train"], "algorithm": [] if is_same else sections}
@@ -123,6 +125,7 @@ class RunIdentity:
             for key, reason in self._differences(saved, flat(defaults or {}))
             if not any(_is_below(key, name) for name in may_differ)
         }
+        # Each reason says which setting accepts the difference.
         if not differing:
             return []
         reasons = list(differing.values())
@@ -134,24 +137,30 @@ class RunIdentity:
     def _differences(
         self, saved: "RunIdentity", defaults: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
+        """Yield key and description of each difference. ``defaults``: by dotted key."""
         parts = [(name, getattr(self, name), getattr(saved, name)) for name in _CONTENTS]
         for key in sorted(self.settings.keys() | saved.settings.keys()):
             new, old = self.settings.get(key), saved.settings.get(key)
             unknown = _content(old, None)
-            present = [part for part in parts if key in part[1]]
-            contents = {name: (mine[key], other.get(key, unknown)) for name, mine, other in present}
-            # A plain setting is compared by value, a file by content.
+            contents = {
+                name: (new_contents[key], old_contents.get(key, unknown))
+                for name, new_contents, old_contents in parts
+                if key in new_contents
+            }
+            # Compare files by content, and other settings by value.
             if not contents:
-                if new != old and not self._is_of_a_version(key, saved, defaults):
+                if new != old and not self._exists_in_one_version(key, saved, defaults):
                     yield key, f"{key}: {old} -> {new}"
             elif not all(_same_content(*pair) for pair in contents.values()):
                 path = next(iter(contents.values()))[1]["source"]
                 accept = [_ACCEPT.format(_CONTENTS[name]) for name in contents if _CONTENTS[name]]
-                text = f"its {key} was {path} and {key}={new} has another content"
+                text = f"its {key} was {path}, but {key}={new} has different content"
                 yield key, "".join([text, *accept])
 
-    def _is_of_a_version(self, key: str, saved: "RunIdentity", defaults: Mapping[str, Any]) -> bool:
-        """Return whether ``key`` differs only because one of the library's versions lacks it."""
+    def _exists_in_one_version(
+        self, key: str, saved: "RunIdentity", defaults: Mapping[str, Any]
+    ) -> bool:
+        """Return whether ``key`` differs only because another version of the library lacks it."""
         if any(name in key.split(".") for name in _USER_MAPPINGS):
             return False
         if key not in saved.settings:
@@ -170,7 +179,7 @@ def identity_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted keys. Old import paths in values become current ones."""
+    """Flatten nested mappings to dotted keys, and convert old import paths to current paths."""
     if not isinstance(tree, Mapping):
         return {prefix: _current(tree)}
     leaves: dict[str, Any] = {}
@@ -194,7 +203,7 @@ def _content(source: Any, content: str | None) -> dict[str, Any]:
 
 
 def _same_content(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
-    """Compare contents and function names. If a content is unknown, compare file names."""
+    """Compare contents and function names. If one content is unknown, compare file names only."""
     sources = [entry["source"] for entry in (new, old)]
     sources = [source if isinstance(source, list) else [source] for source in sources]
     names = [[str(part).rpartition("/")[2] for part in parts] for parts in sources]
@@ -205,10 +214,10 @@ def _same_content(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
 
 
 def _code_content(key: str, value: Any) -> str | None:
-    """Return a fingerprint of the user's files that a setting refers to, or None without files."""
+    """Return a fingerprint of the user's files in a setting, or None if there are no files."""
     if not isinstance(value, str | list):
         return None
-    # A command names files among its words.
+    # Only some words of a command are files.
     is_command = key == "environment.command"
     words = value.split() if is_command and isinstance(value, str) else value
     files: list[Path] = []

@@ -27,6 +27,7 @@ def check_inputs(config: Any) -> None:
     """
     values = flat(config.as_dict())
     for key, value in values.items():
+        # The length of each path.
         paths = [value] if isinstance(value, str) else value
         for path in paths if paths and key.endswith(_PATHS) else ():
             # Linux cannot open longer paths, nor longer names in a path.
@@ -36,6 +37,7 @@ def check_inputs(config: Any) -> None:
                     f"{key}={path[:60]!r}…: the path has {len(os.fsencode(path))} bytes. Use at "
                     "most 4095 bytes, and at most 255 bytes between two slashes"
                 )
+        # The existence of models and data files.
         if key.endswith(".restore_from_path") and value and not Path(value).exists():
             with path_given_by(key):
                 ArchiveReader(value)  # raises
@@ -48,7 +50,7 @@ def check_inputs(config: Any) -> None:
 
 
 def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Check a reward function's parameters from its source, without running the file."""
+    """Check the parameters of a reward function in its source, without running the file."""
     module, _, function = name.rpartition(":" if ":" in name else ".")
     file = Path(module).expanduser() if module.endswith(".py") else module_file(module)
     if not file.is_file():
@@ -66,7 +68,7 @@ def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def _without_body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
-    """Return a function with the parameters of ``node``. All defaults are None."""
+    """Return a function with the parameters of ``node``, whose defaults are all None."""
     parameters = node.args
     for parameter in ast.walk(parameters):
         if isinstance(parameter, ast.arg):

@@ -1,7 +1,7 @@
 """The loop of a run: resume, validate, train, log, save and stop, for all algorithms.
 
-A step's line of metrics is written before its run state, so the line of a restored step always
-exists. When a run resumes, later steps are removed from the logs and computed again.
+The metrics of a step are written before its run state, so the logs contain every restored step.
+When a run resumes, later steps are removed from the logs and computed again.
 """
 
 import os
@@ -49,7 +49,7 @@ class StepResult:
 
 
 class Learner(ABC):
-    """Base class of trainers. `RunLoop` calls their methods, and saves `state_dict`."""
+    """Base class of trainers. `RunLoop` calls the methods, and saves the result of `state_dict`."""
 
     counters: ClassVar[tuple[str, ...]] = ("consumed_samples", "updates")  # saved attributes
     roles: Mapping[str, RoleHandle]  # models by folder in a run state, the trained model first
@@ -67,7 +67,7 @@ class Learner(ABC):
 
     @abstractmethod
     def step(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Train for one step. ``step``: its index, from 1."""
+        """Execute training step number ``step``. The first step is 1."""
 
     @abstractmethod
     def validate(self, step: int, timers: PhaseTimers) -> StepResult:
@@ -78,12 +78,12 @@ class Learner(ABC):
         self.trained_role.save_checkpoint(path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters and data position. All ranks must return the same."""
+        """Return counters and data position. The result must be equal on all ranks."""
         counters = {name: getattr(self, name) for name in self.counters}
         return {**counters, "sampler": self.sampler.state_dict()}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Restore what `state_dict` returned, and load the models from ``folder``."""
+        """Restore ``state``, a result of `state_dict`, and load the models from ``folder``."""
         for name in self.counters:
             setattr(self, name, state[name])
         self.sampler.load_state_dict(state["sampler"])
@@ -93,7 +93,7 @@ class Learner(ABC):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps at which a run validates, saves and ends. An interval of 0 means only at the end."""
+    """Steps at which a run validates, saves and ends. Interval 0 selects the last step only."""
 
     total_steps: int
     val_check_interval: int
@@ -103,7 +103,7 @@ class Schedule:
     async_save: bool = False  # write run states while later steps are computed
 
     def validates(self, step: int) -> bool:
-        """Return whether a validation follows ``step``."""
+        """Return whether ``step`` is followed by a validation."""
         return self._is_due(step, self.val_check_interval)
 
     @property
@@ -121,11 +121,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Restoration:
-    """Description of the run state that was restored."""
+    """Restored run state, and its differences from the current run."""
 
     step: int
     path: Path
-    changes: list[str]  # ``key: old -> new`` of configuration keys that differ
+    changes: list[str]  # ``key: old -> new`` for each changed configuration key
     saved_layout: str | None  # description of the saved parallel layout if it differs, else None
 
 
@@ -139,7 +139,7 @@ class RunLoop:
     store: RunStateStore
     metrics: MetricsWriter
     console: Console
-    config: Mapping[str, Any]  # saved in run states, as is ``identity``
+    config: Mapping[str, Any]  # run states contain ``config`` and ``identity``
     monitor: str  # metric by which the best run states are kept
     layout: str = "1 process"  # number of processes and sizes of all parallel axes
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -151,10 +151,10 @@ class RunLoop:
         self.step = 0  # the last finished step
         self.resumed_step: int | None = None  # step of the restored run state
         self.interrupted = False  # True after a signal stopped the run
-        self.ended_by = ""  # why the run ended
-        self._unannounced: int | None = None  # step of a run state before callbacks are notified
+        self.ended_by = ""  # reason why the run ended
+        self._unannounced: int | None = None  # step of a run state unknown to callbacks
         self._started = time.monotonic()
-        self._idle_steps = 0  # consecutive, up to the current step
+        self._idle_steps = 0  # number of consecutive steps without an update
 
     def run(self) -> None:
         """Run the remaining steps. A new run begins with a validation."""
@@ -175,29 +175,32 @@ class RunLoop:
                     self.ended_by = "max_epochs is reached"
                     self._say(f"{self.ended_by} after step {step - 1} of at most {total}")
                     break
+                # Train.
                 current_step.set(step)
                 result = self.learner.step(step, timers)
                 self.step = step
                 self.callbacks.notify("on_step_end", step, result.metrics)
-                # All ranks agree on whether the run ends here.
+                # Decide on all ranks alike whether the run ends after this step.
                 interrupted = any(gather_objects(stopped.name is not None))
                 seconds, limit = time.monotonic() - self._started, self.schedule.max_seconds
                 out_of_time = from_rank_zero(limit is not None and seconds >= limit)
                 is_last = step == total or self.learner.is_out_of_data
                 is_stopped = out_of_time or self.callbacks.stop_reason is not None
-                # A signal causes no validation: a resumed run must log what other runs log.
+                # Validate, but not because of a signal: a resumed run and an uninterrupted run
+                # must have equal logs.
                 if is_last or self.schedule.validates(step) or (is_stopped and not interrupted):
                     validation = self._validate(step, timers)
                     samples = [*result.samples, *validation.samples]
                     metrics = {**result.metrics, **validation.metrics}
                     result = replace(result, metrics=metrics, samples=samples)
-                # Write the step's line, and the run state when due.
+                # Write the metrics, and a run state if it is due. A callback may stop the run.
                 written = self._record(step, result, timers, progress)
-                finished = step - resumed_step if is_last else None
-                self._check_learning(step, result.idle_roles, finished)
+                steps_made = step - resumed_step if is_last else None
+                self._check_learning(step, result.idle_roles, steps_made)
                 is_stopped = is_stopped or self.callbacks.stop_reason is not None
                 is_end = is_last or interrupted or is_stopped
                 self._save_when_due(step, written, timers, is_end)
+                # Name the reason of an early end.
                 if (interrupted or is_stopped) and not is_last:
                     self.interrupted = interrupted
                     self.ended_by = f"a callback: {self.callbacks.stop_reason}"
@@ -215,7 +218,7 @@ class RunLoop:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Notify callbacks of the start. After an error, finish writing the current run state."""
+        """Notify callbacks of the start. If the block raises, complete or stop a pending save."""
         try:
             self.step, self.ended_by = self.resumed_step or 0, "the last step is made"
             self.callbacks.notify("on_run_start", self.step)
@@ -230,7 +233,7 @@ class RunLoop:
     def _save_when_due(
         self, step: int, written: Mapping[str, float], timers: PhaseTimers, is_end: bool
     ) -> None:
-        """Save a run state if one is due. Otherwise raise errors of a background save, if any."""
+        """Save a run state if it is due. Otherwise raise the error of a background save, if any."""
         if is_end or self.schedule.saves(step):
             with timers("save"):
                 self._save(step, written, self.schedule.async_save and not is_end)
@@ -239,7 +242,7 @@ class RunLoop:
                 self.store.check()
             self._announce()
         elif step == (self.resumed_step or 0) + 1 and self.schedule.saves_in_background:
-            # The first step has created the optimizer's state, which a later save copies.
+            # The first step has created the optimizer's state: reserve memory for its copy.
             for role in self.learner.roles.values():
                 role.prepare_saving()
 
@@ -255,10 +258,10 @@ class RunLoop:
             self.callbacks.notify("on_save", step, self.store.path(step))
 
     def restore(self) -> Restoration | None:
-        """Restore the newest readable run state, and remove lines of later steps from the logs.
+        """Restore the newest readable run state, and remove later steps from the logs.
 
-        Returns None if there is no run state. Raises `CheckpointError`, and removes nothing, if
-        there are run states but none can be read.
+        Returns None without a run state. Raises `CheckpointError`, and does not change the logs, if
+        every run state is damaged.
         """
         self.store.recover()
         states, damaged = self.store.survey()
@@ -304,8 +307,9 @@ class RunLoop:
     def _record(
         self, step: int, result: StepResult, timers: PhaseTimers, progress: ConsoleProgress
     ) -> dict[str, float]:
+        """Write and show the results of a step. Return its metrics, including times."""
         metrics = {**result.metrics, **timers.flush()}
-        # Errors of rank 0, such as a full disk, are raised on all ranks: none may wait for rank 0.
+        # An error of rank 0, such as a full disk, is raised on all ranks, so that no rank waits.
         on_rank_zero(lambda: self.metrics.write(step, metrics, result.samples))
         progress.step(step, metrics)
         for warning in result.warnings:
@@ -316,8 +320,12 @@ class RunLoop:
                     self.console.print(sample_table(samples))  # samples.jsonl has every step
         return metrics
 
-    def _check_learning(self, step: int, idle: tuple[str, ...], finished: int | None) -> None:
-        """Warn if the step had no update. Raise after many such steps, or if no step had one."""
+    def _check_learning(self, step: int, idle: tuple[str, ...], steps_made: int | None) -> None:
+        """Warn if all updates of a model were skipped. Raise if this happened too often.
+
+        The limit is ``max_skipped_steps`` consecutive steps, and at the last step ``steps_made``,
+        the number of all steps since the start.
+        """
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if not idle:
             return
@@ -328,7 +336,7 @@ class RunLoop:
             f"{steps}: no update of the {' and the '.join(idle)} was made, because every loss or "
             "gradient was NaN or infinite"
         )
-        if self._idle_steps in (self.schedule.max_skipped_steps, finished):
+        if self._idle_steps in (self.schedule.max_skipped_steps, steps_made):
             raise NonFiniteError(
                 f"{message}. The run ends, because it learns nothing. The samples are in "
                 f"{self.store.root.parent / 'nonfinite'}. Check the rewards and the weights, "
@@ -340,7 +348,7 @@ class RunLoop:
     def _save(self, step: int, metrics: Mapping[str, float], in_background: bool) -> None:
         self.store.finish()
         self._announce()
-        callback_states = self.callbacks.state_dict()  # empty: no key in the state
+        callback_states = self.callbacks.state_dict()  # omitted if empty
         self.store.save(
             step,
             {

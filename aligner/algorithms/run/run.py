@@ -41,7 +41,7 @@ Config_co = TypeVar("Config_co", bound=BaseRunConfig, covariant=True)
 
 @dataclass(frozen=True)
 class Run(Generic[Config_co]):
-    """Objects that exist until the run ends. `open` creates them. A dry run replaces ``config``."""
+    """Objects that exist until the run ends, created by `open`. A dry run changes ``config``."""
 
     config: Config_co
     engine: Engine
@@ -74,7 +74,7 @@ class Run(Generic[Config_co]):
             yield Run(config, engine, console, callbacks, tokenizer, architecture, closing)
 
     def attempts(self) -> Iterator[AbstractContextManager["Attempt"]]:
-        """Yield a context that starts the workers, and a new one each time that a worker died."""
+        """Yield a context that starts the workers. Yield another one after a worker has died."""
         started, restarts = time.monotonic(), self.engine.max_restarts
         has_failed = False
 
@@ -98,7 +98,7 @@ class Run(Generic[Config_co]):
 
         for index in range(restarts + 1):
             has_failed = False
-            yield attempt(index)
+            yield attempt(index)  # the caller enters the context, which may set ``has_failed``
             if not has_failed:
                 return
 
@@ -116,7 +116,7 @@ def check_roles(
 
 
 class Attempt(Workers):
-    """One start of a run's workers. ``started``: monotonic time of the run's first start."""
+    """Workers of a run, from a start to their shutdown. ``started``: monotonic start of the run."""
 
     def __init__(
         self, run: Run[BaseRunConfig], clusters: Clusters, closing: ExitStack, started: float
@@ -138,7 +138,7 @@ class Attempt(Workers):
             yield dry_run.DryLoop(config, trainer, self.roles, self._calls, console)
             return
         loop = self._loop(trainer, steps)
-        # Restore before the report, which says what was restored.
+        # Restore the run state first, because the start-up report describes it.
         restoration = loop.restore()
         notes = [*_notes(config, steps, restoration, loop.layout), *summary.notes]
         summary = replace(summary, notes=notes)
@@ -147,6 +147,7 @@ class Attempt(Workers):
             restored = (restoration.step, str(restoration.path))
             summary = replace(summary, restored=restored, restores=[*summary.restores, *random])
         console.print(startup_report(summary))
+        # The caller runs the loop in the block.
         try:
             yield loop
             self._finish(loop, trainer, saved_as, summary.device.description)
@@ -156,9 +157,17 @@ class Attempt(Workers):
         loop.callbacks.notify("on_run_end", loop.step, loop.ended_by)
 
     def _loop(self, trainer: Learner, steps: int) -> RunLoop:
+        """Construct the loop with the store of run states, the metrics writer and callbacks."""
         config, run = self.config, self._run
-        exp, folder = config.exp_manager, log_dir(config)
-        # The store of run states, and a function that starts the loggers.
+        exp, section, folder = config.exp_manager, config.loop, log_dir(config)
+        run.callbacks.begin(config.as_dict(), folder, steps)
+        # When to validate, save and end. The time limit includes earlier attempts.
+        limit = config.trainer.max_seconds
+        seconds_left = None if limit is None else limit - (time.monotonic() - self._started)
+        intervals = (section.val_check_interval, section.save_interval)
+        max_skipped = section.max_skipped_steps
+        schedule = Schedule(steps, *intervals, seconds_left, max_skipped, exp.async_save)
+        # Where to save run states and metrics. The first written metrics start the loggers.
         store = RunStateStore(
             folder / "run_state",
             exp.save_top_k,
@@ -170,15 +179,9 @@ class Attempt(Workers):
         )
 
         def loggers() -> "Sequence[Logger]":
-            restored = max((state.step for state in store.states()), default=None)
-            return make_loggers(folder, exp, restored_step=restored, config=config.as_dict())
+            restored_step = max((state.step for state in store.states()), default=None)
+            return make_loggers(folder, exp, restored_step=restored_step, config=config.as_dict())
 
-        # The loop and its files.
-        run.callbacks.begin(config.as_dict(), folder, steps)
-        limit, section = config.trainer.max_seconds, config.loop
-        seconds = None if limit is None else limit - (time.monotonic() - self._started)
-        intervals = (section.val_check_interval, section.save_interval)
-        schedule = Schedule(steps, *intervals, seconds, section.max_skipped_steps, exp.async_save)
         loop = RunLoop(
             trainer,
             schedule,
@@ -197,7 +200,10 @@ class Attempt(Workers):
         return loop
 
     def _finish(self, loop: RunLoop, trainer: Learner, saved_as: str, device: str) -> None:
-        """Write the report and, unless a signal stopped the run, the trained model."""
+        """Write the report and, unless a signal stopped the run, the trained model.
+
+        Raises `NonFiniteError` if the weights are not finite. The report is written in any case.
+        """
         config, folder, is_complete = self.config, log_dir(self.config), not loop.interrupted
         # Paths to print at the end.
         paths, samples = {"report": folder / "report.html"}, folder / "samples.jsonl"
@@ -213,7 +219,7 @@ class Attempt(Workers):
         saves_model = is_complete and config.exp_manager.save_nemo
         is_finite = not saves_model or trainer.trained_role.has_finite_weights()
         if saves_model and is_finite:
-            # An earlier directory of this run is kept until the new one is written.
+            # Keep a model directory that this run wrote earlier until the new one is complete.
             earlier = trained.with_name(f".{trained.name}.earlier")
             on_rank_zero(lambda: _rename_directory(trained, earlier))
             trainer.save_model(str(trained.absolute()))
@@ -223,8 +229,8 @@ class Attempt(Workers):
                 paths["its adapters"] = adapters_beside(str(trained.absolute()))
         # The report.
         status = [] if is_complete else ["Stopped by a signal. The same command continues the run."]
-        limits = _cut_short(config, loop.schedule.total_steps)
-        status += [f"{note[0].upper()}{note[1:]}." for note in limits]
+        for note in _limit_notes(config, loop.schedule.total_steps):
+            status.append(f"{note[0].upper()}{note[1:]}.")
         record = RunRecord(
             title=f"{config.algorithm} of {Path(config.model.restore_from_path).name}",
             config=yaml.safe_dump(config.as_dict(), sort_keys=False),
@@ -253,9 +259,9 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
 
     def prepare() -> tuple[list[str], str | None]:
         is_new = not folder.exists()
-        closing.callback(RunLock(folder).release)  # no other process may write there until then
+        closing.callback(RunLock(folder).release)  # no other process may write there meanwhile
         if is_new:
-            closing.callback(directory.remove_if_unused)  # a refused run leaves no files
+            closing.callback(directory.remove_if_unused)  # such as after an error at the start
         return directory.prepare(RunIdentity.of(config), config), directory.start_time
 
     notes, start_time = on_rank_zero(prepare)
@@ -265,7 +271,7 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
 
 
 def _rename_directory(source: Path, target: Path) -> None:
-    """Rename the directory ``source`` to ``target``, and replace an old ``target``. Skip files."""
+    """Rename ``source`` to ``target``, which is replaced, if ``source`` is a directory."""
     if source.is_dir():
         shutil.rmtree(target, ignore_errors=True)
         source.rename(target)
@@ -276,23 +282,24 @@ def _notes(
 ) -> list[str]:
     """Return notes about changes since the saved run state, and limits that shorten the run."""
     if restoration is None:
-        return _cut_short(config, steps)
+        return _limit_notes(config, steps)
     notes = [f"changed since the saved run: {change}" for change in restoration.changes]
     if restoration.saved_layout is not None:
         notes.append(
             f"saved on {restoration.saved_layout}, continued on {layout}: weights and optimizer "
-            "states are the same, random generators (dropout) start from the seed"
+            "states are restored, but random generators (dropout) start from the seed"
         )
-    notes += _cut_short(config, steps)
+    notes += _limit_notes(config, steps)
     if restoration.step >= steps:
         notes.append(
-            f"nothing is left to do: {restoration.step} steps are finished, and {steps} are "
-            f"configured. Raise {config.section}.max_steps or max_epochs to continue"
+            f"no step remains: {restoration.step} steps are finished, and {steps} are configured. "
+            f"Raise {config.section}.max_steps or max_epochs to continue"
         )
     return notes
 
 
-def _cut_short(config: BaseRunConfig, steps: int) -> list[str]:
+def _limit_notes(config: BaseRunConfig, steps: int) -> list[str]:
+    """Return a list with a note if ``max_epochs`` ends the run before ``max_steps``, else []."""
     loop, section = config.loop, config.section
     text = (
         f"the run ends after {steps} of {section}.max_steps={loop.max_steps} steps, because "

@@ -58,7 +58,7 @@ def describe_model(
 
 
 def shapes_of(architecture: GPTArchitecture) -> dict[str, Shape]:
-    """Return the shape of each parameter of the model, without heads, by its name."""
+    """Return the shape of each parameter of the model, by name, without heads."""
     return (expected_shapes if architecture.has_table else parameter_shapes)(architecture)
 
 
@@ -90,7 +90,7 @@ def check_room(
 
 
 def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -> str:
-    """Return a sentence about dropout in training, with the checkpoint's rates if they differ."""
+    """Return a sentence about dropout in training, and about different rates in the checkpoint."""
     rates = f"{architecture.hidden_dropout:g} of hidden states, "
     rates += f"{architecture.attention_dropout:g} of attention weights"
     if model.dropout is None:
@@ -102,7 +102,7 @@ def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -
 
 
 def repetition_in_words(config: BaseRunConfig, *, on_gpus: bool) -> str:
-    """Return a sentence about how results may differ if a run is repeated on GPUs, else ''."""
+    """Return a sentence about differences between repeated runs on GPUs, or '' without any."""
     if not on_gpus or not isinstance(config, SamplingRunConfig):
         return ""
     engine = config.generation.engine
@@ -112,7 +112,7 @@ def repetition_in_words(config: BaseRunConfig, *, on_gpus: bool) -> str:
     return (
         "A resumed run continues from the exact state, but sums are computed in varying order "
         "(flash attention's gradient, gathered rows, NCCL): numbers differ in their last bits, and "
-        f"samples in time. trainer.deterministic=true makes them repeatable.{samples}"
+        f"sampled tokens after some steps. trainer.deterministic=true avoids this.{samples}"
     )
 
 
@@ -165,7 +165,7 @@ def role_memory(
     trainable: bool = True,
     model_parallel_size: int | None = None,
 ) -> RoleMemory:
-    """Return the memory of a model, whose optimizer state is divided over ``data_size`` ranks."""
+    """Return the memory of a model. ``data_size`` ranks share the optimizer's state."""
     low_precision = config.trainer.precision == "bf16"
     lora = config.model.peft.lora if trainable else None
     adapters = {} if lora is None else adapter_shapes(architecture, lora)
@@ -187,14 +187,15 @@ def working_memory(
     """Estimate the bytes per process that a run needs in addition to its models, by purpose.
 
     ``KV cache``: keys and values of sequences of ``length`` tokens that are sampled together.
-    ``activations``: what the backward pass of a micro-batch needs. A micro-batch contains as many
-    tokens as its token budget allows, or sequences of ``length`` tokens. A layer stores 17 values
-    per token and hidden unit (Korthikanti et al. 2022, 34 bytes in 16 bit, without attention
-    scores). With full recomputation, the inputs of all layers and the activations of one layer are
-    stored. ``output layer``: float32 hidden states, their gradient, and two tiles of logits.
+    ``activations``: tensors of a micro-batch that are stored for the backward pass. A micro-batch
+    contains as many tokens as its token budget allows, or sequences of ``length`` tokens. A layer
+    stores 17 values per token and hidden unit (Korthikanti et al. 2022, 34 bytes in 16 bit, without
+    attention scores). With full recomputation, the inputs of all layers and the activations of one
+    layer are stored. ``output layer``: float32 hidden states, their gradient, and two tiles of
+    logits.
 
-    Not included: the device's context, buffers of NCCL, fragmentation, feed-forward layers wider
-    than 4 times the hidden size, experts, and temporary tensors of the backward pass.
+    The estimate excludes the device's context, buffers of NCCL, fragmentation, feed-forward layers
+    wider than 4 times the hidden size, experts, and temporary tensors of the backward pass.
     """
     model, memory = config.model, {}
     layers = architecture.num_layers // model.pipeline_model_parallel_size
@@ -223,5 +224,5 @@ def working_memory(
 
 
 def dropped_note(count: int, items: str, key: str) -> list[str]:
-    """Return a list with a note if ``count`` items were too long and dropped, else []."""
+    """Return a list with a note if ``count`` too long ``items`` were dropped, else []."""
     return [f"{count} {items} are longer than {key} and were dropped"] if count else []

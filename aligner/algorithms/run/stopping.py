@@ -15,14 +15,14 @@ _ECHO_S = 0.5
 
 
 class StopRequest:
-    """Request to stop the run. ``name``: the signal, None before the request."""
+    """Request to stop the run. ``name``: name of the signal, or None before a signal."""
 
     name: str | None = None
 
 
 @contextmanager
 def stop_signal(announce: bool = True) -> Iterator[StopRequest]:
-    """Record the first SIGTERM or Ctrl-C in the result. A second signal has its usual effect."""
+    """Record the first SIGTERM or Ctrl-C in the yielded request. Later signals act as usual."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may handle signals

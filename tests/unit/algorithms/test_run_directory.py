@@ -127,7 +127,7 @@ def test_a_model_may_be_moved_and_another_one_is_refused(configured, model, tmp_
     other.write_bytes(content)
     assert prepared(configured("ppo", model__restore_from_path=str(moved))) == []
     changed = {"model.restore_from_path": str(other)}
-    words = r"other\.nemo has another content.*changed=\[model\]"
+    words = r"other\.nemo has different content.*changed=\[model\]"
     refused(configured("ppo", **changed), words)
     assert prepared(configured("ppo", **changed, exp_manager__accept_changed=["model"])) == []
 
@@ -336,7 +336,7 @@ def test_a_changed_reward_is_seen_and_a_moved_one_is_the_same(configured, tmp_pa
     assert prepared(scored_by(first)) == []
     assert prepared(scored_by(moved)) == []
     first.write_text(text.replace("1.0", "0.0"))
-    refused(scored_by(first), r"reward\.function was .*my_own_rewards\.py.* another content")
+    refused(scored_by(first), r"reward\.function was .*my_own_rewards\.py.* different content")
     assert prepared(scored_by(first, exp_manager__resume_changed=["reward.function"])) == []
     # A module of the user's.
     monkeypatch.syspath_prepend(tmp_path)

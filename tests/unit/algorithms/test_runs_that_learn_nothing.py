@@ -73,4 +73,4 @@ def test_a_short_run_says_why_and_a_finished_one_that_nothing_is_left(run, tmp_p
     assert "step 2/2 loss 5." in said
     assert " samples " not in said  # there are none
     said = run("sft", "trainer.sft.max_steps=1", "data.train.arguments.size=64")
-    assert "nothing is left to do: 2 steps are finished, and 1 are configured" in said
+    assert "no step remains: 2 steps are finished, and 1 are configured" in said
