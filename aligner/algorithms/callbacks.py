@@ -57,20 +57,20 @@ class Callback:
         """Handle the metrics of the validation after ``step`` (0: before the first step)."""
 
     def on_save(self, run: CallbackRun, step: int, path: Path) -> None:
-        """Handle the run state of ``step``, which is completely written to the directory ``path``.
+        """Handle the run state of ``step``, after it is completely written to ``path``.
 
-        With ``exp_manager.async_save`` later steps may be finished. Older states may be deleted.
+        With ``exp_manager.async_save``, later steps may be finished, and older states deleted.
         """
 
     def on_run_end(self, run: CallbackRun, step: int, reason: str) -> None:
-        """Handle the end of the run. ``reason``: why the run ended, or its error."""
+        """Handle the end of the run. ``reason``: a sentence, or the error that ended the run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state to store in the run state, in JSON types."""
+        """Return the callback's part of the run state, in JSON types."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Called before `on_run_start` of a resumed run."""
+        """Restore ``state``, a result of `state_dict`, before `on_run_start` of a resumed run."""
 
 
 # Methods of `Callback` that a run calls, with the names of their arguments.
@@ -86,7 +86,7 @@ class Callbacks:
 
     def __init__(self, names: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> None:
         self._names, self._callbacks = list(names), list(callbacks)
-        # Key of each callback's state: its path, and how often the path occurs before.
+        # Key of each callback's state: its path, and the number of earlier callbacks of this path.
         paths = [name.partition("=")[2] for name in names]
         self._keys = [f"{path}#{paths[:index].count(path)}" for index, path in enumerate(paths)]
         self.stop_reason: str | None = None  # the same on every rank
@@ -107,7 +107,7 @@ class Callbacks:
         return cls(names, callbacks)
 
     def begin(self, config: Mapping[str, Any], folder: Path, total_steps: int) -> None:
-        """Store the properties of the run, and forget an earlier request to stop it."""
+        """Store the properties of the run, and clear an earlier request to stop it."""
         self.stop_reason = self._requested = None
 
         def stop(reason: str) -> None:
@@ -147,7 +147,7 @@ class Callbacks:
         return on_rank_zero(states) if self._names else {}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Callbacks without a saved state keep their own."""
+        """Restore ``states``, a result of `state_dict`. Other callbacks are not changed."""
 
         def load() -> None:
             for key, name, callback in zip(self._keys, self._names, self._callbacks, strict=True):

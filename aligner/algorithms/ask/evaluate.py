@@ -29,34 +29,34 @@ DEFAULT_SET = "prompts"  # name of the set data.prompts
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Score sampled responses to sets of prompts. Writes and returns estimates and metrics."""
+    """Sample and score responses to sets of prompts. Write and return estimates and metrics."""
     with ExitStack() as closing:
-        # Read and check all inputs before the weights are loaded.
+        # Describe the model, and read the prompts.
         model = open_model(config, closing)
+        run, tokenizer, architecture = model.run, model.tokenizer, model.architecture
         console = Console(quiet=not is_rank_zero(), highlight=False, soft_wrap=True)
         sources = {} if config.data.prompts is None else {DEFAULT_SET: config.data.prompts}
-        load = prompt_loader(model.run, config.data, model.tokenizer, model.architecture)
+        load = prompt_loader(run, config.data, tokenizer, architecture)
         sets = {name: load(source) for name, source in {**sources, **config.data.sets}.items()}
         longest = max(prompts.max_length for prompts in sets.values())
         model.check_room(longest)
+        # Check reward and environments, which receive data columns, before loading the weights.
         names = frozenset.intersection(*(prompts.column_names for prompts in sets.values()))
-        source = load_reward(model.run, model.engine, model.tokenizer, names, closing)
+        reward_source = load_reward(run, model.engine, tokenizer, names, closing)
         columns = columns_of_rows({f"data.sets.{name}": prompts for name, prompts in sets.items()})
-        environments = open_environments(
-            model.run, model.tokenizer, model.architecture, columns, closing
-        )
-        # Sample and score.
+        environments = open_environments(run, tokenizer, architecture, columns, closing)
+        # Load the weights, then sample and score.
         engine, workers = model.start(longest, console.print)
-        reward, count = source.start(workers), config.sampling.samples_per_prompt
+        reward, per_prompt = reward_source.start(workers), config.sampling.samples_per_prompt
         final_answer = load_function(config.final_answer, key="final_answer")
-        sampling = model.sampling(engine, count)
+        sampling = model.sampling(engine, per_prompt)
         if environments is not None:
             sampling = replace(sampling, source=environments)
         evaluations = {}
         for name, prompts in sets.items():
             batch = sample_responses(sampling, prompts)
-            evaluations[name] = evaluate_responses(batch, count, reward, final_answer)
-        # Report.
+            evaluations[name] = evaluate_responses(batch, per_prompt, reward, final_answer)
+        # Write the results.
         results = _results(config, model.source.name, evaluations)
         on_rank_zero(lambda: _write(config, results, evaluations))
         console.print(_table(results))
@@ -67,6 +67,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
 def _results(
     config: EvaluateConfig, model: str, evaluations: dict[str, Evaluation]
 ) -> dict[str, Any]:
+    """Return the content of ``evaluation.json``, without metrics that are NaN."""
     return {
         "model": model,
         "samples_per_prompt": config.sampling.samples_per_prompt,
@@ -91,7 +92,7 @@ def _results(
 def _write(
     config: EvaluateConfig, results: dict[str, Any], evaluations: dict[str, Evaluation]
 ) -> None:
-    # The results, a line for each answer, and the page.
+    """Write ``evaluation.json``, ``answers.jsonl`` and ``report.html``."""
     folder = Path(config.output).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "evaluation.json", results)
@@ -115,7 +116,7 @@ def _write(
 
 
 def _answers(name: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """Yield the line of each response in ``answers.jsonl``."""
+    """Yield the content of a line in ``answers.jsonl`` for each response."""
     batch = evaluation.batch
     lengths = (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
     for row in range(batch.size):
@@ -131,7 +132,7 @@ def _answers(name: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
             "tokens": lengths[row],
             "is_end": bool(batch["is_end"][row]),
         }
-        # Columns that only conversations have.
+        # Add the columns of conversations.
         if "turns" in batch:
             line["is_scored"] = bool(batch["is_scored"][row])
             line["end_reason"] = batch["end_reasons"][row]
@@ -140,13 +141,13 @@ def _answers(name: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
 
 
 def _table(results: dict[str, Any]) -> Table:
+    """Return a table of estimates with standard errors. Rows: estimates. Columns: sets."""
     table = Table(title=f"{results['model']}, {results['samples_per_prompt']} answers per prompt")
     table.add_column("")
     sets = results["sets"]
     for name, set_results in sets.items():
         table.add_column(f"{name}, {set_results['prompts']} prompts", justify="right")
     estimates = [set_results["estimates"] for set_results in sets.values()]
-    # A row per estimate, a column per set.
     for key in dict.fromkeys(chain.from_iterable(estimates)):
         values = [set_estimates[key] for set_estimates in estimates]
         errors = [value["stderr"] for value in values]

@@ -32,12 +32,13 @@ def generate(config: GenerateConfig) -> None:
         model = open_model(config, closing)
         if config.chat:
             return Chat(config, model).run()
-        # Read and check the prompts before the weights are loaded.
+        # Read and check the prompts, then load the weights.
         sets = list(_sets(config, model.tokenizer))
         longest = max(prompts.max_length for _, prompts in sets)
         model.check_room(longest)
         console = Console(stderr=True, quiet=not is_rank_zero(), highlight=False)
         engine, _ = model.start(longest, console.print)
+        # Sample the responses, and write a line for each response.
         count = config.sampling.samples_per_prompt
         sampling, lines = model.sampling(engine, count), list[dict[str, Any]]()
         for name, prompts in sets:
@@ -61,11 +62,10 @@ def _sets(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, P
     """Yield name and prompts of each set. Prompts outside ``data.sets`` have the name ''."""
     data = config.data
     if config.prompt:
-        rows = (
-            DataRow(f"--prompt {number}", {data.prompt_column: text})
-            for number, text in enumerate(config.prompt, start=1)
-        )
-        items = [make_prompt(row, index, tokenizer, data) for index, row in enumerate(rows)]
+        items = []
+        for index, text in enumerate(config.prompt):
+            row = DataRow(f"--prompt {index + 1}", {data.prompt_column: text})
+            items.append(make_prompt(row, index, tokenizer, data))
         yield "", PromptDataset(items)
     sources = {} if data.prompts is None else {"": data.prompts}
     for name, source in {**sources, **data.sets}.items():
@@ -101,15 +101,15 @@ class Chat:
         self._turns = 0
 
     def run(self) -> None:
-        """Read messages and answer them until the user ends the conversation."""
-        # Without a chat template this raises before the weights are loaded.
+        """Read and answer messages until the user ends the chat."""
+        # Raise an error before the weights are loaded if there is no chat template.
         self._prompt_ids([{"role": "user", "content": "?"}])
         positions = self._model.architecture.max_position_embeddings
         room = positions - self._config.sampling.max_length
         if room < 1:
             raise ConfigError(
-                f"sampling.max_length={self._config.sampling.max_length} leaves no room for a "
-                f"prompt: the model has {positions} positions. Lower sampling.max_length"
+                f"sampling.max_length={self._config.sampling.max_length} tokens of an answer leave "
+                f"no space for a prompt: the model has {positions} positions. Set a lower value"
             )
         engine, _ = self._model.start(room, lambda text: self._write(f"{text}\n"))
         self._write(f"{self._model.source.name}. {_HELP}\n")
@@ -128,6 +128,7 @@ class Chat:
                 self._answer(engine, message, room)
 
     def _answer(self, engine: Any, message: str, room: int) -> None:
+        """Print the answer to ``message``. ``room``: maximum length of the prompt, in tokens."""
         # Encode the conversation with the new message.
         tokenizer, treatment = self._model.tokenizer, self._config.data.special_tokens_in_text
         try:
@@ -140,7 +141,7 @@ class Chat:
         if len(ids) > room:
             self._write(f"({len(ids)} tokens exceed the limit {room}. {RESET} starts a new chat)\n")
             return
-        # Show tokens as soon as they are sampled if the engine reports them.
+        # Print each token when the engine reports it.
         decoder = IncrementalDecoder(tokenizer, ids)
         ends, texts = set(tokenizer.end_ids), list[str]()
 
@@ -153,7 +154,8 @@ class Chat:
         columns = {"input_ids": [ids], "input_lengths": [len(ids)], "sample_ids": [self._turns]}
         tensors = {name: torch.tensor(rows) for name, rows in columns.items()}
         data: BatchedDataDict = BatchedDataDict(tensors)
-        # Sample the answer. Ctrl-C ends the answer and not the chat.
+        # Sample the answer. Ctrl-C ends the answer, not the chat. Only the run's own processes
+        # report tokens during sampling.
         streams = isinstance(engine, Policy) and self._model.run.cluster.engine == "local"
         try:
             engine.prepare_for_generation()
@@ -168,7 +170,7 @@ class Chat:
                     listen(0, token)
         finally:
             engine.finish_generation()
-        # Continue the conversation with the answer, even if the answer is incomplete.
+        # Add the answer to the conversation, even if it is incomplete.
         texts.append(decoder.flush())
         self._write(f"{texts[-1]}\n")
         self._turns += 1

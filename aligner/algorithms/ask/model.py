@@ -23,7 +23,7 @@ from aligner.errors import CheckpointError, CheckpointNotFoundError
 from aligner.models.interfaces import GenerationInterface
 from aligner.parallel.collectives import gather_objects, this_rank
 
-# Names of the policy in run states: of runs that sample, and of supervised runs.
+# Names of the policy in run states, of runs that sample and of supervised runs.
 _ROLES = ("policy", "role")
 
 
@@ -33,7 +33,7 @@ class Source:
 
     path: str  # a `.nemo`, a Hugging Face directory, or the model that the run started from
     name: str  # for messages
-    states: tuple[Path, ...] = ()  # weights in run states, newest first. Empty: load ``path``
+    states: tuple[Path, ...] = ()  # weights in run states, newest first. If empty, load ``path``
     tokenizer: str | None = None
     peft: PeftConfig = field(default_factory=PeftConfig)
     backend: str | None = None
@@ -42,16 +42,14 @@ class Source:
 def find_source(path: str) -> Source:
     """Find the weights at ``path``: a model, or the directory of a run that trained a policy.
 
-    Raises:
-        CheckpointNotFoundError: the run has neither a readable run state nor a trained model.
-        CheckpointError: the run trained a reward model.
+    Raises `CheckpointError` if the run trained a reward model, or its states cannot be read.
     """
     folder = Path(path).expanduser()
     trained = next(filter(Path.exists, (folder / "policy.nemo", folder / "policy")), None)
     if (folder / "run_state").is_dir():
         store = RunStateStore(folder / "run_state", rank=this_rank(), exchange=gather_objects)
         states, damaged = store.survey()
-        # Use the newest state whose configuration can be read.
+        # Take the settings from the newest state whose configuration can be read.
         for count, state in reversed(list(enumerate(states, start=1))):
             try:
                 config = store.load(state.path).state["config"]
@@ -79,6 +77,7 @@ def find_source(path: str) -> Source:
                 f"can be read ({', '.join(damaged) or 'none was saved yet'}). Set it to a model, "
                 "or to another run"
             )
+    # Without a readable state, use the trained model or the model at ``path``.
     location = path if trained is None else str(trained)
     is_own = is_built_by_transformers(location)
     return Source(location, location, backend="dtensor" if is_own else None)
@@ -109,7 +108,7 @@ class InferenceModel:
     def start(
         self, longest_prompt: int, say: Callable[[str], None]
     ) -> tuple[GenerationInterface, Workers]:
-        """Load the newest undamaged weights. Returns the sampling engine and all workers."""
+        """Load the newest undamaged weights. Return the sampling engine and all workers."""
         clusters = self.engine.clusters(self.closing)
         workers = Workers(self.run, self.tokenizer, self.architecture, clusters, self.closing)
         policy = workers.start_policy(init_optimizer=False)
@@ -120,7 +119,7 @@ class InferenceModel:
             except CheckpointError as error:
                 if number == len(self.source.states):
                     raise
-                say(f"{error}. The previous state is used")
+                say(f"{error}. The previous run state is used")
         return start_generation(self.run, workers, policy, longest_prompt) or policy, workers
 
     def sampling(self, engine: GenerationInterface, samples_per_prompt: int) -> PromptSampling:

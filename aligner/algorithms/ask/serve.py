@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 
 def serve(config: ServeConfig) -> None:
-    """Serve a model until Ctrl-C or SIGTERM. Several processes complete their batch before."""
+    """Serve a model until Ctrl-C or SIGTERM. Several processes first complete the current batch."""
     with ExitStack() as closing:
         engine = start_server(config, closing, lambda text: print(text, flush=True))
         with stop_signal(announce=False) as request:
@@ -38,18 +38,14 @@ def serve(config: ServeConfig) -> None:
 
 
 def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEngine:
-    """Load the model and start its HTTP server, until ``closing`` closes. Return the engine to run.
-
-    Raises:
-        ConfigError: the server cannot listen at the address, or the token file is missing.
-    """
-    # Lower the default length of answers to the positions of the model.
+    """Load the model, start a server until ``closing`` closes, and return the engine to run."""
+    # Limit the default length of answers to the positions of the model.
     model = open_model(config, closing)
     room = model.architecture.max_position_embeddings - 1
     if config.sampling.max_length > room:  # only the default of requests
         on_rank_zero(lambda: say(f"sampling.max_length={room} is used, the model's limit"))
-        least = min(config.sampling.min_length, room)
-        sampling = replace(config.sampling, max_length=room, min_length=least)
+        min_length = min(config.sampling.min_length, room)
+        sampling = replace(config.sampling, max_length=room, min_length=min_length)
         config = replace(config, sampling=sampling, policy=model.run.policy)
         source = model.source
         model = replace(model, run=as_run(config, source.path, source.peft, source.tokenizer))
@@ -57,7 +53,9 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     server, architecture = config.server, model.architecture
     path = Path(config.model.restore_from_path)
     if config.data.add_bos and model.tokenizer.bos_id is None:
-        raise TokenizerError("data.add_bos=true needs a tokenizer with BOS. Set it to false")
+        raise TokenizerError(
+            "data.add_bos=true, but the tokenizer has no BOS token. Set it to false"
+        )
     served = Served(
         server.model_name or (path.stem if path.suffix == ".nemo" else path.name) or "model",
         with_template_kwargs(model.tokenizer, config.data.chat_template_kwargs),
@@ -82,7 +80,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
         say(f"{served.name} at http://{address[0]}:{address[1]}/v1 (Ctrl-C ends)")
 
     on_rank_zero(listen)
-    # The policy reports tokens only in its own processes, and on rank 0 only those of its rows.
+    # The policy reports tokens only in the run's own processes, and rank 0 reports only its rows.
     local = isinstance(generation, Policy) and config.cluster.engine == "local"
     world = model.engine.worlds[0]
     return ServingEngine(
@@ -99,6 +97,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
 
 
 def _token(config: ServeConfig, say: Say) -> str:
+    """Return the API key: from a variable or a file, or a new key (written to the file, if any)."""
     server = config.server
     file = None if server.token_file is None else Path(server.token_file).expanduser()
     if server.token_env is None and (file is None or not file.exists()):

@@ -42,8 +42,8 @@ class TeacherTargets:
     """Function that adds the logits of the teacher's most likely tokens to a batch.
 
     ``top_k``: number of tokens per position. ``vocab_size``: number of tokens that teacher and
-    student share. ``seed``: seed with which the student samples responses to the batch's prompts.
-    None: the batch already contains responses.
+    student share. ``seed``: seed for sampling the student's responses to the batch's prompts, or
+    None if the batch already contains responses.
     """
 
     teacher: Policy
@@ -52,7 +52,7 @@ class TeacherTargets:
     seed: int | None = None
 
     def __call__(self, student: Policy, batch: BatchedDataDict, consumed: int | None) -> None:
-        """Add ``teacher_topk_logits`` and ``teacher_topk_indices``, [B, S, k], to ``batch``."""
+        """Add ``teacher_topk_logits`` and ``teacher_topk_indices``, [B, S, k] (`Task.complete`)."""
         if self.seed is not None:  # the student's responses replace the prompts
             seed = self.seed + (VALIDATION_SEED_OFFSET if consumed is None else 0)
             batch["sample_ids"] = batch["sample_ids"] + (consumed or 0)
@@ -122,7 +122,7 @@ def distill_task(
 
 
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:
-    """Return the teacher's architecture. Raises if its vocabulary is not that of ``tokenizer``."""
+    """Return the teacher's architecture. Raises if teacher and ``tokenizer`` differ in tokens."""
     path = config.teacher.restore_from_path
     source = open_model(path, config.policy.backend, trusted=config.model.trust_remote_code)
     with path_given_by("teacher.restore_from_path"), source as checkpoint:

@@ -60,11 +60,11 @@ def needs_reference(config: RunConfig) -> bool:
 
 
 def sampler_is_exact(config: RunConfig) -> bool:
-    """Return whether the sampler's log-probs equal the trainer's up to float32 rounding.
+    """Return whether log-probs of sampler and trainer are equal up to float32 rounding.
 
-    They are equal if the policy's own workers sample in float32, without options that the trainer
-    does not reproduce: a repetition penalty, or ``min_length`` (which bans EOS) together with top-k
-    or top-p. A dry run sets ``min_length`` itself, so there ``min_length`` is ignored.
+    They are equal if the policy's workers sample in float32, without options that the trainer does
+    not reproduce: a repetition penalty, or ``min_length`` (which bans EOS) together with top-k or
+    top-p. The ``min_length`` of a dry run is ignored, because the run sets it itself.
     """
     sampling = config.model.ppo.sampling_params
     restricted = sampling.top_k > 0 or sampling.top_p < 1.0
@@ -78,12 +78,12 @@ def sampler_is_exact(config: RunConfig) -> bool:
 
 
 def rows_scored_by_training(config: RunConfig, trains_policy: bool = True) -> int:
-    """Return how many rows of a rollout, from the first, need no separate pass for old log-probs.
+    """Return the number of leading rows of a rollout that need no separate pass for old log-probs.
 
-    The first mini-batch is trained with the weights that sampled it. Training therefore computes
-    its old log-probs, unless there are several passes over the rollout. If a KL penalty in the
-    reward needs log-probs before training, the sampler's are used, provided that they are exact. No
-    row needs a pass if the policy is not trained in this step (``trains_policy``), or if
+    The first mini-batch is trained with the weights that sampled its rows. Training therefore
+    computes their old log-probs, unless there are several passes over the rollout. If a KL penalty
+    in the reward needs log-probs before training, exact log-probs of the sampler are used. No row
+    needs a pass if the policy is not trained in this step (``trains_policy``), or if
     ``correction.old_logprobs`` is ``sampler``.
     """
     ppo = config.model.ppo
@@ -104,17 +104,13 @@ def kl_in_reward(config: RunConfig) -> bool:
 
 
 def make_policy_loss(config: RunConfig) -> LossFunction:
-    """Return the built-in or the user's policy loss, with the configured options.
-
-    Raises:
-        ConfigError: the class named by ``model.ppo.loss`` cannot be used as a loss.
-    """
+    """Return the built-in or the user's policy loss. Raises `ConfigError` for an unusable class."""
     ppo, environment = config.model.ppo, config.environment
     low, high = ppo.ratio_eps_range
     longest = ppo.length_params.max_length
     if environment.is_set:
         longest = min(environment.max_tokens, environment.max_turns * longest)
-    # Options of the loss, by the key in ``model.ppo`` that sets them.
+    # Arguments of the loss, by the key in ``model.ppo`` that sets each argument.
     options: dict[str, dict[str, Any]] = {
         "ratio_eps": {"ratio_eps_low": low, "ratio_eps_high": high},
         "dual_clip": {"dual_clip": ppo.dual_clip},
@@ -137,7 +133,7 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
     built_in = {name: value for group in options.values() for name, value in group.items()}
     if ppo.loss is None:
         return PPOPolicyLoss(**built_in)
-    # A user's loss must accept options of keys that differ from their defaults.
+    # A user's loss must accept the arguments of all keys that differ from the defaults.
     defaults = PolicyPPOConfig()
     changed = {
         f"model.ppo.{key}={value}": tuple(options[key])
@@ -150,11 +146,7 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
 
 
 def make_estimator(config: RunConfig) -> UserEstimator | None:
-    """Return the user's advantage estimator, or None if the configured estimator is built in.
-
-    Raises:
-        ConfigError: the function that ``trainer.ppo.advantage.estimator`` names fails a test.
-    """
+    """Return the user's advantage estimator after a test, or None for a built-in estimator."""
     trainer, function = config.trainer.ppo, config.trainer.ppo.advantage.function
     if function is None:
         return None

@@ -29,9 +29,9 @@ from aligner.observe.diagnostics import explained_variance, statistics
 class KLController:
     """Coefficient β of the KL penalty in the reward, fixed or adapted to a ``target`` KL.
 
-    After a rollout, ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)`` (Ziegler et
-    al., 2019, "Fine-Tuning Language Models...", §2.2). KL is summed over a sample's tokens and
-    averaged over samples. The attribute ``value`` is β for the next rollout.
+    After each rollout, ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)`` (Ziegler
+    et al., 2019, "Fine-Tuning Language Models...", §2.2). KL is summed over the tokens of a sample
+    and averaged over samples. The attribute ``value`` is β for the next rollout.
     """
 
     def __init__(self, coefficient: float, target: float | None = None, horizon: int = 1) -> None:
@@ -48,7 +48,7 @@ class KLController:
         return {} if self._target is None else {"coefficient": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore β. Raises `ConfigError` if β was adaptive and now is fixed, or the reverse."""
+        """Restore β. Raises `ConfigError` if β was adaptive and is now fixed, or vice versa."""
         if bool(state) != (self._target is not None):
             kinds = ("an adaptive", "fixed") if state else ("a fixed", "adaptive")
             raise ConfigError(
@@ -72,7 +72,7 @@ class Credit:
     def shape(self, batch: BatchedDataDict) -> None:
         """Add ``shaped_rewards`` float32 [B], and for turns ``shaped_turn_rewards`` float32 [B, S].
 
-        A reward R becomes ``clamp(scale * R + shift, ±clip)``. If a limit cut the response off,
+        A reward R becomes ``clamp(scale * R + shift, ±clip)``. If a limit ended the response,
         ``improper_end.mode="penalize"`` subtracts a penalty (from the last turn), and ``"mask"``
         sets ``sample_mask`` to 0.
         """
@@ -107,12 +107,13 @@ class Credit:
         reference, summed over a response and averaged over samples (0 without a reference).
         """
         trainer, shaped = self.trainer, batch["shaped_rewards"]
+        # KL of each generated token to the reference policy.
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
         kl = None
         if "ref_logprobs" in batch:
             logprobs = (batch["prev_logprobs"], batch["ref_logprobs"])
             kl = batch["token_mask"] * kl_estimate(*logprobs, trainer.kl_estimator)
-        # Advantages, averaged and whitened over states.
+        # Advantages. A state is a token or a turn (``timestep``). Statistics are over states.
         groups = torch.arange(batch.size) // self.rollouts_per_prompt
         by_turn = trainer.advantage.credit == "turn" and "turn_ids" in batch
         rewards = batch["shaped_turn_rewards"] if by_turn else shaped
@@ -120,28 +121,29 @@ class Credit:
         batch["advantages"], returns = self._estimate(batch, rewards, groups, penalty, beta)
         states = mask * self._states(batch)
         if returns is not None:
-            # The critic's targets, and its values before training.
+            # The critic's targets, and values of the critic before its training.
             batch["returns"] = returns
-            of_returns = statistics(returns, states)
+            return_statistics = statistics(returns, states)
             metrics = {
-                "train_rollouts/returns_mean": of_returns["mean"].item(),
-                "train_rollouts/returns_std": of_returns["std"].item(),
+                "train_rollouts/returns_mean": return_statistics["mean"].item(),
+                "train_rollouts/returns_std": return_statistics["std"].item(),
                 **_named("critic/values", statistics(batch["values"], states)),
                 "critic/explained_var": explained_variance(batch["values"], returns, states).item(),
             }
         else:
-            # The share of samples whose group has different rewards.
+            # The fraction of samples in groups with different rewards.
             turns = batch["turn_ids"] if by_turn else None
             differs = has_reward_variance(rewards, groups, batch["sample_mask"], turns).float()
             metrics = {"train_rollouts/samples_with_signal": differs.mean().item()}
         metrics |= _named("train_rollouts/advantages", statistics(batch["advantages"], states))
         if trainer.normalize_advantages:
             batch["advantages"] = masked_whiten(batch["advantages"], mask, over=states)
-        # Metrics of rewards, over scored conversations or all samples.
-        scored = batch["is_scored"] + batch["sample_mask"] if "is_scored" in batch else None
-        mean = statistics(shaped, scored)["mean"]
+        # Mean reward of all samples. Conversations without a reward count only if trained on.
+        reward_mask = batch["is_scored"] + batch["sample_mask"] if "is_scored" in batch else None
+        mean = statistics(shaped, reward_mask)["mean"]
         metrics["train_rollouts/shaped_rewards"] = mean.item()
         metrics["train_rollouts/masked_samples"] = int((batch["sample_mask"] == 0).sum())
+        # Metrics of the KL to the reference policy.
         if kl is None:
             return metrics, 0.0
         per_sample = kl.sum(1).mean().item()
@@ -168,6 +170,7 @@ class Credit:
         ``rewards``: shaped rewards of responses [B] or turns [B, S]. ``groups``: int64 [B], index
         of each row's prompt.
         """
+        # A function of the user.
         trainer, turns = self.trainer, batch.get("turn_ids")
         if self.estimator is not None:
             columns = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -181,6 +184,7 @@ class Credit:
                     "gae_lambda": trainer.gae_lambda,
                 }
             )
+        # Generalized advantage estimation with a critic.
         if "values" in batch:
             shaped = batch.get("shaped_turn_rewards", batch["shaped_rewards"])
             return generalized_advantage_estimate(
@@ -192,7 +196,7 @@ class Credit:
                 turn_ids=turns,
                 timestep=trainer.timestep,
             )
-        # Other responses to the prompt are the baseline.
+        # Critic-free estimators, whose baseline is computed from other responses to the prompt.
         advantages = token_advantages(
             rewards,
             groups,
@@ -207,7 +211,7 @@ class Credit:
         return advantages, None
 
     def _states(self, batch: BatchedDataDict) -> Tensor:
-        """Return bool [B, S], True at generated tokens, or by turn at each turn's first token."""
+        """Return bool [B, S], True at generated tokens, or with turns at first tokens of turns."""
         if self.trainer.timestep == "token" or "turn_ids" not in batch:
             return batch["token_mask"] > 0
         turns = batch["turn_ids"]

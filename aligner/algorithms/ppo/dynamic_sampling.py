@@ -20,15 +20,15 @@ def fill_with_varied_groups(
     pad_id: int,
     credit: Literal["trajectory", "turn"] = "trajectory",
 ) -> tuple[BatchedDataDict, int]:
-    """Sample a rollout of groups with different rewards. Also returns the number of samples drawn.
+    """Sample a rollout of groups with different rewards. Return it and the number of all samples.
 
-    A group consists of the responses to one prompt. If they all have the same reward, their
-    advantages are 0, and another group replaces this one. Each further call of ``sample`` gets as
-    many prompts as groups are missing.
+    A group consists of the responses to one prompt. If all responses of a group have the same
+    reward, their advantages are 0, so another group replaces the group. Each repeated call of
+    ``sample`` gets as many prompts as groups are missing.
 
     Args:
         sample: samples and scores the next n prompts. Returns a rollout batch with the columns
-            ``sample_mask`` and ``shaped_rewards``, where responses to a prompt are adjacent.
+            ``sample_mask`` and ``shaped_rewards``. Responses to a prompt must be adjacent.
         prompts: number of groups in the result.
         rollouts_per_prompt: number of responses in a group.
         max_rollouts: sampling ends after ``max_rollouts * prompts`` prompts. Groups of equal
@@ -37,23 +37,21 @@ def fill_with_varied_groups(
         pad_id: token id that pads shorter rows.
         credit: ``turn`` compares the rewards of turns instead of responses.
     """
-    with_difference: list[BatchedDataDict] = []
-    without_difference: list[BatchedDataDict] = []
-    sampled, missing, count = 0, prompts, prompts
-    allowed = max_rollouts * prompts
+    varied: list[BatchedDataDict] = []  # groups with different rewards
+    uniform: list[BatchedDataDict] = []
+    sampled, missing, count, allowed = 0, prompts, prompts, max_rollouts * prompts
     while count:
         batch = sample(count)
         allowed -= count
         sampled += batch.size
         differs = rewards_differ(batch, rollouts_per_prompt, credit)
-        with_difference.append(batch.select_indices(differs.nonzero().flatten()))
-        without_difference.append(batch.select_indices((~differs).nonzero().flatten()))
+        varied.append(batch.select_indices(differs.nonzero().flatten()))
+        uniform.append(batch.select_indices((~differs).nonzero().flatten()))
         missing -= int(differs.sum()) // rollouts_per_prompt
         count = min(missing, allowed, prompts_left())
     # Groups of equal rewards fill up the batch.
-    batch = BatchedDataDict.from_batches(
-        [*with_difference, *without_difference], pad_value_dict={"input_ids": pad_id}
-    )
+    pad_values = {"input_ids": pad_id}
+    batch = BatchedDataDict.from_batches([*varied, *uniform], pad_value_dict=pad_values)
     return batch.slice(0, prompts * rollouts_per_prompt), sampled
 
 
@@ -64,9 +62,9 @@ def rewards_differ(
 ) -> Tensor:
     """Return bool [B], True if the rewards of the row's group differ before and after shaping.
 
-    DAPO compares rewards without the length penalty, so a difference is needed before shaping.
-    Clipping (``trainer.ppo.reward.clip``) may remove the difference. Samples with ``sample_mask`` 0
-    are not compared. ``credit="turn"`` compares the rewards of turns in conversations.
+    Rewards must differ before shaping, because DAPO compares rewards without the length penalty,
+    and after shaping, because clipping (``trainer.ppo.reward.clip``) may remove the difference.
+    Samples with ``sample_mask`` 0 are not compared. ``credit="turn"`` compares rewards of turns.
     """
     groups = torch.arange(batch.size) // rollouts_per_prompt
     turns = batch.get("turn_ids") if credit == "turn" else None

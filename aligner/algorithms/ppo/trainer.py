@@ -93,7 +93,7 @@ class PPOTrainer(SamplingTrainer):
             self.kl_controller = KLController(weight, controller.target, controller.horizon)
         self.kl_in_reward, self.needs_reference = kl_in_reward(config), needs_reference(config)
         self.starts_at_sampler = config.model.ppo.correction.old_logprobs == "sampler"
-        # Rows that need no separate pass for log-probs, without and with training of the policy.
+        # Numbers of rows without a separate pass for log-probs, in critic warm-up and after it.
         self._scored_rows = [rows_scored_by_training(config, trains) for trains in (False, True)]
         model = config.model.ppo
         per_prompt, longest = model.num_rollouts_per_prompt, model.length_params.max_length
@@ -114,7 +114,7 @@ class PPOTrainer(SamplingTrainer):
                 self.value.prepare_for_inference()
                 batch["values"] = self.value.get_values(batch)["values"].cpu()
                 self.value.finish_inference()
-        # 4. and 5. Log-probs of the policy, unless they are known, and of the reference policy.
+        # 4. and 5. Log-probs of the policy, unless already known, and of the reference policy.
         scored_rows = self._scored_rows[trains_policy]
         with timers("logprobs"):
             self._add_logprobs(batch, scored_rows)
@@ -149,7 +149,7 @@ class PPOTrainer(SamplingTrainer):
         samples = samples_of(batch, step, "train", self.config.exp_manager.samples_per_step)
         idle = idle_roles(policy=policy_passes, critic=critic_passes)
         # Before the first update, sampler and trainer have the same weights, so their log-probs
-        # must agree. With ``starts_at_sampler`` every update measures the gap anew. Then the check
+        # must agree. With ``starts_at_sampler``, the gap is measured in every update, so the check
         # is only valid if the step made a single update.
         warnings: tuple[str, ...] = ()
         if is_untrained and not (self.starts_at_sampler and self.policy_updates > 1):
@@ -167,7 +167,7 @@ class PPOTrainer(SamplingTrainer):
     def _scored_rollout(
         self, step: int, timers: PhaseTimers
     ) -> tuple[BatchedDataDict, dict[str, float]]:
-        """Return the scored rollout, and its metrics before dynamic sampling replaces groups."""
+        """Return the scored rollout, and metrics from before dynamic sampling replaces groups."""
         ppo, model = self.config.trainer.ppo, self.config.model.ppo
         sampling, score_metrics = ppo.dynamic_sampling, list[dict[str, float]]()
 
@@ -248,10 +248,10 @@ class PPOTrainer(SamplingTrainer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, data position, a rollout that was sampled ahead, and β."""
+        """Return counters, data position, the next rollout, if sampled ahead, and β."""
         return {**super().state_dict(), "kl_controller": self.kl_controller.state_dict()}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Restore what `state_dict` returned, and load the models from ``folder``."""
+        """Restore ``state``, a result of `state_dict`, and load the models from ``folder``."""
         super().load(state, folder)
         self.kl_controller.load_state_dict(state["kl_controller"])

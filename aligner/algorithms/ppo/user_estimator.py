@@ -22,8 +22,8 @@ class AdvantageEstimator(Protocol):
     """Signature of a user's function that computes advantages.
 
     ``trainer.ppo.advantage.estimator`` names the function. It is called once per step with the
-    whole rollout of ``B`` responses. Of the following keyword arguments it receives those that are
-    parameters of the function, or all if it accepts ``**others``:
+    whole rollout of ``B`` responses. The function receives the following keyword arguments if it
+    has parameters of these names, or all arguments if it accepts ``**others``:
 
     ``rewards``          float32 [B], after ``trainer.ppo.reward`` and ``improper_end``
     ``groups``           int64 [B], equal for responses to the same prompt
@@ -41,7 +41,7 @@ class AdvantageEstimator(Protocol):
     ``discount_factor``, ``gae_lambda``   float, keys of ``trainer.ppo``
 
     Position ``t`` of a column describes token ``t``. Entries of ``trainer.ppo.advantage.kwargs``
-    are further arguments. They replace arguments of the same name.
+    are additional arguments, and replace arguments of the same name.
     """
 
     def __call__(self, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ class UserEstimator:
                 f"{self}: returned {_shown(column)} for {rows} responses of width {width}. "
                 f"Return float [{rows}, {width}], or [{rows}] for the same value at all tokens"
             )
-        # Values at masked positions may be NaN, so they are replaced before the check.
+        # Replace values at masked positions before the check, because they may be NaN.
         spread = column if column.ndim == 2 else column[:, None]
         spread = torch.where(mask, spread.to(torch.float32), 0).detach()
         if not spread.isfinite().all():
@@ -114,11 +114,7 @@ class UserEstimator:
         return spread
 
     def try_out(self, rollouts_per_prompt: int) -> None:
-        """Call the function with synthetic data: ``rollouts_per_prompt`` responses to 2 prompts.
-
-        Raises:
-            ConfigError: the function raised an exception, or `__call__` rejects its result.
-        """
+        """Call the function with synthetic data. Raises `ConfigError` if it fails."""
         # Two prompts of 2 tokens, and responses of 2 to 4 tokens.
         rows, width = 2 * rollouts_per_prompt, 6
         generator = torch.Generator().manual_seed(0)
@@ -141,7 +137,7 @@ class UserEstimator:
             "discount_factor": 1.0,
             "gae_lambda": 0.95,
         }
-        # An exception of the function names the arguments that it received.
+        # The message of a failed call names the arguments of the function.
         names = ", ".join([*self._names, *self._kwargs])
         call = f"a test rollout of {rows} responses to 2 prompts with the arguments {names}"
         with user_errors(str(self), call):

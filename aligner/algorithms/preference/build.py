@@ -26,16 +26,8 @@ from aligner.algorithms.supervised.build import load_split, train_supervised
 from aligner.algorithms.supervised.trainer import ExampleSet, Task
 from aligner.checkpoint.durable import atomic_file
 from aligner.config import LOSS_OPTIONS, DPORunConfig, TrainerDPOConfig
+from aligner.data import preferences
 from aligner.data.dataset import Dataset
-from aligner.data.preferences import (
-    MISMATCHED,
-    Labelled,
-    LabelledDataset,
-    Pair,
-    PairDataset,
-    collate_labelled,
-    collate_pairs,
-)
 from aligner.data.supervised import Example, collate_examples
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss, kto_kl_baseline
@@ -43,7 +35,7 @@ from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import on_rank_zero
 from aligner.types import LossFunction
 
-Item = TypeVar("Item", Pair, Labelled)
+Item = TypeVar("Item", preferences.Pair, preferences.Labelled)
 _LOSSES: dict[str, Callable[..., LossFunction]] = {
     "dpo": DPOLoss,
     "ipo": IPOLoss,
@@ -57,7 +49,9 @@ def train_dpo(config: DPORunConfig) -> None:
     """Train a policy on preferences, and print the paths of the run's files."""
     with Run.open(config) as run:
         config, loop, pad_id = run.config, run.config.trainer.dpo, run.tokenizer.pad_id
-        kind: type[Dataset[Any]] = PairDataset if loop.is_paired else LabelledDataset
+        kind: type[Dataset[Any]] = preferences.LabelledDataset
+        if loop.is_paired:
+            kind = preferences.PairDataset
         examples, longest = load_split(run, kind)
 
         def start(workers: Workers, steps: int) -> tuple[Policy, Task[Any]]:
@@ -84,19 +78,20 @@ def preference_task(
     config: DPORunConfig, sets: Mapping[str, ExampleSet[Any]], pad_id: int
 ) -> Task[Any]:
     """Return the training task. ``sets`` has the keys ``training`` and possibly ``validation``."""
-    loop = config.trainer.dpo
-    collate: Callable[..., BatchedDataDict] = collate_pairs if loop.is_paired else collate_labelled
-    complete, loss = None if loop.is_paired else add_kl_baseline, preference_loss(loop)
-    collate = partial(collate, pad_id=pad_id)
-    return Task(sets["training"], sets.get("validation"), collate, loss, complete)
+    train, validation = sets["training"], sets.get("validation")
+    loop, loss = config.trainer.dpo, preference_loss(config.trainer.dpo)
+    if loop.is_paired:
+        return Task(train, validation, partial(preferences.collate_pairs, pad_id=pad_id), loss)
+    collate = partial(preferences.collate_labelled, pad_id=pad_id)
+    return Task(train, validation, collate, loss, add_kl_baseline)
 
 
 def add_kl_baseline(policy: Policy, batch: BatchedDataDict, consumed: int | None) -> None:
     """Replace mismatched responses (to other prompts) by KTO's ``kl_baseline``, float32 [B]."""
-    del consumed  # all batches are treated alike
-    names = [name for name in batch if name.startswith(MISMATCHED)]
+    del consumed  # training and validation are the same
+    names = [name for name in batch if name.startswith(preferences.MISMATCHED)]
     mismatched: BatchedDataDict = BatchedDataDict(
-        {name.removeprefix(MISMATCHED): batch.pop(name) for name in names}
+        {name.removeprefix(preferences.MISMATCHED): batch.pop(name) for name in names}
     )
     policy.prepare_for_lp_inference()
     baseline = kto_kl_baseline(
@@ -112,7 +107,7 @@ class WithReference(Generic[Item]):
     """A data set whose examples contain log-probs of the reference policy."""
 
     def __init__(self, items: ExampleSet[Item], logprobs: Tensor) -> None:
-        """Store ``logprobs``, float32 [N]: those of the N learned tokens of all examples."""
+        """Store ``logprobs``, float32 [N], of the N learned tokens of all examples."""
         counts = [example.learned_tokens for example in _examples(items)]
         self._items: ExampleSet[Item] = items
         self._logprobs, self._bounds = logprobs, list(pairwise(accumulate(counts, initial=0)))
@@ -144,13 +139,14 @@ class ReferenceLogprobs:
     def of(
         self, sets: Mapping[str, ExampleSet[Item]], config: DPORunConfig
     ) -> dict[str, WithReference[Item]]:
-        """Return ``sets`` with reference log-probs, read from ``path`` if it fits the inputs."""
+        """Return ``sets`` with reference log-probs, read from ``path`` or computed."""
+        # Read the file, unless it is missing (None) or there are reasons against it.
         fingerprint = fingerprint_of(config, sets)
         reasons = on_rank_zero(lambda: _mismatches(self.path, fingerprint))
-        # No reasons: the file fits. None: there is no file.
         if reasons == []:
             logprobs = torch.load(self.path, weights_only=True, mmap=True)["logprobs"]
             return {name: WithReference(items, logprobs[name]) for name, items in sets.items()}
+        # Compute the log-probs, and write the file.
         if reasons:
             self._say(f"{self.path} cannot be used: {', '.join(reasons)}")
         count = sum(len(items[0].examples) * len(items) for items in sets.values())
@@ -180,7 +176,7 @@ class ReferenceLogprobs:
 
 
 def fingerprint_of(config: DPORunConfig, sets: Mapping[str, ExampleSet[Any]]) -> dict[str, str]:
-    """Return a fingerprint of each input that the log-probs depend on, by name."""
+    """Return a fingerprint of each input of the log-probs, by name."""
     adapters = config.model.peft.restore_from_path
     return {
         "model": _digest(_files(config.model.restore_from_path)),
@@ -219,6 +215,6 @@ def _mismatches(path: Path, fingerprint: Mapping[str, str]) -> list[str] | None:
     try:
         stored = torch.load(path, weights_only=True, mmap=True)["fingerprint"]
     except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError):
-        return ["it is damaged"]
+        return ["the file is damaged"]
     names = sorted(stored.keys() | fingerprint.keys())
     return [f"{name} changed" for name in names if stored.get(name) != fingerprint.get(name)]

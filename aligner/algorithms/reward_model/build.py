@@ -13,15 +13,8 @@ from aligner.algorithms.supervised.build import load_split, train_supervised
 from aligner.algorithms.supervised.trainer import ExampleSet, SupervisedTrainer, Task
 from aligner.checkpoint.model_source import open_model
 from aligner.config import RewardRunConfig
+from aligner.data import preferences
 from aligner.data.dataset import Dataset
-from aligner.data.preferences import (
-    OrderedPairDataset,
-    Pair,
-    PairDataset,
-    RatedDataset,
-    collate_pairs,
-    collate_rated,
-)
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
@@ -36,10 +29,11 @@ def train_reward_model(config: RewardRunConfig) -> None:
         config, loop, pad_id = run.config, run.config.trainer.reward_model, run.tokenizer.pad_id
         check_head(config)
         examples, longest = load_split(run, kind_of(config))
-        collate: Callable[..., BatchedDataDict] = partial(collate_pairs, pad_id=pad_id)
+        collate: Callable[..., BatchedDataDict] = partial(preferences.collate_pairs, pad_id=pad_id)
         loss: LossFunction = BradleyTerryLoss(loop.variant)
         if loop.loss == "regression":
-            collate, loss = partial(collate_rated, pad_id=pad_id), AttributeRegressionLoss()
+            collate = partial(preferences.collate_rated, pad_id=pad_id)
+            loss = AttributeRegressionLoss()
         task = Task[Any](examples.train, examples.validation, collate, loss)
 
         def start(workers: Workers, steps: int) -> tuple[RewardModel, Task[Any]]:
@@ -61,14 +55,14 @@ def train_reward_model(config: RewardRunConfig) -> None:
 
 @dataclass(eq=False)
 class RewardModelTrainer(SupervisedTrainer):
-    """Trainer of a reward model. It saves how inputs end and how rewards are scaled, too."""
+    """Trainer of a reward model, which also saves the end of inputs and the scale of rewards."""
 
     role: RewardModel
     _: KW_ONLY
     config: RewardRunConfig
 
     def save_model(self, path: str) -> None:
-        """Write the model, with the end token of its inputs and statistics of its rewards."""
+        """Write the model, the last token of its inputs, and statistics of its rewards."""
         loop, train = self.config.trainer.reward_model, self.task.train
         self.role.remember_sequences(self.config.data.add_bos, last_token(train))
         sets = {"train": train, "validation": self.task.validation, None: None}
@@ -89,15 +83,14 @@ def kind_of(config: RewardRunConfig) -> type[Dataset[Any]]:
     """Return the class of data sets that the configured loss needs: pairs or ratings."""
     loop = config.trainer.reward_model
     if loop.loss == "regression":
-        return RatedDataset
-    return PairDataset if loop.variant == "plain" else OrderedPairDataset
+        return preferences.RatedDataset
+    return preferences.PairDataset if loop.variant == "plain" else preferences.OrderedPairDataset
 
 
 def last_token(examples: ExampleSet[Any]) -> int | None:
     """Return the id of the token that ends all sequences, or None if they end differently."""
-    items: list[Any] = [examples[index] for index in range(len(examples))]
-    sequences = [item.examples if isinstance(item, Pair) else (item.example,) for item in items]
-    ends = {example.ids[-1] for pair in sequences for example in pair}
+    items = (examples[index] for index in range(len(examples)))
+    ends = {example.ids[-1] for item in items for example in item.examples}
     return ends.pop() if len(ends) == 1 else None
 
 

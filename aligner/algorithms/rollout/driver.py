@@ -5,8 +5,8 @@
          └──────── calls ───────┘      └──────────────── tokens ────────────────────┘
 
 A conversation occupies one slot of the process pool. Random numbers depend only on the seed, the
-sample and the attempt, so sampled tokens do not depend on timing. The engine delays a batch for
-slow conversations by at most `ConversationRollouts.gather_s`.
+sample and the attempt, so sampled tokens do not depend on timing. For slow conversations, the
+engine delays a batch by at most `ConversationRollouts.gather_s`.
 """
 
 import logging
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from aligner.config import EnvironmentConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -36,9 +36,9 @@ _POLL_S = 0.05  # seconds between two checks of the time limits
 _MAX_JOIN_S = 30.0
 
 # A conversation is a generator. It yields a `Call` of its process, or a `Row` of tokens that the
-# engine continues. The driver sends back the call's result or the row's `Progress`, or throws
-# `ConversationFailedError`. The generator returns its trajectory (None if the policy never
-# answered) and the failure that ended it, if any.
+# engine continues. The driver sends the call's result or the row's `Progress` to the generator, or
+# throws `ConversationFailedError`. The generator returns the trajectory (None if the policy never
+# answered) and the failure that ended the conversation, if any.
 Steps = Generator[Call | Row, Any, tuple[Trajectory | None, Failure | None]]
 
 
@@ -52,7 +52,7 @@ class ConversationFailedError(Exception):
 
 @dataclass
 class Episode:
-    """State of one row of the rollout until its conversation has ended. Times are monotonic."""
+    """State of one row of a rollout, until the row's conversation ends. Times are monotonic."""
 
     row: int
     sample_id: int
@@ -68,7 +68,7 @@ class Episode:
     checked_at: float = 0.0
     silent_s: float = 0.0  # seconds since the call began or the policy last answered
     used_s: float = 0.0  # seconds of all calls, without waiting for the policy
-    answers: int = 0  # number of the policy's answers in the session at the last check
+    answers: int = 0  # number of answers in the session at the last check
 
     @property
     def attempt(self) -> int:
@@ -77,7 +77,7 @@ class Episode:
 
 
 class Driver:
-    """Driver of a rollout's conversations, on rank 0. ``conduct`` returns an attempt (`Steps`)."""
+    """Driver of a rollout's conversations, on rank 0. ``conduct`` begins an attempt (`Steps`)."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Driver:
         queue: JobQueue[Row],
         conduct: Callable[[Episode], Steps],
     ) -> None:
-        self._config, self._maybe_pool = config, pool
+        self._config, self._pool = config, cast(EnvironmentPool, pool)  # None on other ranks
         self._queue, self._conduct = queue, conduct
         self._waiting, self._active = deque[Episode](), list[Episode]()
         self._free_slots = deque(range(config.concurrency))
@@ -98,20 +98,17 @@ class Driver:
         self._wake_reader, self._wake_writer = Pipe(duplex=False)
         self._thread = threading.Thread(target=self._run, name="conversations", daemon=True)
 
-    @property
-    def _pool(self) -> EnvironmentPool:
-        assert self._maybe_pool is not None, "only rank 0 owns the environments"
-        return self._maybe_pool
-
     def is_complete(self, rows: int) -> bool:
-        """Return whether each running conversation waits for one of the ``rows`` queued rows."""
+        """Return whether ``rows`` queued rows include a row of every running conversation."""
         unfinished = len(self._active) + len(self._waiting)
         return rows >= min(self._config.concurrency, unfinished)
 
     def start(self, data: BatchedDataDict, seed: int, per_prompt: int) -> None:
-        """Start a conversation for each row. Environments of ``per_prompt`` rows have one seed."""
+        """Start a conversation for each row of ``data``.
+
+        ``per_prompt``: number of adjacent rows whose environments have the same seed.
+        """
         for row, sample_id in enumerate(data["sample_ids"].tolist()):
-            # All samples of a prompt share the environment's seed.
             prompt_seed = random.Random(f"{seed}/{sample_id // per_prompt}").getrandbits(63)
             self._waiting.append(Episode(row, sample_id, prompt_seed, data["columns"][row]))
         self._thread.start()
@@ -124,11 +121,14 @@ class Driver:
             self._thread.join(_MAX_JOIN_S)
 
     def trajectories(self) -> list[Trajectory]:
-        """Return trajectories in order of rows. Raises if too many failed or none was scored."""
+        """Return the trajectories in order of rows. Raises if the rollout failed.
+
+        Raises `EnvironmentCallError` if every conversation ended normally, but none has a reward.
+        """
         if self._error is not None:
             raise self._error
         trajectories = [self._ended[row] for row in sorted(self._ended)]
-        # Without any reward there is nothing to learn. This is an error if all ended normally.
+        # Without any reward, no advantage can be computed.
         if trajectories and not any(trajectory.is_scored for trajectory in trajectories):
             text = (
                 f"environment {self._pool.factory!r} scored none of the {len(trajectories)} "
@@ -138,11 +138,12 @@ class Driver:
                 raise EnvironmentCallError(
                     f"{text}every reward was None. Return a number as the reward of a turn"
                 )
-            limits = "limits or failures ended them (environment.max_turns, max_tokens, failed)"
-            log.warning("%s%s", text, limits)
+            keys = "environment.max_turns, environment.max_tokens, environment.failed"
+            log.warning("%sconversations ended at a limit or with a failure (%s)", text, keys)
         return trajectories
 
     def _run(self) -> None:
+        """Conduct all conversations. This is the main function of the thread."""
         try:
             while (self._waiting or self._active) and not self._stopping.is_set():
                 self._fill_slots()
@@ -169,7 +170,7 @@ class Driver:
         self._resume([(episode, None) for episode in starting])
 
     def _poll(self) -> None:
-        """Wait for replies, and resume the conversations that have one or whose call failed."""
+        """Wait briefly for replies, and resume the conversations that have a reply or a failure."""
         calling = [episode.slot for episode in self._active if episode.call is not None]
         answered = self._pool.answered(calling, _POLL_S, self._wake_reader)
         while self._wake_reader.poll():
@@ -191,8 +192,9 @@ class Driver:
     def _reply_of_process(
         self, episode: Episode, is_answered: bool, now: float
     ) -> CallAnswer | Failure | None:
+        """Return the result of the episode's call, or a failure, or None if the call is running."""
         assert episode.call is not None
-        # Time that an agent waits for the policy's answer does not count.
+        # Measure the time of the call. Time in which an agent waits for the policy does not count.
         elapsed_s, episode.checked_at = now - episode.checked_at, now
         session = episode.session
         answers = 0 if session is None else len(session.answers)
@@ -201,10 +203,11 @@ class Driver:
         else:
             episode.silent_s += elapsed_s
             episode.used_s += elapsed_s
-        # An agent may catch the engine's failure and return. The failure takes precedence.
+        # A failure of the engine takes precedence, because an agent may catch it and return.
         failure = None if session is None else session.engine_failure
         if failure is None and is_answered:
             return self._pool.receive(episode.call, now)
+        # Kill the process of a call that failed or took too long.
         config, text = self._config, ""
         if episode.silent_s > config.timeout_s:
             event = "did not answer" if session is None else "neither called the policy nor ended"
@@ -224,7 +227,7 @@ class Driver:
     def _resume(
         self, replies: Sequence[tuple[Episode, CallAnswer | Progress | Failure | None]]
     ) -> None:
-        """Send each reply to its conversation, which runs up to its next request or its end."""
+        """Send each reply to its conversation, which runs until its next request or its end."""
         # Requests for sampling are queued at once, calls of processes are collected.
         calling: list[tuple[Episode, Call]] = []
         for episode, reply in replies:
@@ -288,8 +291,8 @@ class Driver:
         """Return True if a failed conversation becomes a sample with reward 0, False to repeat it.
 
         ``turns``: number of the policy's messages. Raises `EnvironmentCallError` if a repetition
-        would fail as well, or if more than ``environment.retries`` failures occurred. A failed
-        engine call counts once, even if several conversations waited for it.
+        would fail as well, or after more than ``environment.retries`` failures. A failed call of
+        the engine counts once, even if several conversations waited for its result.
         """
         earns_zero = self._config.failed == "zero" and turns and failure.reason != "engine_error"
         if failure.kind == "final" or (failure.kind == "fault" and not earns_zero):

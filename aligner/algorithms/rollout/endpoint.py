@@ -71,7 +71,7 @@ class PolicyServed(Served):
 
 
 class EndpointRollouts(ConversationRollouts):
-    """Trajectories of agents. They use an HTTP server on 127.0.0.1, with a key for each session."""
+    """Rollouts of agents, which use an HTTP server on 127.0.0.1 with one key per session."""
 
     gather_s = 0.02  # seconds. Agents that got answers together send the next requests together
     runs_agents = True
@@ -99,7 +99,7 @@ class EndpointRollouts(ConversationRollouts):
         on_rank_zero(listen)
 
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
-        """Run an agent once, with a session that records its requests (see `Steps`)."""
+        """Run an agent once, with a session that records the agent's requests (see `Steps`)."""
         # Validation may sample with other options than training.
         defaults, sessions = options or self._options, self._service.sessions
         if self._service.served.defaults is not defaults:
@@ -116,7 +116,7 @@ class EndpointRollouts(ConversationRollouts):
             failure = error.failure
         finally:
             sessions.end(session)
-        # After an engine error the conversation is repeated, so its reward is not needed.
+        # After an engine error the conversation is repeated, so a reward is not needed.
         if failure is None or failure.reason != "engine_error":
             failure = self._rewarded(session, turn, failure)
         if not session.answers:
@@ -126,7 +126,7 @@ class EndpointRollouts(ConversationRollouts):
         return trajectory, failure
 
     def _rewarded(self, session: Session, turn: Turn, failure: Failure | None) -> Failure | None:
-        """Record the agent's reward. Return the failure of the trajectory, None if it is valid."""
+        """Record the agent's reward. Return the failure of the trajectory, or None without any."""
         assert self._pool is not None
         if not session.answers and (failure is None or session.exceeded is not None):
             text = f"{self._pool.name} ended before the policy had answered a request"
@@ -148,10 +148,11 @@ class EndpointRollouts(ConversationRollouts):
 def trajectory_of(session: Session, tokenizer: Tokenizer, info: Mapping[str, Any]) -> Trajectory:
     """Convert an agent's session to a trajectory.
 
-    Sequences are in the order of their first requests. A turn is an answer of the policy. Turns are
-    numbered in the order of requests. A reward belongs to the latest turn of the answers since the
-    previous reward, or to turn 1. ``info``: stored in the last turn.
+    Sequences are sorted by their first requests. A turn is an answer of the policy. Turns are
+    numbered in the order of requests. A reward is assigned to the latest turn among the answers
+    since the previous reward, or to turn 1 without such answers. ``info``: stored in the last turn.
     """
+    # Number the turns, and group the answers by sequence.
     turn_of = {answer: turn for turn, answer in enumerate(sorted(session.answers), start=1)}
     answers_of: dict[int, list[RecordedAnswer]] = {}
     for answer in session.answers:

@@ -1,8 +1,8 @@
 """Rollouts of many turns: conversations of the policy with environments.
 
-The random numbers of a conversation depend only on the run's seed and its sample id, not on ranks
+The random numbers of a conversation depend only on the run's seed and the sample id, not on ranks
 or layouts. Concurrent conversations only affect the rounding of logits. No conversation runs
-between steps, so a resumed run starts the conversations of its step anew.
+between steps, so a resumed run starts the conversations of its step from the beginning.
 """
 
 import logging
@@ -50,7 +50,7 @@ _CALLER_ERRORS = (
 )
 FAILURE_REASONS = ("env_timeout", "env_error", "engine_error")
 
-# Engines derive random numbers from seed and sample id. Added to the id for each turn and attempt.
+# Increments of the sample id for each turn and attempt. Engines derive random numbers from the id.
 _TURN, _ATTEMPT = 1 << 40, 1 << 51
 _QUEUE_ROWS = 4096  # at least 4 rows per conversation
 
@@ -104,7 +104,7 @@ class ConversationRollouts(RolloutSource):
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
         """Run one attempt of a conversation, as the generator `Steps`.
 
-        ``options``: sampling settings that replace those of training, or None.
+        ``options``: sampling settings, or None for the settings of training.
         """
 
     def collect(
@@ -121,7 +121,7 @@ class ConversationRollouts(RolloutSource):
         The batch contains the columns of `aligner.types` except rewards and values. It also
         contains ``turn_ids`` int64 [B, S], ``turn_rewards`` float32 [B, S], ``is_scored`` float32
         [B], the lists ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks`` and
-        ``failures``, and if needed ``position_ids`` int64 [B, S] and ``kept_ids`` int32 [B, S, K].
+        ``failures``, and optionally ``position_ids`` int64 [B, S] and ``kept_ids`` int32 [B, S, K].
         The environments of ``per_prompt`` adjacent rows have the same seed.
 
         Raises:
@@ -154,7 +154,7 @@ class ConversationRollouts(RolloutSource):
         per_prompt: int,
         options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
-        # Rank 0: start the thread of conversations. All ranks: sample the rows that wait.
+        # The driver conducts the conversations on rank 0. The engine samples on all ranks.
         config, pad_id = self._config, self._tokenizer.pad_id
         conduct = partial(self.conduct, seed=seed, options=options)
         driver = Driver(config, self._pool, self._queue, conduct)
@@ -171,7 +171,7 @@ class ConversationRollouts(RolloutSource):
             survives=partial(engine_survives, generation),
             is_complete=driver.is_complete,
         )
-        # Serve requests until all conversations have ended.
+        # Sample queued rows until all conversations have ended.
         try:
             if is_rank_zero():
                 driver.start(data, seed, per_prompt)
@@ -201,7 +201,7 @@ class EnvironmentRollouts(ConversationRollouts):
         )
 
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
-        """Begin the environment, then alternate the policy's messages and environment steps."""
+        """Begin the environment, then alternate messages of the policy and environment steps."""
         del seed
         conversation, failure, is_alive = None, None, True
         try:
@@ -249,7 +249,7 @@ class EnvironmentRollouts(ConversationRollouts):
             is_end = response.end == "stop"
             message = conversation.answered(response.ids, response.logprobs, is_end)
             turn = yield self._call(episode, "step", message)
-            # The environment's messages are appended only if another turn may follow.
+            # Append the environment's messages only if another turn may follow.
             turns = len(conversation.turns) + 1
             end_reason = "done" if turn.done else limits.exceeded(turns, 0)
             conversation.follow(turn, goes_on=end_reason is None)
@@ -261,7 +261,7 @@ class EnvironmentRollouts(ConversationRollouts):
 
 
 class EnvironmentReward:
-    """Reward (`RewardInterface`) that reads what environments returned during the rollout."""
+    """Reward (`RewardInterface`) that the environments returned during the rollout."""
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
         """Return the sum of each conversation's turn rewards, and the sum of each reward part.
@@ -290,14 +290,14 @@ class EnvironmentReward:
 def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
     """Return whether conversations may be repeated after ``generate`` raised ``error``.
 
-    All ranks must call this function and get the same result. It is False if the request or the
-    code caused the error, or if the engine cannot generate again. If it is True, memory of the
-    failed call, such as a KV cache, is released.
+    All ranks must call this function and get the same result: False if the request or the code
+    caused the error, or if the engine cannot generate again. Otherwise memory of the failed call,
+    such as a KV cache, is released.
     """
     is_engine_error = isinstance(error, WorkerError) or not isinstance(error, _CALLER_ERRORS)
     if not (generation.recover() and all(gather_objects(is_engine_error))):
         return False
-    # Tracebacks hold the tensors of the failed call.
+    # Tracebacks keep the tensors of the failed call in memory.
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
@@ -316,12 +316,12 @@ def rollout_batch(
     """Convert trajectories to a rollout batch, see `ConversationRollouts.collect`.
 
     ``data``: the `prompts_batch` from which ``rows`` were sampled. ``with_positions``: whether a
-    row may contain several sequences. The batch then has ``position_ids``, int64 [B, S], which
-    restart at each sequence. ``unscored``: ``zero`` includes conversations that reached a limit
-    without a reward, with reward 0. ``mask`` excludes them from training. Conversations that their
+    row may contain several sequences. The batch then contains ``position_ids``, int64 [B, S], which
+    restart at each sequence. ``unscored``: whether conversations that reached a limit without a
+    reward get reward 0 (``zero``) or are excluded from training (``mask``). Conversations that the
     environment ended without a reward are always excluded.
     """
-    # Unscored conversations that ended for these reasons are trained on, with reward 0.
+    # End reasons with which a conversation without a reward is trained on, with reward 0.
     earning_zero = {"failed"} if unscored == "mask" else {"failed", "max_turns", "max_tokens"}
     sample_mask = [float(row.is_scored or row.end_reason in earning_zero) for row in rows]
     # Columns per token, padded to the longest row.

@@ -46,7 +46,7 @@ from aligner.rewards.interface import RewardInterface, check_weights
 from aligner.rewards.model import ModelReward, SharedBackboneReward, VerifiedReward
 from aligner.rewards.sequences import SequenceEncoder
 
-# Options that do not affect the layers below the output layer, when a trained model is loaded.
+# Options of an architecture that do not affect the layers below the head of a trained model.
 _NON_BODY_FIELDS = {"attention_dropout", "family", "hidden_dropout", "init_std", "tie_embeddings"}
 
 
@@ -81,7 +81,7 @@ def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
     """Read and tokenize the prompts of a run. Raises if the model lacks positions for responses."""
     config, data = run.config, run.config.data
     if config.environment.is_set:
-        refuse(config.length_problems(longest_opening(config, run.architecture)))
+        refuse(config.length_problems(max_context(config, run.architecture)))
     load = prompt_loader(config, data, run.tokenizer, run.architecture)
     prompts = Prompts(
         load(data.train),
@@ -109,16 +109,16 @@ def prompt_loader(
     tokenizer: Tokenizer,
     architecture: GPTArchitecture,
 ) -> Callable[[PromptSourceConfig], PromptDataset]:
-    """Return a function that reads prompts from a source, or rows if there is an environment."""
+    """Return a function that reads prompts from a source, or data rows with an environment."""
     if not config.environment.is_set:
         return lambda source: PromptDataset.load(source, tokenizer, data)
-    max_length = longest_opening(config, architecture)
+    max_length = max_context(config, architecture)
     truth = data.ground_truth_column
     return lambda source: EpisodeDataset.read(source, max_length, truth, data)
 
 
-def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) -> int:
-    """Return the maximum number of tokens that a conversation may have before a response."""
+def max_context(config: SamplingRunConfig, architecture: GPTArchitecture) -> int:
+    """Return the maximum length of a conversation before a response, in tokens."""
     environment, positions = config.environment, architecture.max_position_embeddings
     if environment.max_tokens > positions:
         raise ConfigError(
@@ -138,11 +138,8 @@ def open_environments(
     """Start the configured environments, until ``closing`` closes. Return their rollout source.
 
     Returns None if no environment is configured, and in a dry run, which samples single responses
-    as long as a conversation. ``columns``: result of `columns_of_rows`, names of data columns.
-
-    Raises:
-        ConfigError: the environment's class, function or program does not exist, or does not
-            accept the columns.
+    of the length of a conversation. ``columns``: result of `columns_of_rows`. Raises `ConfigError`
+    if the environment's class, function or program is missing or does not accept the columns.
     """
     if not config.environment.is_set or config.dry_run:
         return None
@@ -151,7 +148,7 @@ def open_environments(
 
 
 def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[str]:
-    """Return a list with a note if validation prompts are also training prompts, else []."""
+    """Return a list with a note if some validation prompts are also training prompts, else []."""
     if validation is None or isinstance(train, EpisodeDataset):
         return []
     trained = {tuple(train[index].ids) for index in range(len(train))}
@@ -181,20 +178,20 @@ def start_generation(
 
 @dataclass(frozen=True)
 class RewardSource:
-    """Reward of a run, loaded before any model is built. `start` makes it ready for use."""
+    """Reward of a run, loaded before any model is built. `start` returns the reward itself."""
 
     config: SamplingRunConfig
     tokenizer: Tokenizer  # the policy's
     scorer: RewardInterface | None  # a function or server, None if a model has to be started
     verifier: Reward | None  # a function in addition to a model or a server
-    # Description of a reward model, None without one.
+    # Description of the reward model, if any.
     architecture: GPTArchitecture | None = None
     encoder: SequenceEncoder | None = None
-    weights: Tensor | None = None  # float32 [attributes], None: the model has one reward
+    weights: Tensor | None = None  # float32 [attributes], or None if the model has one reward
 
     def start(self, workers: Workers, value: Value | None = None) -> RewardInterface:
-        """Return the reward, ready to use. In a dry run it calls no function and no server."""
-        model = None if self.encoder is None else self._started(self.encoder, workers, value)
+        """Start the reward model, if any, and return the reward. A dry run calls only the model."""
+        model = None if self.encoder is None else self._start_model(self.encoder, workers, value)
         if self.config.dry_run:
             return MadeUpRewards(model, self.config.seed)
         scorer = self.scorer or model
@@ -203,8 +200,8 @@ class RewardSource:
 
     def notes(self) -> list[str]:
         """Return notes about the reward function for the start-up report."""
-        functions = [each for each in (self.scorer, self.verifier) if isinstance(each, Reward)]
-        return [text for function in functions for text in function.notes()]
+        parts = (self.scorer, self.verifier)
+        return [note for part in parts if isinstance(part, Reward) for note in part.notes()]
 
     def memory(self) -> list[RoleMemory]:
         """Return the memory per process of a reward model with its own workers, else []."""
@@ -213,7 +210,7 @@ class RewardSource:
             return []
         return [role_memory(self.config, self.architecture, 1, "reward model", trainable=False)]
 
-    def _started(
+    def _start_model(
         self, encoder: SequenceEncoder, workers: Workers, value: Value | None
     ) -> ModelReward:
         config, model = self.config, self.config.reward.model
@@ -255,7 +252,7 @@ def load_reward(
     reward, rollout = config.reward, config.model.rollout
     if reward.kind == "environment":
         return RewardSource(config, tokenizer, EnvironmentReward(), None)
-    # A function is the reward, or verifies in addition to a model or a server.
+    # Load the function. It is the reward, or verifies responses that a model or a server scores.
     function = None
     if reward.function is not None:
         function = Reward.load(reward, tokenizer)
@@ -263,6 +260,7 @@ def load_reward(
         function.check_columns(columns)
     if reward.kind == "function":
         return RewardSource(config, tokenizer, function, None)
+    # Connect to a server.
     if reward.server is not None:
         from aligner.rewards.server.client import RemoteReward  # imports httpx
 
@@ -274,7 +272,7 @@ def load_reward(
         )
         return RewardSource(config, tokenizer, remote, function)
     assert reward.model is not None, "checked with the configuration"
-    # The model must have a head and fit the layout.
+    # Describe a model, and check its head and the layout.
     model, path = reward.model, reward.model.restore_from_path
     with path_given_by("reward.model.restore_from_path"), open_model(path) as checkpoint:
         attributes = rated_attributes(checkpoint, path)
@@ -288,7 +286,7 @@ def load_reward(
 
 
 def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> None:
-    """Raise `ConfigError` unless reward model and critic have the same layers except the head."""
+    """Raise `ConfigError` unless reward model and critic have equal layers below the head."""
     assert isinstance(config, RunConfig), "checked with the configuration"
     assert config.critic is not None, "checked with the configuration"
     assert config.reward.model is not None, "checked with the configuration"
@@ -297,7 +295,7 @@ def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> 
         key, path = "model.restore_from_path", config.model.restore_from_path
     with open_model(path) as checkpoint:
         body = checkpoint.architecture
-    # Compare all fields that affect layers below the output layer.
+    # Compare all fields that affect layers below the head.
     differing = [
         f"{name} ({getattr(architecture, name)}, {getattr(body, name)})"
         for name in (option.name for option in dataclasses.fields(GPTArchitecture))

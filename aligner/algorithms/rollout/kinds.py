@@ -48,7 +48,7 @@ class EnvironmentKind:
 
 
 class Messages(EnvironmentKind):
-    """Environments that answer messages: classes like `aligner.environments.MessageEnv`."""
+    """Environments that reply to messages: classes like `aligner.environments.MessageEnv`."""
 
     rollouts = "aligner.algorithms.rollout.environments:EnvironmentRollouts"
 
@@ -90,13 +90,13 @@ class Endpoint(EnvironmentKind):
         if environment.rewritten_history != "fork":
             yield (
                 f"{key}.rewritten_history={environment.rewritten_history} does not work with "
-                f"{key}.kind=endpoint: an agent's prompt that does not continue a sequence starts "
-                f"another one. Set {key}.rewritten_history=fork"
+                f"{key}.kind=endpoint: a prompt that does not continue a sequence of the agent "
+                f"starts another sequence. Set {key}.rewritten_history=fork"
             )
         if run.generation.async_rollouts:
             yield (
                 f"generation.async_rollouts=true does not work with {key}.kind=endpoint: agents "
-                "get answers only while no training runs. Set generation.async_rollouts=false, or "
+                "get no answers during training. Set generation.async_rollouts=false, or "
                 f"{key}.kind=messages"
             )
         if isinstance(run, RunConfig) and run.model.ppo.record_kept_tokens:

@@ -66,11 +66,11 @@ class RolloutSource(ABC):
         per_prompt: int = 1,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
-        """Sample responses, and return a rollout batch (`aligner.types`) on the host.
+        """Sample responses. Return a rollout batch (`aligner.types`) on the host, without rewards.
 
-        The batch has no rewards yet. ``data``: a `prompts_batch`, whose lists are copied to the
-        result. ``per_prompt``: number of adjacent rows of a prompt. ``sampling_options``: replaces
-        the engine's length and sampling settings.
+        ``data``: a `prompts_batch`, whose lists are copied to the result. ``per_prompt``: number of
+        adjacent rows with the same prompt. ``sampling_options``: replaces the engine's length and
+        sampling settings.
         """
 
     @abstractmethod
@@ -113,7 +113,7 @@ class ConversationsAhead:
     """
 
     def __init__(self, collect: Callable[[Callable[[], bool]], BatchedDataDict]) -> None:
-        """Call ``collect`` in a thread. It must stop when its argument (a function) gives True."""
+        """Call ``collect`` in a thread. Its argument is a function that returns True to stop it."""
         self._abandoned = Event()
         thread = ThreadPoolExecutor(1, thread_name_prefix="collect")
         self._future = thread.submit(collect, self._abandoned.is_set)
@@ -124,13 +124,13 @@ class ConversationsAhead:
         return self._future.result()
 
     def abandon(self) -> None:
-        """Stop the thread after the engine's current batch. Errors are ignored."""
+        """Stop the thread after the engine's current batch, and ignore errors."""
         self._abandoned.set()
         self._future.exception()
 
 
 def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDict:
-    """Return the rollout batch of a `prompts_batch` and its responses (`GenerationOutputSpec`)."""
+    """Return the rollout batch of a `prompts_batch` and an engine's `GenerationOutputSpec`."""
     prompt_lengths, lengths = data["input_lengths"], output["unpadded_sequence_lengths"]
     kept_ids = {"kept_ids": output["kept_ids"]} if "kept_ids" in output else {}
     return BatchedDataDict(
@@ -138,15 +138,12 @@ def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDic
             "input_ids": output["output_ids"],
             "input_lengths": lengths,
             "prompt_lengths": prompt_lengths,
-            "sample_ids": data["sample_ids"],
             "is_end": output["is_end"],
             "token_mask": response_mask(prompt_lengths, lengths, output["output_ids"].shape[1]),
             "sample_mask": torch.ones(data.size),
             "generation_logprobs": output["logprobs"],
             **kept_ids,
-            "prompts": data["prompts"],
-            "ground_truths": data["ground_truths"],
-            "columns": data["columns"],
+            **{name: data[name] for name in ("sample_ids", "prompts", "ground_truths", "columns")},
         }
     )
 
@@ -160,16 +157,17 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, width: int) -> Tensor
 def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     """Add ``rewards``, ``responses`` and ``is_right`` to a rollout batch, and return its metrics.
 
-    ``is_right``, float32 [B], is the reward's part ``accuracy`` if there is one, else 1 if the
-    reward is at least 1. Means of rewards and parts exclude conversations with ``sample_mask``,
-    float32 [B], of 0. ``accuracy_of_answered`` is the mean over conversations with a reward.
+    ``is_right``, float32 [B], is the reward's part ``accuracy``. Without this part, it is 1 for
+    rewards of at least 1, else 0. Means of rewards and parts exclude conversations with
+    ``sample_mask``, float32 [B], of 0. ``accuracy_of_answered`` averages ``is_right`` over
+    conversations with a reward.
     """
     scored = reward.get_rewards(batch)
     batch["rewards"], batch["responses"] = scored.rewards, scored.responses
     right, values = (scored.rewards >= 1).float(), dict(scored.parts)
     batch["is_right"] = torch.tensor(values["accuracy"]) if "accuracy" in values else right
     metrics = rollout_metrics(batch)
-    # Excluded conversations are in no mean.
+    # Exclude masked conversations from all means.
     if "is_scored" in batch:
         answered = statistics(batch["is_right"], batch["is_scored"])["mean"]
         metrics["accuracy_of_answered"] = answered.item()

@@ -6,9 +6,9 @@ Rollouts of the training prompts are sampled when a step needs them, or one step
     step k     take rollout k, update the engines' weights, begin rollout k+1 ─── train on rollout k
     engines                                                 └─ sample rollout k+1
 
-A validation or a run state between two steps finishes the rollout that has begun, or abandons it
-(``generation.in_flight``). The next step samples abandoned prompts again. Neither result depends on
-the progress of the rollout, so interrupted and uninterrupted runs get the same rollouts.
+A validation or a run state between two steps finishes or abandons the pending rollout
+(``generation.in_flight``). The next step samples abandoned prompts again. The result is independent
+of the progress of the pending rollout, so interrupted and uninterrupted runs get equal rollouts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ class Rollouts:
     sampler: PromptSampler
     pad_id: int
     source: RolloutSource = field(default_factory=SingleResponses)
-    # Of the next rollout, if it has begun: prompt indices, and the pending result or the batch.
+    # Next rollout if it has begun: indices of the prompts, and the pending result or the batch.
     _indices: list[int] | None = field(default=None, init=False)
     _pending: PendingGeneration | None = field(default=None, init=False)
     _batch: BatchedDataDict | None = field(default=None, init=False)
@@ -74,13 +74,13 @@ class Rollouts:
     def take(
         self, first_sample_id: int, *, more: bool, prompts: int | None = None
     ) -> BatchedDataDict:
-        """Return the next rollout batch, and begin the following rollout if they are asynchronous.
+        """Return the next rollout batch. If rollouts are asynchronous, begin the following rollout.
 
         ``first_sample_id``: sample id of the first row. ``more``: whether another step follows.
         ``prompts``: number of prompts if the rollout has not begun yet (default: the sampler's
         batch size).
         """
-        # Wait for the rollout that was begun, or sample one now.
+        # Wait for the pending rollout, or sample a rollout now.
         self._finish()
         indices, batch = self._indices, self._batch
         self._indices = self._batch = None
@@ -103,7 +103,7 @@ class Rollouts:
         return BatchedDataDict({**batch, **{name: data[name] for name in _DATA_COLUMNS}})
 
     def drain(self) -> None:
-        """Finish or abandon the rollout that has begun, as ``generation.in_flight`` configures."""
+        """Finish or abandon the pending rollout, as ``generation.in_flight`` configures."""
         if self._pending is not None and self.config.generation.in_flight == "abandon":
             self._pending.abandon()
             self._pending = None
@@ -116,14 +116,14 @@ class Rollouts:
             self._pending = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the prompts that are drawn for the next step, and their responses if sampled."""
+        """Return prompt indices of the next step if already drawn, and responses if sampled."""
         self.drain()
         batch = self._batch
         output = batch and {name: batch[name] for name in batch if name not in _DATA_COLUMNS}
         return {"indices": self._indices, "output": output}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+        """Restore ``state``, a result of `state_dict`.
 
         If the run accepts changed settings (``exp_manager.resume_changed`` or ``accept_changed``),
         the saved responses are discarded, and their prompts are sampled again.
@@ -177,17 +177,17 @@ class SamplingTrainer(Learner):
         if not held_out:
             return StepResult({})
         with timers("validate"):
-            self.rollouts.drain()  # a rollout that has begun has older weights
+            self.rollouts.drain()  # a pending rollout uses older weights
             return validate_on_prompts(
                 self.config, source, self.generation, self.reward, held_out, step, self.pad_id
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, data position and a rollout that was sampled ahead."""
+        """Return counters, data position and the next rollout, if sampled ahead."""
         return {"rollouts": self.rollouts.state_dict(), **super().state_dict()}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Restore what `state_dict` returned, and load the models from ``folder``."""
+        """Restore ``state``, a result of `state_dict`, and load the models from ``folder``."""
         super().load(state, folder)
         self.rollouts.load_state_dict(state["rollouts"])
         self.generation.weights_changed()
@@ -267,7 +267,7 @@ class SamplingInputs:
         restores: Sequence[str],
         notes: Sequence[str],
     ) -> StartupSummary:
-        """Return the start-up report. ``restores``: what a run state restores besides models."""
+        """Return the start-up report. ``restores``: parts of a run state in addition to models."""
         config, model, architecture = self.config, self.config.model, workers.architecture
         data_size = model.parallel.data_size(workers.clusters.policy.world_size())
         # Batches and memory of the trained roles.

@@ -65,8 +65,8 @@ class Evaluation:
     """Scores of sampled responses to one set of prompts.
 
     ``estimates``: ``accuracy`` and ``rewards``. If there are several responses to a prompt, also
-    mean@n, pass@k and maj@k. ``batch``: the rollout batch with rewards, and the final ``answers``
-    if there are several. A conversation without a reward has reward 0 and is not right.
+    mean@n, pass@k and maj@k. ``batch``: the rollout batch with rewards, and with several responses
+    also the final ``answers``. A conversation without a reward has reward 0 and is not right.
     """
 
     metrics: dict[str, float]
@@ -96,11 +96,11 @@ def evaluate_responses(
     reward: RewardInterface,
     final_answer: Callable[[str], str | None],
 ) -> Evaluation:
-    """Score a rollout batch. ``final_answer`` finds a response's answer, for majority votes."""
+    """Score a rollout batch. ``final_answer`` extracts the answer of a response, for maj@k."""
     batch["sample_mask"] = torch.ones(batch.size)
     metrics = score(reward, batch)
-    rewards = _rows(batch["rewards"].tolist(), samples_per_prompt)
-    right = _rows(batch["is_right"].tolist(), samples_per_prompt)
+    rewards = _by_prompt(batch["rewards"].tolist(), samples_per_prompt)
+    right = _by_prompt(batch["is_right"].tolist(), samples_per_prompt)
     estimates = {
         name: mean_over_prompts([sum(row) / len(row) for row in values])
         for name, values in (("accuracy", right), ("rewards", rewards))
@@ -111,7 +111,7 @@ def evaluate_responses(
         if "turns" in batch:
             texts = [turns[-1]["content"] for turns in batch["turns"]]
         batch["answers"] = [final_answer(text) for text in texts]
-        estimates |= answer_estimates(right, _rows(batch["answers"], samples_per_prompt))
+        estimates |= answer_estimates(right, _by_prompt(batch["answers"], samples_per_prompt))
     return Evaluation(metrics, estimates, batch, samples_per_prompt)
 
 
@@ -124,7 +124,7 @@ def validate_on_prompts(
     step: int,
     pad_id: int,
 ) -> StepResult:
-    """Sample and score responses to each set. Keys of ``held_out`` become prefixes of metrics."""
+    """Sample and score responses to each set in ``held_out``. Its keys are prefixes of metrics."""
     validation = config.validation
     final_answer = load_function(validation.final_answer, key="validation.final_answer")
     rollout, seed = config.model.rollout, config.seed + VALIDATION_SEED_OFFSET
@@ -141,8 +141,5 @@ def validate_on_prompts(
     return StepResult(metrics, samples)
 
 
-def _rows(values: list, samples_per_prompt: int) -> list[list]:
-    return [
-        values[start : start + samples_per_prompt]
-        for start in range(0, len(values), samples_per_prompt)
-    ]
+def _by_prompt(values: list, count: int) -> list[list]:
+    return [values[start : start + count] for start in range(0, len(values), count)]

@@ -63,7 +63,7 @@ class RSTrainer(SamplingTrainer):
             batch = self.rollouts.take(self.consumed_samples, more=self.has_next(step))
         with timers("reward"):
             metrics = prefixed("train_rollouts", score(self.reward, batch))
-        # Excluded samples are never selected.
+        # Select the best responses of each prompt, but no excluded samples.
         rewards = batch["rewards"].masked_fill(batch["sample_mask"] == 0, float("-inf"))
         best = best_of_each(rewards, rs.num_rollouts_per_prompt, rs.top_n_rollouts)
         best_rewards = statistics(batch["rewards"][best], batch["sample_mask"][best])

@@ -32,11 +32,8 @@ _HISTORY = ("metrics.jsonl", "samples.jsonl")
 _RUN_FILES = (
     *(RUN_FILE, "run_state", *_HISTORY, "report.html", "tensorboard", "wandb", "wandb_id"),
     *("nonfinite", "workers", "reference_logprobs.pt"),
-    *(
-        f"{name}.{kind}"
-        for name in ("policy", "reward_model")
-        for kind in ("nemo", "lora.safetensors")
-    ),
+    *("policy.nemo", "policy.lora.safetensors"),
+    *("reward_model.nemo", "reward_model.lora.safetensors"),
 )
 
 
@@ -51,7 +48,7 @@ class RunDirectory:
         """Check that the locked directory is empty or contains this run. Return notes to print.
 
         Raises:
-            ConfigError: the directory contains another run, or this run although
+            ConfigError: the directory contains another run, or any run if
                 ``exp_manager.resume_if_exists`` is false.
             CheckpointError: the directory contains this run, but no state to continue from.
             StorageError: the directory cannot be written.
@@ -72,7 +69,7 @@ class RunDirectory:
                 f"exp_manager.resume_if_exists=false, but {self.folder} contains a run (newest: "
                 f"{newest}). Set it to true to continue this run, or {self._remedy()}"
             )
-        # Continue this run from its states. Logs without a state need the user's decision.
+        # Continue this run from its newest state. Without any state, refuse if steps would be lost.
         if states:
             start_time = self._check_same(identity, config)
         elif damaged:
@@ -86,7 +83,7 @@ class RunDirectory:
                 f"continue from. Copy {self.store.root.name}/ back, or {self._remedy()}"
             )
         elif last > 0 or (last == 0 and record.get("identity") != identity.as_dict()):
-            # An earlier run ended before its first save. Step 0 is only the first validation.
+            # The earlier run ended before its first save. Step 0 is the validation before training.
             moved_to, reason = set_aside(self.folder), "no run state had been saved"
         start_time = start_time or self.start_time or datetime.now().isoformat()
         self._write({"identity": identity.as_dict(), "saved": bool(states), "began": start_time})
@@ -210,8 +207,7 @@ def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
     loop, progress = config.loop, on_rank_zero(lambda: _saved_progress(config))
     steps = sampler.batches_left(loop.max_epochs)
     if progress is not None:
-        # With unchanged limits, the run keeps its number of steps. Else, count from the saved data
-        # position.
+        # With unchanged limits, keep the number of steps. Else count from the saved data position.
         limits = [loop.max_epochs, loop.max_steps, sampler.batch_size, sampler.size]
         if progress["limits"] == limits:
             return int(progress["total_steps"])

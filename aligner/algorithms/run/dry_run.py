@@ -59,11 +59,7 @@ _PHASES = {
 
 @contextlib.contextmanager
 def temporary_config(config: Config) -> Iterator[Config]:
-    """Yield the `dry_config` of ``config``, with a temporary directory for the run's files.
-
-    Raises:
-        DeviceMemoryError: the device has too little memory. The message names the phase.
-    """
+    """Yield the `dry_config` of ``config``, with a temporary directory for the run's files."""
     folder = Path(tempfile.mkdtemp(prefix="aligner-dry-run-"))
     keeps_logs = False
     try:
@@ -104,10 +100,7 @@ def dry_config(config: Config, folder: Path) -> Config:
 
 @contextlib.contextmanager
 def explain_out_of_memory(config: BaseRunConfig, phase: Callable[[], str]) -> Iterator[None]:
-    """Convert out-of-memory errors to `DeviceMemoryError`, whose message names phase and remedies.
-
-    ``phase``: returns a description of the phase in which the error occurred.
-    """
+    """Convert out-of-memory errors to `DeviceMemoryError`, which names ``phase()`` and remedies."""
     try:
         yield
     except Exception as error:
@@ -128,8 +121,7 @@ def longest_set(
 ) -> Kind:
     """Return items of ``data`` for one step, with random tokens up to the maximum length.
 
-    ``readers``: architectures of all models that get the sequences. The maximum length fits their
-    positions, and the token ids their vocabularies.
+    ``readers``: architectures of all models that get the sequences. They limit lengths and ids.
     """
     positions = min(reader.max_position_embeddings for reader in readers)
     vocab_size = min(tokenizer.vocab_size, *(reader.vocab_size for reader in readers))
@@ -160,20 +152,14 @@ def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:
         case Example():
             ids = random_ids()
             return replace(item, ids=ids, learned=[(1, len(ids))])
-        case Rated():
-            return replace(item, example=_lengthened(item.example, random_ids))
-        case Pair() | Labelled():
-            return item.with_examples(
-                [_lengthened(example, random_ids) for example in item.examples]
-            )
+        case Rated() | Pair() | Labelled():
+            examples = [_lengthened(example, random_ids) for example in item.examples]
+            return item.with_examples(examples)
     raise TypeError(f"not an item of a data set: {item!r:.80}")
 
 
 class MadeUpRewards:
-    """Alternating rewards 0 and 1. A reward ``model`` is also run, so that its memory is measured.
-
-    ``seed``: seed of the random sequences that the reward model scores.
-    """
+    """Alternating rewards 0 and 1. A reward ``model``, if any, also scores random sequences."""
 
     def __init__(self, model: ModelReward | None, seed: int) -> None:
         self.model, self._seed = model, seed
@@ -349,16 +335,23 @@ def report(
 ) -> Group:
     """Return a table of memory and time of each phase, and a summary.
 
-    ``names``: names of model and phase, by timed phase. ``peaks``: memory by timed phase.
-    ``seconds``: metrics of the timers. ``idle``: models whose updates were skipped. ``device``:
-    description of the device.
+    ``names``: model and phase, by timed phase. ``idle``: models whose updates were skipped.
     """
     measured = {phase: peaks[phase] for phase in names if phase in peaks}
     has_gpu = any(peak.has_gpu for peak in measured.values())
-    # The columns: parts of a GPU's memory, or without GPUs the resident memory of a process.
-    memory = (
-        ("allocated", "reserved", "beside", "of card") if has_gpu else ("resident", "of memory")
-    )
+    # Columns: parts of a GPU's memory, or without GPUs the resident memory of the largest process.
+    if has_gpu:
+        memory, place = ["allocated", "reserved", "beside", "of card"], device
+        legend = (
+            "allocated: tensors. reserved: PyTorch's memory for tensors. beside: contexts, NCCL "
+        )
+        legend += "and other programs. of card: sum of reserved and beside"
+    else:
+        memory, place = ["resident", "of memory"], "the machine"
+        legend = (
+            "resident: the largest process, including libraries and memory that earlier phases "
+        )
+        legend += "have freed. of memory: all processes of the machine"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
     for column in ("role", "phase", *memory, "rank", "s"):
         table.add_column(column, justify="left" if column in ("role", "phase") else "right")
@@ -373,19 +366,11 @@ def report(
             f"{seconds.get(f'timers/{phase}', 0.0):.2f}",
         )
     # The summary: meaning of the columns, the phase with the highest peak, and time of a step.
-    columns = (
-        "allocated: tensors. reserved: PyTorch's memory for tensors. beside: memory of contexts, "
-        "NCCL and other programs"
-        if has_gpu
-        else "resident: the fullest process, including libraries and memory that earlier phases "
-        "have freed. of memory: share of all processes of the machine"
-    )
     fullest_phase = max(measured, key=lambda phase: measured[phase].used)
     peak, name = measured[fullest_phase], ", ".join(names[fullest_phase])
     lines = [
-        f"peaks on the fullest device, in GiB. {columns}",
-        f"fullest in {name}: {peak.used / _GIB:.2f} of {peak.total / _GIB:.2f} GiB of "
-        f"{device if has_gpu else 'the machine'}",
+        f"peaks on the fullest device, in GiB. {legend}",
+        f"fullest in {name}: {peak.used / _GIB:.2f} of {peak.total / _GIB:.2f} GiB of {place}",
         f"a step on this batch takes {seconds.get('timers/total', 0.0):.2f} s. Nothing was saved",
     ]
     # Without an update, the optimizer has no state, so the measured memory is too low.

@@ -145,9 +145,7 @@ Engine = LocalEngine | RayEngine
 def open_engine(config: BaseRunConfig, closing: ExitStack) -> Engine:
     """Check the installed packages, and start the engine until ``closing`` closes.
 
-    Raises:
-        VersionError: a library has an incompatible version.
-        MissingPackageError: a setting needs a package that is not installed.
+    Raises `VersionError` or `MissingPackageError` if a package is incompatible or missing.
     """
     check_versions()
     if config.cluster.engine == "ray":

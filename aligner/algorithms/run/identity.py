@@ -30,10 +30,9 @@ MAY_CHANGE = (
     *("trainer.*.max_epochs", "trainer.*.max_steps", "trainer.*_interval", "trainer.*.limit_*"),
     *("trainer.*.non_finite", "trainer.*.max_skipped_steps"),
     # batches, layout and memory
-    *("*micro_batch_size", "*.global_batch_size", "model.*.num_rollout_samples"),
-    *("*_parallel_size", "*_pipeline_stage", "*.sequence_parallel"),
-    *("*.sequence_packing.*", "*.dynamic_batching.*"),
-    *("*.shared_prefixes", "*.activations_checkpoint_*", "*.layer_spec", "*.fusions"),
+    *("*micro_batch_size", "*.global_batch_size", "model.*.num_rollout_samples", "*.fusions"),
+    *("*_parallel_size", "*_pipeline_stage", "*.sequence_parallel", "*.sequence_packing.*"),
+    *("*.dynamic_batching.*", "*.shared_prefixes", "*.activations_checkpoint_*", "*.layer_spec"),
     *("*.overlap_*", "*.offload_*", "model.*.record_kept_tokens", "model.reference.mode"),
     # learning rates and their horizon
     *("*.optim.lr", "*.optim.min_lr", "*.optim.sched.*"),
@@ -140,21 +139,19 @@ class RunIdentity:
         """Yield key and description of each difference. ``defaults``: by dotted key."""
         parts = [(name, getattr(self, name), getattr(saved, name)) for name in _CONTENTS]
         for key in sorted(self.settings.keys() | saved.settings.keys()):
-            new, old = self.settings.get(key), saved.settings.get(key)
-            unknown = _content(old, None)
-            contents = {
-                name: (new_contents[key], old_contents.get(key, unknown))
-                for name, new_contents, old_contents in parts
-                if key in new_contents
+            value, saved_value = self.settings.get(key), saved.settings.get(key)
+            missing = _content(saved_value, None)
+            pairs = {
+                name: (new[key], old.get(key, missing)) for name, new, old in parts if key in new
             }
             # Compare files by content, and other settings by value.
-            if not contents:
-                if new != old and not self._exists_in_one_version(key, saved, defaults):
-                    yield key, f"{key}: {old} -> {new}"
-            elif not all(_same_content(*pair) for pair in contents.values()):
-                path = next(iter(contents.values()))[1]["source"]
-                accept = [_ACCEPT.format(_CONTENTS[name]) for name in contents if _CONTENTS[name]]
-                text = f"its {key} was {path}, but {key}={new} has different content"
+            if not pairs:
+                if value != saved_value and not self._exists_in_one_version(key, saved, defaults):
+                    yield key, f"{key}: {saved_value} -> {value}"
+            elif not all(_same_content(*pair) for pair in pairs.values()):
+                path = next(iter(pairs.values()))[1]["source"]
+                accept = [_ACCEPT.format(_CONTENTS[name]) for name in pairs if _CONTENTS[name]]
+                text = f"its {key} was {path}, but {key}={value} has different content"
                 yield key, "".join([text, *accept])
 
     def _exists_in_one_version(

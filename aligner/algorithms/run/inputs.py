@@ -20,10 +20,7 @@ _PATHS = (".restore_from_path", ".explicit_log_dir", ".source", ".tokenizer")
 def check_inputs(config: Any) -> None:
     """Check that the models, data files and reward function of a configuration exist.
 
-    Raises:
-        CheckpointNotFoundError: a model does not exist.
-        DataError: a data file does not exist or has an unsupported format.
-        ConfigError: a path is too long, or the function does not exist or has wrong parameters.
+    Raises `CheckpointNotFoundError`, `DataError` or `ConfigError` for wrong models, files or names.
     """
     values = flat(config.as_dict())
     for key, value in values.items():

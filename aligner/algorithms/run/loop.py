@@ -180,14 +180,13 @@ class RunLoop:
                 result = self.learner.step(step, timers)
                 self.step = step
                 self.callbacks.notify("on_step_end", step, result.metrics)
-                # Decide on all ranks alike whether the run ends after this step.
+                # All ranks must agree on whether the run ends after this step.
                 interrupted = any(gather_objects(stopped.name is not None))
                 seconds, limit = time.monotonic() - self._started, self.schedule.max_seconds
                 out_of_time = from_rank_zero(limit is not None and seconds >= limit)
                 is_last = step == total or self.learner.is_out_of_data
                 is_stopped = out_of_time or self.callbacks.stop_reason is not None
-                # Validate, but not because of a signal: a resumed run and an uninterrupted run
-                # must have equal logs.
+                # Validate, but not after a signal: resumed and uninterrupted runs have equal logs.
                 if is_last or self.schedule.validates(step) or (is_stopped and not interrupted):
                     validation = self._validate(step, timers)
                     samples = [*result.samples, *validation.samples]

@@ -88,13 +88,11 @@ class Run(Generic[Config_co]):
                 has_failed = True
                 if index == restarts:
                     raise
-                self.console.print(
-                    f"{error}\nThe workers are restarted, and the run continues from its last "
-                    f"state (restart {index + 1} of cluster.max_restarts={restarts})",
-                    highlight=False,
-                    markup=False,
-                    soft_wrap=True,
+                text = (
+                    f"{error}\nThe workers are restarted, and the run continues from its last state"
                 )
+                text += f" (restart {index + 1} of cluster.max_restarts={restarts})"
+                self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
         for index in range(restarts + 1):
             has_failed = False
@@ -108,10 +106,9 @@ def check_roles(
 ) -> None:
     """Raise if the numbers of workers do not fit the parallel layouts or the batch sizes."""
     check_layout(architecture, config.model.parallel, worlds[0])
-    if worlds[1] and config.value_parallel != config.model.parallel:
-        check_layout(architecture, config.value_parallel, worlds[1], "critic")
-    elif worlds[1]:
-        check_layout(architecture, config.value_parallel, worlds[1])
+    if worlds[1]:
+        section = ["critic"] if config.value_parallel != config.model.parallel else []
+        check_layout(architecture, config.value_parallel, worlds[1], *section)
     refuse(config.share_problems(*worlds))
 
 
@@ -200,10 +197,7 @@ class Attempt(Workers):
         return loop
 
     def _finish(self, loop: RunLoop, trainer: Learner, saved_as: str, device: str) -> None:
-        """Write the report and, unless a signal stopped the run, the trained model.
-
-        Raises `NonFiniteError` if the weights are not finite. The report is written in any case.
-        """
+        """Write report and model (no model after a signal). Raise if the weights are not finite."""
         config, folder, is_complete = self.config, log_dir(self.config), not loop.interrupted
         # Paths to print at the end.
         paths, samples = {"report": folder / "report.html"}, folder / "samples.jsonl"

@@ -43,7 +43,7 @@ def train_supervised(
     make_trainer: Callable[..., SupervisedTrainer] = SupervisedTrainer,
     saved_as: str = "policy",
 ) -> None:
-    """Train one model on a task: check lengths, start the workers, train, write model and report.
+    """Check lengths, start the workers, train one model on a task, and write model and report.
 
     Args:
         run: the opened run.
@@ -81,7 +81,7 @@ def train_supervised(
 def load_split(
     run: Run[SupervisedRunConfig], kind: type[D], *other_models: GPTArchitecture
 ) -> tuple[Split[D], int]:
-    """Load examples (of maximum length in a dry run), and the length of the longest in tokens."""
+    """Load examples (`longest_set` in a dry run). Return them and the longest length in tokens."""
     examples = Split.load(kind, run.config.data, run.tokenizer)
     longest = examples.max_length
     if not run.config.dry_run:

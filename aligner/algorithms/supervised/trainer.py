@@ -29,14 +29,14 @@ class ExampleSet(Protocol[T_co]):
 
 @dataclass(frozen=True)
 class Task(Generic[T_co]):
-    """What a model learns: examples, a function that makes batches of them, and a loss."""
+    """Training task of a model: examples, a function that collates examples, and a loss."""
 
     train: ExampleSet[T_co]
     validation: ExampleSet[T_co] | None
     collate: Callable[[Sequence[T_co]], BatchedDataDict]
     loss: LossFunction
     # Adds columns that models compute. Arguments: the trained model, a batch, and the number of
-    # examples trained on before (None: validation).
+    # earlier training examples, or None in a validation.
     complete: Callable[[Any, BatchedDataDict, int | None], None] | None = None
 
 
@@ -93,7 +93,7 @@ class SupervisedTrainer(Learner):
             self._complete(batch, None)
             # Every data-parallel rank needs the same number of rows per pass.
             ranks = self.role.sharding_annotations.get_axis_size("data_parallel")
-            batch = _filled_up(batch, self.role.config.micro_batch_size * ranks)
+            batch = _padded(batch, self.role.config.micro_batch_size * ranks)
             result = self.role.train(batch, self.task.loss, eval_mode=True, gbs=batch.size)
             self.role.finish_inference()
         metrics = {name: values[0] for name, values in result["all_mb_metrics"].items()}
@@ -104,7 +104,8 @@ class SupervisedTrainer(Learner):
             self.task.complete(self.role, batch, consumed)
 
 
-def _filled_up(batch: BatchedDataDict, multiple: int) -> BatchedDataDict:
+def _padded(batch: BatchedDataDict, multiple: int) -> BatchedDataDict:
+    """Add masked rows to ``batch``, up to a multiple of ``multiple`` rows."""
     missing = -batch.size % multiple
     if not missing:
         return batch

@@ -75,5 +75,5 @@ def test_a_stale_or_damaged_file_is_replaced(policy, ask, tiny_nemo, tmp_path):
     expected = columns(ask(configuration(tiny_nemo))[0], policy)[1]
     (tmp_path / "kept.pt").write_bytes((tmp_path / "kept.pt").read_bytes()[:-200])
     pairs, said = ask(configuration(tiny_nemo))
-    assert "cannot be used: it is damaged" in said
+    assert "cannot be used: the file is damaged" in said
     assert torch.equal(columns(pairs, policy)[1], expected)

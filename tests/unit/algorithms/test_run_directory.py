@@ -145,7 +145,7 @@ def test_data_may_be_moved_and_other_data_are_refused(configured, tmp_path):
 
     begun(taking(train))
     assert prepared(taking(moved)) == []
-    refused(taking(other), r"train\.jsonl and data\.train\.source=.*other\.jsonl")
+    refused(taking(other), r"train\.jsonl, but data\.train\.source=.*other\.jsonl")
     assert prepared(taking(other, exp_manager__accept_changed=["data"])) == []
     refused(configured("ppo"), r"accept_changed=\[data\]")  # a generator
 

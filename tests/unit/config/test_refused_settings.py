@@ -168,7 +168,7 @@ trainer.ppo.advantage.credit=turn | trainer.ppo.advantage.credit=turn needs conv
 {AGENT} environment.kind=messages environment.command=a | Set environment.kind=endpoint
 {AGENT} environment.command=a environment.rewritten_history=keep | rewritten_history=fork
 {AGENT} environment.command=a {AHEAD} {WEIGHTS}=token
-    | agents get answers only while no training runs
+    | agents get no answers during training
 {AGENT} environment.command=a reward.kind=function reward.function=a.b:f | or neither
 {AGENT} environment.command=[1] | expected a string, got 1
 """,
