@@ -117,27 +117,25 @@ def asked(model, **changes):
     return parse_config(values, GenerateConfig)
 
 
-def evaluated(model, prompts, output, **settings):
-    """What an evaluation of a model writes."""
+def evaluated(model, output, **settings):
+    """What an evaluation of a model writes: numbers of the sets, and the answers."""
     given = {"model": {"restore_from_path": str(model)}, "output": str(output), **settings}
-    given["data"] = {"prompts": {"source": prompts}, **settings.get("data", {})}
     evaluate(parse_config(given, EvaluateConfig))
-    return output
+    numbers = json.loads((output / "evaluation.json").read_text())
+    return numbers["sets"], [json.loads(line) for line in (output / "answers.jsonl").open()]
 
 
 def test_an_evaluation_adds_up(tmp_path, prompts, models, capsys):
-    data = {"sets": {"few": {"source": prompts, "limit": 1}}}
+    data = {"prompts": {"source": prompts}, "sets": {"few": {"source": prompts, "limit": 1}}}
     sampling = {"samples_per_prompt": 4, "max_length": 4, "temperature": 0.7}
     settings = {"data": data, "sampling": sampling, "reward": DIGIT}
-    out = evaluated(models["nemo"], prompts, tmp_path / "out", **settings)
-    numbers = json.loads((out / "evaluation.json").read_text())
-    lines = [json.loads(line) for line in (out / "answers.jsonl").open()]
+    sets, lines = evaluated(models["nemo"], tmp_path / "out", **settings)
     for name, count in (("prompts", 4), ("few", 1)):
         mine = [line for line in lines if line["set"] == name]
         groups = [mine[start : start + 4] for start in range(0, len(mine), 4)]
-        assert len(groups) == count == numbers["sets"][name]["prompts"]
+        assert len(groups) == count == sets[name]["prompts"]
         right = [[line["is_right"] for line in group] for group in groups]
-        found = numbers["sets"][name]["estimates"]
+        found = sets[name]["estimates"]
         assert found["mean@4"]["value"] == pytest.approx(sum(map(sum, right)) / 4 / count)
         assert found["accuracy"] == found["mean@4"]
         for k in (1, 2, 4):
@@ -149,7 +147,7 @@ def test_an_evaluation_adds_up(tmp_path, prompts, models, capsys):
         ]
         assert found["maj@4"]["value"] == pytest.approx(sum(voted) / count)
         assert (found["mean@4"]["stderr"] is None) == (count == 1)
-    assert 0 < numbers["sets"]["prompts"]["estimates"]["accuracy"]["value"] <= 1
+    assert 0 < sets["prompts"]["estimates"]["accuracy"]["value"] <= 1
     page = (tmp_path / "out" / "report.html").read_text()
     assert "pass@4" in page
     assert "few" in page
@@ -160,8 +158,9 @@ def test_runs_and_evaluations_side_by_side(tmp_path, prompts, models, capsys):
     held_out = {"data.validation.source": prompts}
     one = trained_run(tmp_path / "one", models["nemo"], prompts, held_out)
     two = trained_run(tmp_path / "two", models["nemo"], prompts, {**held_out, "seed": 7})
+    settings = {"data": {"prompts": {"source": prompts}}, "sampling": {"max_length": 4}}
     reward = {"function": "aligner.examples.tasks.exact_number:reward"}
-    evaluated(one, prompts, tmp_path / "asked", sampling={"max_length": 4}, reward=reward)
+    evaluated(one, tmp_path / "asked", **settings, reward=reward)
     before = sorted(path for path in tmp_path.rglob("*"))
     report = compare_runs([one, two, tmp_path / "asked"], tmp_path / "out", "Mine & yours")
     numbers = json.loads((tmp_path / "out" / "comparison.json").read_text())

@@ -58,9 +58,9 @@ def task(what, name="1", saw=None, marker=None):
     return {"what": what, "name": name, "saw": saw and str(saw), "marker": marker and str(marker)}
 
 
-def collected(rows, columns=("what", "name", "saw", "marker"), **settings):
+def collected(rows, columns=("what", "name", "saw", "marker"), per_prompt=1, **settings):
     with ExitStack() as closing:
-        return Agents(closing, columns, **settings).collect(rows)
+        return Agents(closing, columns, **settings).collect(rows, per_prompt)
 
 
 def sampled(batch, row, turn):
@@ -190,8 +190,7 @@ def test_an_agent_s_silence_begins_with_its_last_answer():
 
 def test_a_function_returns_its_reward():
     settings = {"factory": f"{FILE}:returns", "kwargs": {"scale": 0.5}}
-    with ExitStack() as closing:
-        batch = Agents(closing, ("what",), **settings).collect([{"what": "a"}, {"what": "b"}], 2)
+    batch = collected([{"what": "a"}, {"what": "b"}], ("what",), per_prompt=2, **settings)
     assert batch["turn_rewards"].sum(1).tolist() == [0.5] * 4
     seeds = [parts["seed"] for parts in batch["reward_parts"]]
     assert seeds[0::2] == seeds[1::2]

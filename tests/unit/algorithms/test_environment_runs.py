@@ -3,19 +3,17 @@
 An evaluation with an environment has the numbers of validation, and conversations with turns.
 """
 
-import json
-
 import pytest
+import test_ask
 import toy_kind
 import user_agents
 from recipes import composed
 from settings import parsed
 
-from aligner.algorithms.ask.evaluate import evaluate
 from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.rollout.rollout import VALIDATION_SEED_OFFSET
 from aligner.algorithms.rs.trainer import train_rs
-from aligner.config import EvaluateConfig, RSRunConfig, load_config, parse_config
+from aligner.config import RSRunConfig, load_config
 from aligner.errors import ConfigError
 from aligner.observe.metrics import read_metrics
 
@@ -73,20 +71,16 @@ def test_a_step_over_another_kind(tiny_nemo, tmp_path, rows):
 
 
 def evaluated(tiny_nemo, folder, **changes):
-    """Numbers of the sets, and the answers."""
-    values = {
-        "model": {"restore_from_path": str(tiny_nemo)},
+    """`test_ask.evaluated` over games."""
+    settings = {
         "data": {"prompts": ROWS},
         "sampling": {"max_length": 4, "samples_per_prompt": 2},
         "reward": {"kind": "environment"},
         "environment": GAME,
         "seed": 7 + VALIDATION_SEED_OFFSET,
-        "output": str(folder / "out"),
         **changes,
     }
-    evaluate(parse_config(values, EvaluateConfig))
-    numbers = json.loads((folder / "out" / "evaluation.json").read_text())
-    return numbers["sets"], [json.loads(line) for line in (folder / "out/answers.jsonl").open()]
+    return test_ask.evaluated(tiny_nemo, folder / "out", **settings)
 
 
 def test_an_evaluation_over_agents(tiny_nemo, tmp_path, rows):

@@ -193,6 +193,7 @@ def test_a_wrong_token_is_refused(served):
 
 MANY_ROLES = [*({"role": f"r{n}", "content": "x"} for n in range(99)), *USER]
 BAD_TOOL = {"function": {"name": "f", "parameters": "x"}}
+MANY_ANSWERS = {"prompt": ["x"] * 200, "n": 200}
 VARIABLE = {"prompt": "x", "chat_template_kwargs": {"a": 1}}
 BAD = [
     (TEXT, "{", 400, "not JSON", None),
@@ -215,13 +216,7 @@ BAD = [
     (CHAT, {"messages": MANY_ROLES}, 400, "99 roles", None),
     (TEXT, {"prompt": "x", "max_new_tokens": 5}, 400, "not permitted", "max_new_tokens"),
     (TEXT, {"prompt": "x", "model": "gpt"}, 404, "'gpt' is not served, only 'tiny'", None),
-    (
-        TEXT,
-        {"prompt": ["x"] * 200, "n": 200},
-        413,
-        "40000 answers, but the limit of a request is 1024",
-        None,
-    ),
+    (TEXT, MANY_ANSWERS, 413, "40000 answers, but the limit of a request is 1024", None),
     (CHAT, {"messages": []}, 400, "chat messages is empty", None),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "role and content must be text", None),
     (CHAT, {"messages": [{"content": "x", "role": "assistant"}]}, 400, "the assistant's", None),

@@ -102,14 +102,14 @@ def test_math_verify_in_a_box_outside_the_main_thread_and_without_a_truth():
         math_verify.reward([""], ["1"], [""])
 
 
+def reasoning_gym(**arguments):
+    source = "aligner.examples.tasks.reasoning:reasoning_gym_prompts"
+    return load_set(PromptDataset, source, byte_level_tokenizer(), arguments=arguments)
+
+
 @pytest.mark.integration
 def test_reasoning_gym_from_prompt_to_reward():
-    dataset = load_set(
-        PromptDataset,
-        "aligner.examples.tasks.reasoning:reasoning_gym_prompts",
-        byte_level_tokenizer(),
-        arguments={"task": "simple_equations", "size": 3, "seed": 1, "suffix": " Answer:"},
-    )
+    dataset = reasoning_gym(task="simple_equations", size=3, seed=1, suffix=" Answer:")
     assert dataset[0].text.endswith(" Answer:")
     assert dataset.column_names == {"task", "entry"}
     columns = {name: [prompt.columns[name] for prompt in dataset] for name in ("task", "entry")}
@@ -137,9 +137,4 @@ def test_reasoning_gym_answer_in_a_tag():
 @pytest.mark.parametrize("arguments", [{"task": "nope"}, {"task": "simple_equations", "nope": 1}])
 def test_reasoning_gym_refusals(arguments):
     with pytest.raises(ConfigError, match="nope"):
-        load_set(
-            PromptDataset,
-            "aligner.examples.tasks.reasoning:reasoning_gym_prompts",
-            byte_level_tokenizer(),
-            arguments=arguments,
-        )
+        reasoning_gym(**arguments)
