@@ -155,11 +155,8 @@ def test_rows_become_json_lines(tmp_path, kind):
     if kind in ("datasets", "pandas"):
         expected = [{"prompt": "a", "level": 3}, {"prompt": "b", "level": 4}]
         package = pytest.importorskip(kind)
-        rows = (
-            package.Dataset.from_list(expected)
-            if kind == "datasets"
-            else package.DataFrame(expected)
-        )
+        table = package.Dataset.from_list if kind == "datasets" else package.DataFrame
+        rows = table(expected)
     assert is_rows(rows)
     path, columns = write_rows("data.train.source", rows, tmp_path)
     assert [json.loads(line) for line in Path(path).read_text().splitlines()] == expected

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from first_tries import python_run
 
 import aligner
 from aligner.errors import CheckpointNotFoundError, ConfigError, DataError
@@ -181,15 +182,10 @@ def test_the_scripts_learn_from_an_installed_wheel(script, tiny_nemo, tmp_path, 
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny.nemo").symlink_to(tiny_nemo)
     path = installed / "aligner" / "examples" / "python" / f"{script}.py"
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
     program = [sys.executable, "-c", "import aligner; print(aligner.__file__)"]
-    imported = subprocess.run(
-        program, cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    imported = python_run(program, tmp_path, installed)
     assert imported.stdout == f"{installed}/aligner/__init__.py\n"
-    done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = python_run([sys.executable, str(path)], tmp_path, installed)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     if script == "sft":

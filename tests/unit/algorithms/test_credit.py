@@ -88,19 +88,14 @@ def test_what_is_charged_by_hand():
     assert batch["advantages"][:, PROMPT].tolist() == pytest.approx([expected, -expected])
 
 
-def noisy_kl(batch, seed=0):
-    """Log-probs whose KL estimate is pure noise of 0.1 a token."""
-    generator = torch.Generator().manual_seed(seed)
-    batch["ref_logprobs"] = torch.full(batch["token_mask"].shape, -1.0)
-    noise = torch.randn(batch["ref_logprobs"].shape, generator=generator)
-    batch["prev_logprobs"] = batch["ref_logprobs"] + 0.1 * noise
-    return batch
-
-
 @pytest.mark.parametrize("estimator", ["rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline"])
 def test_a_penalty_makes_no_signal(estimator):
     """Prompt A earns 1 and 0, prompt B twice the same, of which the KL's noise must not be made."""
-    batch = noisy_kl(rollout([1, 0, 1, 1], [2, 2, 2, 2]))
+    batch = rollout([1, 0, 1, 1], [2, 2, 2, 2])
+    # The KL estimate is pure noise of 0.1 a token.
+    noise = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    batch["ref_logprobs"] = torch.full((4, WIDTH), -1.0)
+    batch["prev_logprobs"] = batch["ref_logprobs"] + 0.1 * noise
     metrics, _ = assign(credit(estimator, kl_in_reward=True), batch, beta=0.01)
     assert metrics["train_rollouts/samples_with_signal"] == 0.5
     raw = rollout([1, 0, 1, 1], [2, 2, 2, 2])

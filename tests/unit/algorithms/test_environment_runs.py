@@ -4,16 +4,15 @@ An evaluation with an environment has the numbers of validation, and conversatio
 """
 
 import pytest
+import recipes
 import test_ask
 import toy_kind
 import user_agents
-from recipes import composed
 from settings import parsed
 
-from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.rollout.rollout import VALIDATION_SEED_OFFSET
 from aligner.algorithms.rs.trainer import train_rs
-from aligner.config import RSRunConfig, load_config
+from aligner.config import RSRunConfig
 from aligner.errors import ConfigError
 from aligner.observe.metrics import read_metrics
 
@@ -36,18 +35,14 @@ def rows(tmp_path):
 def metrics_of_a_step(script, tiny_nemo, folder, rows, environment, *overrides):
     given = [
         *(f"environment.{key}={value}" for key, value in environment.items()),
-        *("reward=environment", f"model.restore_from_path={tiny_nemo}"),
-        *("environment.max_tokens=200", "environment.concurrency=2", f"data.train.source={rows}"),
+        *("reward=environment", f"data.train.source={rows}"),
+        *("environment.max_tokens=200", "environment.concurrency=2"),
         *("model.ppo.length_params.max_length=6", "model.ppo.num_rollout_samples=4"),
         *("model.ppo.num_rollouts_per_prompt=2", "trainer.ppo.max_steps=1"),
         *("model.global_batch_size=4", "model.micro_batch_size=2"),
-        f"exp_manager.explicit_log_dir={folder / 'run'}",
-        "exp_manager.create_tensorboard_logger=false",
-        *overrides,
     ]
-    train_ppo(load_config(composed(script, *given)))
     metrics = {}
-    for line in read_metrics(folder / "run" / "metrics.jsonl"):
+    for line in recipes.run(folder / "run", tiny_nemo, script, *given, *overrides):
         metrics |= line
     # The sampler's log-probs and the trainer's are of the same tokens.
     assert 0 < metrics["sampler/logprob_gap_max"] < 1e-3

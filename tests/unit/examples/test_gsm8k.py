@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from loaded import write_rows
 
 from aligner.errors import DataError
 from aligner.examples.tasks.gsm8k import final_number, gsm8k_prompts
@@ -15,13 +16,6 @@ ROWS = [
     {"question": "Two and two?", "answer": "2+2 = <<2+2=4>>4\n#### 4"},
     {"question": "A car?", "answer": "It costs $12,000.\n#### 12,000"},
 ]
-
-
-def write(path, rows):
-    path.write_text(
-        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
-    )
-    return path
 
 
 def test_the_number_is_written_plainly():
@@ -49,13 +43,15 @@ def test_what_is_no_number_is_refused(final):
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line(row, words, tmp_path):
-    path = write(tmp_path / "train.jsonl", [*ROWS, row])
+    path = write_rows(tmp_path / "train.jsonl", ROWS)
+    with path.open("a") as file:
+        file.write(row if isinstance(row, str) else json.dumps(row))
     with pytest.raises(DataError, match=rf"train\.jsonl, line 3: .*{words}"):
         list(gsm8k_prompts(path))
 
 
 def test_the_verifier_reads_the_ground_truths(tmp_path):
-    rows = list(gsm8k_prompts(write(tmp_path / "t.jsonl", ROWS), prefix="Q: ", suffix=" A:"))
+    rows = list(gsm8k_prompts(write_rows(tmp_path / "t.jsonl", ROWS), prefix="Q: ", suffix=" A:"))
     assert [row["prompt"] for row in rows] == ["Q: Two and two? A:", "Q: A car? A:"]
     truths = [row["ground_truth"] for row in rows]
     answers = [r"So it is $\boxed{4}$.", r"The answer is \boxed{12,000}."]

@@ -45,8 +45,10 @@ def long_sample(step: int, split: str, **changes) -> Sample:
 
 def report() -> str:
     """A run of ten steps with the metrics of PPO, most of them constant, and long samples."""
+    groups = ("train_rollouts/", "val_rollouts/", "critic/", "sampler/", "progress/")
+    names = [name for name in METRICS if name.startswith(groups)]
     metrics = [
-        {"step": step, **{name: 4.0 if i % 3 else math.sin(step) for i, name in numbered_metrics()}}
+        {"step": step, **{name: 4.0 if i % 3 else math.sin(step) for i, name in enumerate(names)}}
         for step in range(10)
     ]
     turn = {"content": "y" * 200, "tokens": 7, "answer": [{"role": "user", "content": "go on"}]}
@@ -54,11 +56,6 @@ def report() -> str:
     samples += [long_sample(1, "train"), long_sample(9, "train", turns=[turn, turn])]
     files = {"policy": "results/" + "long_folder_name/" * 8 + "policy.nemo"}
     return render_report(RunRecord("PPO of tiny.nemo", "a: 1", {}, metrics, samples, files))
-
-
-def numbered_metrics() -> list[tuple[int, str]]:
-    groups = ("train_rollouts/", "val_rollouts/", "critic/", "sampler/", "progress/")
-    return list(enumerate(name for name in METRICS if name.startswith(groups)))
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium, from the packages of the system")
