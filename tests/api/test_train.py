@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -171,7 +170,6 @@ def test_models_of_a_tensor_parallel_run_are_loaded_into_one_process(tiny_nemo, 
     assert result.policy.logprobs(["1 + 1 = "], ["23"])[0] == pytest.approx(expected, abs=1e-5)
 
 
-ROOT = Path(__file__).parents[2]
 # The last line of each script, as values, and the smallest that they may be.
 PROMISES = {"grpo": 0.9, "ppo": 0.9, "environment": 0.4, "dpo": 1.0}
 

@@ -2,14 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from recipes import ROOT
 
 from aligner.algorithms.run.inputs import _check_signature
 from aligner.errors import ConfigError
 
-ROOT = Path(__file__).parents[3]
 DATA = ["data.train.source=rows.jsonl", "reward.function=rewards.py:reward"]
 REWARDS = """
 import package_that_is_not_installed

@@ -2,11 +2,10 @@
 
 import ast
 import importlib
-from pathlib import Path
 
 import pytest
 from ranks import run_script
-from recipes import composed
+from recipes import ROOT, composed
 
 from aligner.algorithms.run.directory import config_changes
 from aligner.algorithms.run.identity import RunIdentity
@@ -14,7 +13,6 @@ from aligner.compat.paths import MOVED, current_path
 from aligner.config import RunConfig, load_config
 from aligner.importing import load_function
 
-ROOT = Path(__file__).parents[3]
 TASKS = sorted((ROOT / "examples" / "tasks").glob("*.py"))
 
 

@@ -3,11 +3,11 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from recipes import CONF
 from settings import parsed
 
 from aligner.algorithms.run.run import Run
@@ -38,7 +38,6 @@ from aligner_plan.layouts import batch_sizes, layouts
 from aligner_plan.options import PlanConfig, plan_request, varied
 from aligner_plan.search import advice, fastest
 
-CONF = Path(__file__).parents[3] / "conf"
 H100 = DEVICES["h100-80g"]
 RECIPE = ["--config-name", "recipes/ppo_qwen2.5_1.5b_gsm8k_1n8g_megatron"]
 
@@ -88,25 +87,22 @@ def test_an_architecture_with_a_byte_order_mark(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argument", "words"),
+    ("arguments", "words"),
     [
-        ("plan.device_s=8", "device"),
-        ("plan.devices=0", "plan.devices"),
-        ("plan.devices=12", "8 or 16"),
-        ("plan.margin=0.9", "plan.margin"),
-        ("plan.device=[h200", "plan.device"),
-        ("plan.length=0", "plan.length"),
+        ([*RECIPE, "plan.device_s=8"], "device"),
+        ([*RECIPE, "plan.devices=0"], "plan.devices"),
+        ([*RECIPE, "plan.devices=12"], "8 or 16"),
+        ([*RECIPE, "plan.margin=0.9"], "plan.margin"),
+        ([*RECIPE, "plan.device=[h200"], "plan.device"),
+        ([*RECIPE, "plan.length=0"], "plan.length"),
+        (["--config-name", "gpt_evaluate"], "not a training configuration"),
+        (["--config-name", "gpt_generate"], "not a training configuration"),
+        (["--config-name", "recipes/nothing"], "not a training configuration"),
     ],
 )
-def test_bad_values_are_refused(argument, words):
+def test_bad_values_and_other_configurations_are_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
-        plan_request([*RECIPE, argument], CONF)
-
-
-@pytest.mark.parametrize("name", ["gpt_evaluate", "gpt_generate", "recipes/nothing"])
-def test_other_configurations_are_refused(name):
-    with pytest.raises(ConfigError, match="not a training configuration"):
-        plan_request(["--config-name", name], CONF)
+        plan_request(arguments, CONF)
 
 
 def test_an_unknown_device_is_corrected():
