@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hidden_logprobs import logprobs_of
 from settings import parsed
 
 from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
@@ -11,33 +10,9 @@ from aligner.config import SamplingParams
 from aligner.data.batches import PromptBatch
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
-from aligner.logprobs import output_layer
 from aligner.models.gpt.decode.sampling import sample_tokens
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel
-
-VOCAB, PADDING, HIDDEN, TOKENS, LIMIT = 301, 11, 8, 13, 20
-
-
-def inputs(seed=0, tokens=TOKENS):
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
-    weight = torch.randn(VOCAB + PADDING, HIDDEN, generator=generator, dtype=torch.float64)
-    return hidden.requires_grad_(), weight.requires_grad_(), generator
-
-
-def recorded_sets(generator, tokens=TOKENS):
-    """Sets of 1 to LIMIT tokens, the target first, as int32 [N, LIMIT] with -1 behind."""
-    kept = torch.full((tokens, LIMIT), -1, dtype=torch.int32)
-    for row in range(tokens):
-        count = 1 + row % LIMIT
-        kept[row, :count] = torch.randperm(VOCAB, generator=generator)[:count].int()
-    return kept, kept[:, 0].long()
-
-
-@pytest.fixture(params=[4 * 2**20, 13 * 64 * 8], ids=["one_tile", "many_tiles"])
-def _tile(request, monkeypatch):
-    monkeypatch.setitem(output_layer._TILE_BYTES, "cpu", request.param)
 
 
 def test_what_is_recorded_is_what_is_drawn_from():
@@ -55,45 +30,6 @@ def test_what_is_recorded_is_what_is_drawn_from():
         rows = slice(1 if sampling.top_k == 2 else 2)  # equal logits are kept or dropped together
         assert kept[rows] == expected[rows]
     assert sample_tokens(logits, uniforms, SamplingParams(top_k=2), greedy=False).kept_ids is None
-
-
-@pytest.mark.usefixtures("_tile")
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_over_a_recorded_set(temperature):
-    hidden, weight, generator = inputs()
-    kept, target = recorded_sets(generator)
-    g, e = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
-    options = {"vocab_size": VOCAB, "temperature": temperature, "top_p": 0.8, "kept_ids": kept}
-    found = logprobs_of(hidden, weight, target, **options, with_entropy=True)
-    logprobs, entropies = [], []
-    for row in range(TOKENS):
-        ids = kept[row][kept[row] >= 0].long()
-        log_softmax = (weight[ids] @ hidden[row] / temperature).log_softmax(0)
-        logprobs.append(log_softmax[0])
-        entropies.append(-(log_softmax.exp() * log_softmax).sum())
-    expected = torch.stack(logprobs), torch.stack(entropies)
-    torch.testing.assert_close(found, expected)
-    slopes = [
-        torch.autograd.grad((g * pair[0] + e * pair[1]).sum(), (hidden, weight))
-        for pair in (found, expected)
-    ]
-    torch.testing.assert_close(*slopes)
-
-
-@pytest.mark.usefixtures("_tile")
-def test_what_was_not_recorded_is_found_again():
-    hidden, weight, generator = inputs()
-    kept, target = recorded_sets(generator)
-    options = {"vocab_size": VOCAB, "top_k": 4, "with_entropy": True}
-    own = logprobs_of(hidden, weight, target, **options)
-    recorded = logprobs_of(hidden, weight, target, kept_ids=kept, **options)
-    kept[5] = -1
-    mixed = logprobs_of(hidden, weight, target, kept_ids=kept, **options)
-    for found, again, before in zip(mixed, own, recorded, strict=True):
-        assert found[5] == again[5]
-        assert found[5] != before[5]
-        rest = [row for row in range(TOKENS) if row != 5]
-        assert torch.equal(found[rest], before[rest])
 
 
 VOCABULARY = 259  # of the tiny model: what it keeps is nearly all of it

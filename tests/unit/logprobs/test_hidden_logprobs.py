@@ -10,7 +10,7 @@ from aligner.errors import ConfigError
 from aligner.logprobs import output_layer
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams, threshold
 
-VOCAB, PADDING, HIDDEN, TOKENS = 301, 11, 8, 13
+VOCAB, PADDING, HIDDEN, TOKENS, LIMIT = 301, 11, 8, 13, 20
 SAMPLING = [
     {},
     {"temperature": 0.7},
@@ -117,6 +117,54 @@ def test_bfloat16_accumulates_in_float32(sampling):
         assert a.dtype == torch.bfloat16
         # One rounding to bfloat16 (2^-9), of the result.
         torch.testing.assert_close(a.double(), b.double(), rtol=2**-8, atol=1e-4)
+
+
+def _recorded_sets():
+    """Sets of 1 to LIMIT tokens, the target first, as int32 [N, LIMIT] with -1 behind."""
+    generator = torch.Generator().manual_seed(1)
+    kept = torch.full((TOKENS, LIMIT), -1, dtype=torch.int32)
+    for row in range(TOKENS):
+        count = 1 + row % LIMIT
+        kept[row, :count] = torch.randperm(VOCAB, generator=generator)[:count].int()
+    return kept, kept[:, 0].long()
+
+
+@pytest.mark.usefixtures("_tile")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_over_a_recorded_set(temperature):
+    (hidden, weight, _), (kept, target) = _inputs(), _recorded_sets()
+    generator = torch.Generator().manual_seed(9)
+    g, e = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
+    options = {"vocab_size": VOCAB, "temperature": temperature, "top_p": 0.8, "kept_ids": kept}
+    found = logprobs_of(hidden, weight, target, **options, with_entropy=True)
+    logprobs, entropies = [], []
+    for row in range(TOKENS):
+        ids = kept[row][kept[row] >= 0].long()
+        log_softmax = (weight[ids] @ hidden[row] / temperature).log_softmax(0)
+        logprobs.append(log_softmax[0])
+        entropies.append(-(log_softmax.exp() * log_softmax).sum())
+    expected = torch.stack(logprobs), torch.stack(entropies)
+    torch.testing.assert_close(found, expected)
+    slopes = [
+        torch.autograd.grad((g * pair[0] + e * pair[1]).sum(), (hidden, weight))
+        for pair in (found, expected)
+    ]
+    torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.usefixtures("_tile")
+def test_what_was_not_recorded_is_found_again():
+    (hidden, weight, _), (kept, target) = _inputs(), _recorded_sets()
+    options = {"vocab_size": VOCAB, "top_k": 4, "with_entropy": True}
+    own = logprobs_of(hidden, weight, target, **options)
+    recorded = logprobs_of(hidden, weight, target, kept_ids=kept, **options)
+    kept[5] = -1
+    mixed = logprobs_of(hidden, weight, target, kept_ids=kept, **options)
+    for found, again, before in zip(mixed, own, recorded, strict=True):
+        assert found[5] == again[5]
+        assert found[5] != before[5]
+        rest = [row for row in range(TOKENS) if row != 5]
+        assert torch.equal(found[rest], before[rest])
 
 
 def test_extreme_logits_stay_finite():

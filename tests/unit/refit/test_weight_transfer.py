@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -39,10 +40,18 @@ def test_groups_by_bytes(sizes, budget, groups):
     assert group_by_bytes(named, budget) == [list(group) for group in groups]
 
 
-def start(code):
+@contextmanager
+def running(code):
+    """A Python process of ``code`` with pipes, which is killed in the end."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], **pipes, env=env)
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], **pipes, env=env
+    ) as python:
+        try:
+            yield python
+        finally:
+            python.kill()
 
 
 READER = """
@@ -59,23 +68,19 @@ READER = """
 def test_another_process_reads_a_segment():
     before = sorted(os.listdir("/dev/shm"))
     offer = Offer(iter(TENSORS), max_bytes=512)
-    reader = start(READER)
-    try:
+    with running(READER) as reader:
         pickle.dump({accelerator.sharing_key(): offer.handle}, reader.stdin)
         reader.stdin.flush()
         assert reader.stdout.readline() == b"mapped\n"
         offer.close()
         output, _ = reader.communicate(b"x", timeout=60)
-    finally:
-        reader.kill()
-        reader.wait()
     assert pickle.loads(output) == [(n, t.dtype, t.tolist()) for n, t in TENSORS]
     assert sorted(os.listdir("/dev/shm")) == before
 
 
 @pytest.mark.integration
 def test_a_killed_sender_leaves_nothing():
-    sender = start("""
+    code = """
         import pickle, sys, torch
         from aligner.device import accelerator
         from aligner.refit.segments import Offer
@@ -83,8 +88,8 @@ def test_a_killed_sender_leaves_nothing():
         pickle.dump({accelerator.sharing_key(): offer.handle}, sys.stdout.buffer)
         sys.stdout.flush()
         sys.stdin.read()
-    """)
-    try:
+    """
+    with running(code) as sender:
         handles = pickle.load(sender.stdout)
         ((name, weight),) = accept(handles)
         sender.send_signal(signal.SIGKILL)
@@ -92,11 +97,6 @@ def test_a_killed_sender_leaves_nothing():
         assert (name, float(weight.sum())) == ("w", 1000.0)  # what is mapped stays
         with pytest.raises(WorkerError, match=r"cannot map.*refit=separate"):
             accept(handles)
-    finally:
-        sender.kill()
-        sender.wait()
-        sender.stdin.close()
-        sender.stdout.close()
 
 
 def test_what_does_not_fit_or_is_elsewhere_is_refused():
@@ -120,7 +120,7 @@ def test_writes_of_a_reader_stay_its_own():
 @pytest.mark.integration
 def test_broadcast_to_a_process_outside_the_world(tmp_path):
     store = open_rendezvous("127.0.0.1", 0, 2, 60.0)
-    receiver = start(f"""
+    code = f"""
         import pickle, torch
         from aligner.refit.broadcast import WeightBroadcast
         group = WeightBroadcast.join("127.0.0.1", {store.port}, 2, 60.0)
@@ -128,14 +128,11 @@ def test_broadcast_to_a_process_outside_the_world(tmp_path):
         group.send(tensor)
         with open({str(tmp_path / "received")!r}, "wb") as file:  # gloo may write to the output
             pickle.dump((group.rank, tensor.tolist()), file)
-    """)
-    try:
+    """
+    with running(code) as receiver:
         group = WeightBroadcast(store, 0, 2, 60.0)
         group.send(TENSORS[1][1])
         receiver.communicate(timeout=60)
-    finally:
-        receiver.kill()
-        receiver.wait()
     received = pickle.loads((tmp_path / "received").read_bytes())
     assert received == (1, TENSORS[1][1].tolist())
 
