@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.role.settings import RoleSettings
@@ -18,6 +19,14 @@ def fill_head(role, seed=3, std=1.0):
     """Give the head random numbers: a fresh one is zero and would let no gradient into the body."""
     for parameter in role.gpt.rm_head.parameters():
         parameter.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+
+
+def write_tokenizer(folder):
+    """Write the byte-level tokenizer into a directory, and return it."""
+    tokenizer = byte_level_tokenizer()
+    for name, content in tokenizer.files().items():
+        (folder / name).write_bytes(content)
+    return tokenizer
 
 
 def load_role(cls, loss, path, **settings):

@@ -11,8 +11,9 @@ from functools import partial
 import pytest
 import torch
 from batches import ppo_batch
-from role_models import check_recomputed, check_reference, check_resumed, updated
+from role_models import check_recomputed, check_reference, check_resumed, updated, write_tokenizer
 from safetensors.torch import load_file, save_file
+from settings import parsed
 from tiny_transformers import model_types, tiny_config
 from transformers import AutoModelForCausalLM
 from variants import extended_except
@@ -22,8 +23,7 @@ from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.hf.any_model import FileWeights, read_any, require_megatron, save_any
 from aligner.checkpoint.model_source import open_model
-from aligner.config import LoraConfig, OptimConfig, ParallelConfig, parse_config
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.config import LoraConfig, OptimConfig, ParallelConfig
 from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
@@ -229,8 +229,7 @@ def test_a_directory_that_cannot_be_trained_is_refused_before_weights(changes, m
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     tiny_config("olmo2").save_pretrained(tmp_path)
-    for name, content in byte_level_tokenizer().files().items():
-        (tmp_path / name).write_bytes(content)
+    write_tokenizer(tmp_path)
     with pytest.raises(CheckpointError, match=r"tokens, but vocab_size=128"):
         read_any(tmp_path)
 
@@ -318,22 +317,14 @@ def test_engines_get_the_tensors_of_files(model_type, folder_of):
 
 
 def test_models_that_engines_cannot_load_are_refused_without_weights(tmp_path):
-    tokenizer = byte_level_tokenizer()
-    tiny_config("hrm_text", vocab_size=tokenizer.vocab_size).save_pretrained(tmp_path)
-    for name, content in tokenizer.files().items():
-        (tmp_path / name).write_bytes(content)
-    values = {
-        "model": {"restore_from_path": str(tmp_path)},
-        "reward": {"function": "a:b"},
-        "data": {"train": {"source": "x.jsonl"}},
-        "policy": {"backend": "dtensor"},
-        "cluster": {"engine": "ray"},
-    }
-    describe_model_of(parse_config(values))
-    engine = {"backend": "vllm", "vllm": {"python": sys.executable}}
+    vocabulary = write_tokenizer(tmp_path).vocab_size
+    tiny_config("hrm_text", vocab_size=vocabulary).save_pretrained(tmp_path)
+    values = f"model.restore_from_path={tmp_path} policy.backend=dtensor cluster.engine=ray"
+    describe_model_of(parsed(values))
+    engine = f"generation.backend=vllm generation.vllm.python={sys.executable}"
     message = r"backend=vllm: .* hrm_text model, because its files join .*backend=megatron"
     with pytest.raises(ConfigError, match=message):
-        describe_model_of(parse_config({**values, "generation": engine}))
+        describe_model_of(parsed(f"{values} {engine}"))
 
 
 def test_dropout_of_the_configuration_is_not_applied(folder_of):

@@ -10,19 +10,17 @@ from functools import partial
 
 import pytest
 import torch
-from role_models import check_recomputed
+from role_models import check_recomputed, write_tokenizer
 from safetensors.torch import load_file
-from test_any_model import expected_logprobs
+from test_any_model import logprobs_of_folder
 from test_any_model import make_batch as any_batch
 from test_roles import LENGTHS, make_batch, make_critic, trained
-from tiny_transformers import tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GPT2Config
 
 from aligner.checkpoint.convert import hf_to_nemo
 from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, ParallelConfig, SchedConfig
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
@@ -177,15 +175,12 @@ def test_generation_has_the_weights_of_the_moment(tiny_nemo):
 
 
 @pytest.mark.parametrize("model_type", ["granite", "stablelm"])
-def test_a_nemo_of_a_newer_family_scores_as_transformers(model_type, tmp_path):
+def test_a_nemo_of_a_newer_family_scores_as_transformers(model_type, folder_of, tmp_path):
     """Divided logits, or attention that rotates a part of a head."""
-    tokenizer, batch = byte_level_tokenizer(), any_batch()
-    model = tiny_model(model_type, vocab_size=tokenizer.vocab_size)
-    model.save_pretrained(tmp_path / "hf")
-    for name, content in tokenizer.files().items():
-        (tmp_path / "hf" / name).write_bytes(content)
-    hf_to_nemo(tmp_path / "hf", tmp_path / "model.nemo")
-    expected = expected_logprobs(model)
+    folder, batch = folder_of(model_type, vocab_size=259), any_batch()  # the tokenizer's
+    write_tokenizer(folder)
+    hf_to_nemo(folder, tmp_path / "model.nemo")
+    expected = logprobs_of_folder(folder)
     for packed in (False, True):
         role = load(DTensorActorModel, tmp_path / "model.nemo", sequence_packing=packed)
         torch.testing.assert_close(role.get_logprobs(batch), expected, atol=1e-4, rtol=0)

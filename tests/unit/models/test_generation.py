@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -215,17 +216,11 @@ def test_results_do_not_depend_on_the_batch(model):
 
 
 def test_samples_of_one_prompt_differ_by_id_and_share_a_prefill(llama, monkeypatch):
-    seen = []
-    original = IncrementalModel.prefill
-
-    def counting(self, tokens, *rest):
-        seen.append(tokens.shape[0])
-        return original(self, tokens, *rest)
-
-    monkeypatch.setattr(IncrementalModel, "prefill", counting)
+    prefill = Mock(wraps=IncrementalModel.prefill)
+    monkeypatch.setattr(IncrementalModel, "prefill", lambda *args: prefill(*args))
     prompts, lengths = (each.repeat_interleave(6, 0) for each in make_prompts(2))
     output = run(llama, prompts, lengths, slots=12, temperature=1.5)
-    assert seen == [2]
+    assert [call.args[1].shape[0] for call in prefill.call_args_list] == [2]
     assert len({tuple(row) for row, _, _ in by_row(output)}) == 12
     # With few slots, prompts that are still in flight are not run again either.
     options = {"temperature": 1.5, "eos_ids": tuple(range(0, 259, 9))}
