@@ -11,10 +11,12 @@ import pytest
 import torch
 from hf_models import CASES, LLAMA_SIZES, save_random_model
 from safetensors.torch import load_file, save_file
+from test_nemo_kinds import gpt_and_logits
+from variants import extended_except
 
 from aligner.checkpoint.canonical import merge
 from aligner.checkpoint.convert import convert
-from aligner.checkpoint.gpt_weights import load_weights, model_parameters
+from aligner.checkpoint.gpt_weights import model_parameters
 from aligner.checkpoint.hf import model_folder as hf
 from aligner.checkpoint.hf.families import architecture_from_hf, config_to_hf
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
@@ -27,38 +29,23 @@ from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.forward.schedule import _forward
-from aligner.models.gpt.megatron.build import build_gpt, scaled_inverse_frequencies
+from aligner.models.gpt.megatron.build import scaled_inverse_frequencies
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.parallel.groups import initialize_parallel
 
 ROOT = Path(__file__).parents[3]
 
 # Cases that differ from the others in biases or in one setting.
-FURTHER = (
+FURTHER = {
     *("nemotron_biases", "starcoder2_plain", "stablelm_biases", "arcee_biases"),
     *("smollm3_biases", "ernie4_5_biases", "olmo3", "gemma3_scaled", "glm4_moe_plain"),
     *("gpt_oss_plain_rope", "deepseek_v3_plain"),
-)
+}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(case, marks=pytest.mark.extended if case in FURTHER else ()) for case in CASES
-    ],
-)
+@pytest.fixture(scope="module", params=extended_except(CASES.keys() - FURTHER, CASES))
 def model_folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "model"
     return save_random_model(*CASES[request.param], folder), folder
-
-
-def our_logits(weights, architecture, tokens):
-    initialize_parallel()
-    gpt = build_gpt(architecture).eval()
-    load_weights(gpt, weights, architecture)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    with torch.no_grad():
-        return gpt(tokens, positions, None)[..., : architecture.vocab_size]
 
 
 @pytest.mark.integration
@@ -68,7 +55,8 @@ def test_logits_equal_transformers(model_folder):
     found = read_hf(folder)
     with torch.no_grad():
         expected = model(tokens).logits
-    assert (our_logits(found.weights, found.architecture, tokens) - expected).abs().max() < 1e-4
+    _, logits = gpt_and_logits(found.weights, found.architecture, tokens)
+    assert (logits - expected).abs().max() < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -208,12 +196,6 @@ WINDOWS = {
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
 
 
-def write_model(folder, config, tensors):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -329,7 +311,7 @@ def test_damaged_directories(tmp_path):
     (tmp_path / "m" / "model.safetensors").write_bytes(b"\x10" + bytes(30))
     with pytest.raises(CheckpointError, match="damaged"):
         read_hf(tmp_path / "m")
-    write_model(tmp_path / "m", config, {"model.odd": torch.zeros(1)})
+    save_file({"model.odd": torch.zeros(1)}, tmp_path / "m" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"missing \['model\.embed_tokens.*'model\.odd'"):
         read_hf(tmp_path / "m")
 
@@ -437,7 +419,7 @@ def test_smollm2_logits_equal_transformers(tmp_path):
         # Digits stand alone and take no space with them.
         assert tokenizer.encode("a  17") == tokenizer.encode("a  ") + tokenizer.encode("17")
         tokens = torch.tensor([tokenizer.encode("2+3=5\n7+4=11\n6+3=9\n" * 4)])
-        found = our_logits(nemo.weights, nemo.architecture, tokens)
+        _, found = gpt_and_logits(nemo.weights, nemo.architecture, tokens)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     with torch.no_grad():
         assert (model(tokens).logits - found).abs().max() < 1e-4

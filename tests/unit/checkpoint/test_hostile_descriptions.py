@@ -10,8 +10,9 @@ import nemo_writers as writers
 import pytest
 import torch
 import yaml
+from hf_models import LLAMA_SIZES, save_random_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
@@ -178,9 +179,9 @@ def test_a_stack_of_more_layers_than_the_model_has(unpacked, no_hang, size):
         dict(nemo.weights)
 
 
-@pytest.fixture(scope="module")
-def hugging_face(tiny_nemo, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hf") / "tiny"
+@pytest.fixture
+def hugging_face(tiny_nemo, tmp_path):
+    folder = tmp_path / "hf"
     with open_nemo(tiny_nemo) as nemo:
         save_hf(folder, nemo.weights, nemo.architecture, nemo.tokenizer_files)
     return folder
@@ -198,16 +199,12 @@ def hugging_face(tiny_nemo, tmp_path_factory):
         ({"tie_word_embeddings": None}, "tie_embeddings=None"),
     ],
 )
-def test_a_hugging_face_configuration_that_no_model_has(
-    hugging_face, tmp_path, no_hang, changes, message
-):
-    folder = tmp_path / "changed"
-    shutil.copytree(hugging_face, folder)
-    config = json.loads((folder / "config.json").read_text())
+def test_a_hugging_face_configuration_that_no_model_has(hugging_face, no_hang, changes, message):
+    config = json.loads((hugging_face / "config.json").read_text())
     config.pop("rope_parameters", None)
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    (hugging_face / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(CheckpointError, match=message):
-        dict(read_hf(folder).weights)
+        dict(read_hf(hugging_face).weights)
 
 
 @pytest.mark.parametrize(
@@ -219,29 +216,21 @@ def test_a_hugging_face_configuration_that_no_model_has(
         ({"weight_map": {"model.embed_tokens.weight": "/etc/passwd"}}, "names the file"),
     ],
 )
-def test_an_index_of_a_wrong_kind(hugging_face, tmp_path, index, message):
-    folder = tmp_path / "indexed"
-    shutil.copytree(hugging_face, folder)
-    (folder / "model.safetensors").unlink()  # which would precede the index
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def test_an_index_of_a_wrong_kind(hugging_face, index, message):
+    (hugging_face / "model.safetensors").unlink()  # which would precede the index
+    (hugging_face / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
-        dict(read_hf(folder).weights)
+        dict(read_hf(hugging_face).weights)
 
 
-SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
-SIZES |= {"num_attention_heads": 4, "vocab_size": 64}
-
-
-def directory(folder, **changes):
-    config = AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=True, **changes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+TIED = {"tie_word_embeddings": True}
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("same", [True, False])
 def test_an_output_matrix_beside_tied_embeddings_is_the_embedding_or_refused(tmp_path, same):
-    file = directory(tmp_path) / "model.safetensors"
+    save_random_model("llama", TIED, tmp_path)
+    file = tmp_path / "model.safetensors"
     state = load_file(file)
     output = state["model.embed_tokens.weight"].clone()
     save_file({**state, "lm_head.weight": output if same else output + 1}, file, {"format": "pt"})
@@ -254,17 +243,18 @@ def test_an_output_matrix_beside_tied_embeddings_is_the_embedding_or_refused(tmp
 
 @pytest.mark.integration
 def test_spellings_that_transformers_takes_for_the_same():
-    llama = {**SIZES, "model_type": "llama", "num_key_value_heads": 4}
+    llama = {**LLAMA_SIZES, "model_type": "llama"}
     assert architecture_from_hf({**llama, "hidden_act": "swish"}) == architecture_from_hf(llama)
     with pytest.raises(CheckpointError, match="hidden_act='gelu'"):
         architecture_from_hf({**llama, "hidden_act": "gelu"})
-    moe = {**SIZES, "model_type": "qwen3_moe", "mlp_only_layers": None}
+    moe = {**LLAMA_SIZES, "model_type": "qwen3_moe", "mlp_only_layers": None}
     assert architecture_from_hf(moe).num_moe_experts == 128
 
 
 @pytest.mark.integration
 def test_a_config_file_in_place_of_its_directory_and_with_a_byte_order_mark(tmp_path):
-    path = directory(tmp_path) / "config.json"
+    save_random_model("llama", TIED, tmp_path)
+    path = tmp_path / "config.json"
     message = re.escape(f"Give the model's directory, {str(tmp_path)!r}")
     with pytest.raises(CheckpointError, match=message), open_model(path):
         pass
@@ -276,7 +266,7 @@ def test_a_config_file_in_place_of_its_directory_and_with_a_byte_order_mark(tmp_
 
 def sharded(folder, **more):
     """The directory of an index that lists all tensors but ``more``; returns the tensors."""
-    directory(folder)
+    save_random_model("llama", TIED, folder)
     state = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     save_file({**state, **more}, folder / "shard.safetensors", {"format": "pt"})
@@ -304,7 +294,8 @@ def test_one_file_precedes_an_index_as_in_transformers(tmp_path):
 
 @pytest.mark.integration
 def test_integers_are_refused(tmp_path):
-    file = directory(tmp_path) / "model.safetensors"
+    save_random_model("llama", TIED, tmp_path)
+    file = tmp_path / "model.safetensors"
     name = "model.layers.0.mlp.down_proj.weight"
     whole = torch.ones(32, 48, dtype=torch.int8)
     save_file({**load_file(file), name: whole}, file, {"format": "pt"})

@@ -12,7 +12,7 @@ from pathlib import Path
 import nemo_writers as writers
 import pytest
 import torch
-from test_nemo_kinds import LLAMA, LLAMA_KEYS, distinct_weights
+from test_nemo_kinds import LLAMA, LLAMA_KEYS, assert_same, distinct_weights
 
 from aligner.checkpoint.nemo import tensor_file
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
@@ -152,8 +152,7 @@ def test_an_unpacked_directory_reads_the_same(good, tmp_path):
         tar.extractall(folder, filter="data")
     with open_nemo(good) as packed, open_nemo(folder) as unpacked:
         assert unpacked.architecture == packed.architecture
-        for name in packed.weights:
-            assert torch.equal(packed.weights[name], unpacked.weights[name])
+        assert_same(unpacked.weights, packed.weights)
     (folder / "link").symlink_to("/etc/passwd")
     with pytest.raises(CheckpointError, match="contains the link"), open_nemo(folder):
         pass

@@ -82,8 +82,9 @@ def distinct_weights(architecture, dtype=torch.float32, scale=0.3):
     }
 
 
-def read_back(path, members, keys, mode="w"):
-    writers.write_archive(path, writers.config_members(21, **keys) | members, mode=mode)
+def read_back(folder, members, mode="w"):
+    path, config = folder / "m.nemo", writers.config_members(21, **LLAMA_KEYS)
+    writers.write_archive(path, config | members, mode=mode)
     with open_nemo(path) as nemo:
         return nemo.architecture, {name: nemo.weights[name] for name in nemo.weights}
 
@@ -95,66 +96,62 @@ def assert_same(found, expected):
         assert torch.equal(found[name], expected[name]), name
 
 
-SINGLE_FILES = {
-    "local": writers.single_file,
-    "te": writers.te_single_file,
-    "legacy": writers.legacy_single_file,
-    "legacy_unfused_gate": partial(writers.legacy_single_file, unfused_gate=True),
-    "amp_o2": partial(writers.single_file, prefix="model.module."),
+def gpt_and_logits(weights, architecture, tokens):
+    """The model with these weights, and its logits of the vocabulary."""
+    initialize_parallel()
+    gpt = build_gpt(architecture).eval()
+    load_weights(gpt, weights, architecture)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        return gpt, gpt(tokens, positions, None)[..., : architecture.vocab_size]
+
+
+RANKS = partial(writers.rank_files, architecture=LLAMA, tp=2)
+ZARR = partial(writers.zarr_members, architecture=LLAMA)
+KINDS = {
+    "local": (writers.single_file, torch.float32),
+    "te": (writers.te_single_file, torch.float32),
+    "legacy": (writers.legacy_single_file, torch.float32),
+    "legacy_unfused_gate": (partial(writers.legacy_single_file, unfused_gate=True), torch.float32),
+    "amp_o2": (partial(writers.single_file, prefix="model.module."), torch.float32),
+    "mp_rank": (partial(RANKS, pp=1, style="mp_rank"), torch.float32),
+    "tp_rank": (partial(RANKS, pp=2), torch.bfloat16),
+    "zarr": (partial(ZARR, row_chunks=1), torch.float32),
+    # The chunks do not divide 64 rows: the last chunk reaches beyond the tensor.
+    "zarr_3_chunks": (partial(ZARR, row_chunks=3), torch.float32),
+    "zarr_bfloat16": (partial(ZARR, row_chunks=2), torch.bfloat16),
 }
 
 
-@pytest.mark.parametrize("style", SINGLE_FILES)
-def test_single_files(tmp_path, style):
-    weights = distinct_weights(LLAMA)
-    members = SINGLE_FILES[style](writers.padded(weights, 8))
-    mode = "w:gz" if style == "local" else "w"
-    architecture, found = read_back(tmp_path / "m.nemo", members, LLAMA_KEYS, mode)
+@pytest.mark.parametrize(("write", "dtype"), KINDS.values(), ids=KINDS)
+def test_every_kind_is_read_as_it_was_written(tmp_path, write, dtype):
+    weights = distinct_weights(LLAMA, dtype)
+    mode = "w:gz" if write is writers.single_file else "w"
+    architecture, found = read_back(tmp_path, write(writers.padded(weights, 8)), mode)
     assert architecture == LLAMA
     assert_same(found, weights)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "pp", "style"),
-    [(torch.float32, 1, {"style": "mp_rank"}), (torch.bfloat16, 2, {})],
-    ids=["mp_rank", "bfloat16"],
-)
-def test_other_rank_files(tmp_path, dtype, pp, style):
-    weights = distinct_weights(LLAMA, dtype)
-    members = writers.rank_files(weights, LLAMA, 2, pp, **style)
-    assert_same(read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)[1], weights)
-
-
 def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path):
-    members = writers.rank_files(distinct_weights(LLAMA), LLAMA, 2, 2)
+    members = RANKS(distinct_weights(LLAMA), pp=2)
     del members["tp_rank_01_pp_rank_000/model_weights.ckpt"]
     with pytest.raises(CheckpointError, match="tp 1 pp 0"):
-        read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
+        read_back(tmp_path, members)
     weights = distinct_weights(dataclasses.replace(LLAMA, vocab_size=20))
     with pytest.raises(CheckpointError, match="20 rows, fewer than the tokenizer's 21"):
-        read_back(tmp_path / "m.nemo", writers.single_file(weights), LLAMA_KEYS)
+        read_back(tmp_path, writers.single_file(weights))
     weights = distinct_weights(LLAMA)
     narrow = {**weights, "decoder.final_layernorm.weight": torch.zeros(15)}
     members = writers.single_file(writers.padded(narrow, 8))
     with pytest.raises(CheckpointError, match=r"final_layernorm\.weight has shape \[15\].*\[16\]"):
-        read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
+        read_back(tmp_path, members)
     del weights["decoder.layers.2.mlp.linear_fc2.weight"]
     weights["decoder.layers.0.mlp.linear_fc2.bias"] = torch.zeros(16)
     members = writers.single_file(writers.padded(weights, 8))
     with pytest.raises(CheckpointError) as caught:
-        read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
+        read_back(tmp_path, members)
     assert "missing decoder.layers.2.mlp.linear_fc2.weight" in str(caught.value)
     assert "unexpected decoder.layers.0.mlp.linear_fc2.bias" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "row_chunks"), [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 2)]
-)
-def test_zarr(tmp_path, dtype, row_chunks):
-    """Three row chunks do not divide 64 rows: the last chunk reaches beyond the tensor."""
-    weights = distinct_weights(LLAMA, dtype)
-    members = writers.zarr_members(weights, LLAMA, row_chunks)
-    assert_same(read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)[1], weights)
 
 
 HEAD = {"rm_head.weight": torch.ones(1, 16) / 3, "rm_head.bias": torch.ones(1) / 7}
@@ -163,13 +160,13 @@ HEAD = {"rm_head.weight": torch.ones(1, 16) / 3, "rm_head.bias": torch.ones(1) /
 def test_reward_model(tmp_path):
     weights = distinct_weights(LLAMA) | HEAD
     single = writers.single_file(writers.padded(weights, 8))
-    for name, members in (("s", single), ("ranks", writers.rank_files(weights, LLAMA, 2, 2))):
-        assert_same(read_back(tmp_path / f"{name}.nemo", members, LLAMA_KEYS)[1], weights)
+    for members in (single, RANKS(weights, pp=2)):
+        assert_same(read_back(tmp_path, members)[1], weights)
     # A critic has no output layer.
     del weights["output_layer.weight"]
     save_nemo(tmp_path / "critic.nemo", weights, LLAMA, {})
     with open_nemo(tmp_path / "critic.nemo") as nemo:
-        assert_same({n: nemo.weights[n] for n in nemo.weights}, weights)
+        assert_same(nemo.weights, weights)
 
 
 @pytest.mark.integration
@@ -188,15 +185,10 @@ def test_log_probs_equal_a_float64_reference(tmp_path, base, keys, activation):
     weights = distinct_weights(expected, scale=WIDE if base is GPT else 0.3)
     members = writers.single_file(writers.padded(weights, 8))
     writers.write_archive(tmp_path / "m.nemo", writers.config_members(21, **keys) | members)
-    initialize_parallel()
+    tokens = torch.randint(21, (2, 13), generator=torch.Generator().manual_seed(1))
     with open_nemo(tmp_path / "m.nemo") as nemo:
         assert nemo.architecture == expected
-        gpt = build_gpt(nemo.architecture).eval()
-        load_weights(gpt, nemo.weights, nemo.architecture)
-    tokens = torch.randint(21, (2, 13), generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(13).expand(2, 13)
-    with torch.no_grad():
-        logits = gpt(tokens, positions, None)[..., :21]
+        gpt, logits = gpt_and_logits(nemo.weights, nemo.architecture, tokens)
     wanted = reference_logits(weights, expected, tokens)
     gap = (logits.double().log_softmax(-1) - wanted.log_softmax(-1)).abs().max()
     assert gap < 5e-5  # float32 rounding; the wrong GELU shows at 3e-4
@@ -214,18 +206,12 @@ def test_log_probs_equal_the_writers(name):
     if not (folder / f"{name}.nemo").exists():
         pytest.skip(f"needs {name}.nemo and .ref.pt in data/nemo of $ALIGNER_SHARED ({SHARED})")
     reference = torch.load(folder / f"{name}.ref.pt", weights_only=True)
-    initialize_parallel()
     with open_nemo(folder / f"{name}.nemo") as nemo:
-        gpt = build_gpt(nemo.architecture).eval()
-        load_weights(gpt, nemo.weights, nemo.architecture)
         vocabulary = nemo.architecture.vocab_size
         assert nemo.tokenizer.vocab_size == vocabulary
+        _, logits = gpt_and_logits(nemo.weights, nemo.architecture, reference["tokens"])
     assert reference["logits"].shape[-1] == vocabulary
-    tokens = reference["tokens"]
-    with torch.no_grad():
-        logits = gpt(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
-    found = logits[..., :vocabulary].log_softmax(-1)
-    gap = (found - reference["logits"].log_softmax(-1)).abs().max()
+    gap = (logits.log_softmax(-1) - reference["logits"].log_softmax(-1)).abs().max()
     assert gap < 2e-4
 
 
