@@ -7,7 +7,7 @@ KTO and reward models agree token by token.
 import json
 
 import pytest
-from loaded import learned_texts, load_set, write_rows
+from loaded import learned_texts, load_rows, load_set, write_rows
 from tokenizers import AddedToken, decoders, models, normalizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
@@ -60,23 +60,23 @@ def tokenizer(request):
     return prepending(request.param)
 
 
+def byte_level_files(**config):
+    """The files of the byte-level tokenizer, with other values in its configuration."""
+    files = byte_level_tokenizer().files()
+    merged = json.loads(files["tokenizer_config.json"]) | config
+    return files | {"tokenizer_config.json": json.dumps(merged).encode()}
+
+
 def chatml(template, **config):
     """The byte-level tokenizer with another template."""
-    files = byte_level_tokenizer().files()
-    known = json.loads(files["tokenizer_config.json"])
-    merged = {**known, **config, "chat_template": template}
-    return tokenizer_from_files({**files, "tokenizer_config.json": json.dumps(merged).encode()})
-
-
-def written(tmp_path, *rows):
-    return write_rows(tmp_path / "rows.jsonl", rows)
+    return tokenizer_from_files(byte_level_files(chat_template=template, **config))
 
 
 def test_all_kinds_of_data_hold_the_sequence_that_a_model_is_asked_with(tokenizer, tmp_path):
     row = {"prompt": [QUESTION], "response": "four", "chosen": "four", "rejected": "five"}
     others = {"label": True, "good": 1.0, "ground_truth": "four"}
     second = {**row, **others, "prompt": CHAT[:3], "label": False}
-    path = written(tmp_path, {**row, **others}, second)
+    path = write_rows(tmp_path / "x.jsonl", [{**row, **others}, second])
     prompt = load_set(PromptDataset, path, tokenizer)[0]
     learned_from = [
         load_set(ExampleDataset, path, tokenizer)[0],
@@ -128,9 +128,9 @@ R1 = (
 def test_an_answer_is_learned_behind_the_tag_that_its_prompt_ends_with(answer, text, tmp_path):
     tokenizer = chatml(R1)
     chat = [QUESTION, {"role": "assistant", **answer}]
-    path = written(tmp_path, {"messages": chat}, {"messages": CHAT[:2] + chat})
+    rows = [{"messages": chat}, {"messages": CHAT[:2] + chat}]
     form = {"messages_column": "messages", "learn": "last"}
-    alone, later = load_set(ExampleDataset, path, tokenizer, **form)
+    alone, later = load_rows(ExampleDataset, tmp_path, rows, tokenizer, **form)
     asked = tokenizer.apply_chat_template([QUESTION])
     assert tokenizer.decode(alone.ids) == f"{asked}{text}<|im_end|>"
     assert learned_texts(tokenizer, alone) == [f"{text}<|im_end|>"]
@@ -143,7 +143,7 @@ def test_an_answer_is_learned_behind_the_tag_that_its_prompt_ends_with(answer, t
 def test_preferences_between_reasoned_answers_and_what_cannot_be_learned(tmp_path):
     tokenizer = chatml(R1)
     row = {"prompt": [QUESTION], "chosen": "hm</think>4", "rejected": "<think>\nno</think>5"}
-    pair = load_set(PairDataset, written(tmp_path, row), tokenizer)[0]
+    pair = load_rows(PairDataset, tmp_path, [row], tokenizer)[0]
     for example, text in ((pair.chosen, "hm</think>4"), (pair.rejected, "no</think>5")):
         assert learned_texts(tokenizer, example) == [f"{text}<|im_end|>"]
     with pytest.raises(DataError, match=r"message 1 is added\. Set data.learn=last"):
@@ -175,7 +175,7 @@ USE = [
 def test_tools_calls_and_reasoning_reach_the_template(tools, tmp_path):
     tokenizer = chatml(WITH_TOOLS)
     row = {"messages": USE, "prompt": USE[:3], "tools": tools, "ground_truth": 14}
-    path = written(tmp_path, row)
+    path = write_rows(tmp_path / "x.jsonl", [row])
     example = load_set(ExampleDataset, path, tokenizer, messages_column="messages")[0]
     assert tokenizer.decode(example.ids).startswith('TOOLS [{"type": "function"')
     assert learned_texts(tokenizer, example) == [
@@ -193,8 +193,7 @@ def test_tools_calls_and_reasoning_reach_the_template(tools, tmp_path):
 def test_no_calls_are_the_same_as_none(tokenizer, tmp_path):
     """Of templates that show no calls."""
     rows = [{"messages": [*CHAT[:1], CHAT[1] | more]} for more in ({}, {"tool_calls": []})]
-    path = written(tmp_path, *rows)
-    plain, empty = load_set(ExampleDataset, path, tokenizer, messages_column="messages")
+    plain, empty = load_rows(ExampleDataset, tmp_path, rows, tokenizer, messages_column="messages")
     assert plain.ids == empty.ids
 
 
@@ -220,16 +219,15 @@ def test_what_a_template_makes_nothing_of_is_refused_by_name(chat, further, lost
         "+ '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    path = written(tmp_path, {"messages": chat, **further})
-    with pytest.raises(DataError, match=rf"rows.jsonl, line 1: .*{lost}"):
-        load_set(ExampleDataset, path, chatml(plain), messages_column="messages")
+    rows, tokenizer = [{"messages": chat, **further}], chatml(plain)
+    with pytest.raises(DataError, match=rf"x.jsonl, line 1: .*{lost}"):
+        load_rows(ExampleDataset, tmp_path, rows, tokenizer, messages_column="messages")
 
 
 def test_preferences_in_every_public_form(tmp_path):
-    tokenizer = byte_level_tokenizer()
     chosen, rejected = ({"role": "assistant", "content": text} for text in ("four", "five"))
-    plain = written(tmp_path, {"prompt": "two and two", "chosen": "four", "rejected": "five"})
-    text = load_set(PairDataset, plain, tokenizer, chat=True)[0]
+    plain = {"prompt": "two and two", "chosen": "four", "rejected": "five"}
+    text = load_rows(PairDataset, tmp_path, [plain], chat=True)[0]
     both = {"chosen": [QUESTION, chosen], "rejected": [QUESTION, rejected]}
     rows = [
         {"prompt": [QUESTION], "chosen": [chosen], "rejected": [rejected]},
@@ -239,15 +237,15 @@ def test_preferences_in_every_public_form(tmp_path):
         {"prompt": [QUESTION], **both},
         {"prompt": [QUESTION], "chosen": "four", "rejected": "five"},
     ]
-    for pair in load_set(PairDataset, written(tmp_path, *rows), tokenizer):
+    for pair in load_rows(PairDataset, tmp_path, rows):
         assert (pair.chosen.ids, pair.chosen.learned) == (text.chosen.ids, text.chosen.learned)
         assert pair.rejected.ids == text.rejected.ids
-    row = {"prompt": [QUESTION], "response": [chosen], "label": True}
-    other = {"prompt": "and one", "response": [rejected], "label": False}
-    path = written(tmp_path, row, other)
-    assert load_set(ExampleDataset, path, tokenizer)[0].ids == text.chosen.ids
-    labelled = load_set(LabelledDataset, path, tokenizer)
-    assert labelled[0].example.ids == text.chosen.ids
+    rows = [
+        {"prompt": [QUESTION], "response": [chosen], "label": True},
+        {"prompt": "and one", "response": [rejected], "label": False},
+    ]
+    assert load_rows(ExampleDataset, tmp_path, rows)[0].ids == text.chosen.ids
+    assert load_rows(LabelledDataset, tmp_path, rows)[0].example.ids == text.chosen.ids
 
 
 @pytest.mark.parametrize(
@@ -266,7 +264,7 @@ def test_preferences_in_every_public_form(tmp_path):
 def test_preferences_that_do_not_fit_are_refused(changes, message, tmp_path):
     row = {"chosen": CHAT[:2], "rejected": [QUESTION, {"role": "assistant", "content": "5"}]}
     with pytest.raises(DataError, match=rf"line 1: .*{message}"):
-        load_set(PairDataset, written(tmp_path, {**row, **changes}), byte_level_tokenizer())
+        load_rows(PairDataset, tmp_path, [{**row, **changes}])
 
 
 def test_half_a_character_in_the_arguments_of_a_call_is_refused(tmp_path):
@@ -276,13 +274,12 @@ def test_half_a_character_in_the_arguments_of_a_call_is_refused(tmp_path):
     call = {"name": "f", "arguments": '{"a": "\\ud800"}'}
     row = {"prompt": "a", "response": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
     with pytest.raises(DataError, match=r"line 1: the chat template refuses .*surrogates"):
-        load_set(ExampleDataset, written(tmp_path, row), chatml(template))
+        load_rows(ExampleDataset, tmp_path, [row], chatml(template))
 
 
 def test_tools_of_a_row_without_place_for_them_are_refused(tmp_path):
     row = {"prompt": "a", "response": "b", "tools": [{"name": "f"}]}
-    path = written(tmp_path, row)
     with pytest.raises(DataError, match=r"'tools' contains tools, .*data\.tools_column=null"):
-        load_set(ExampleDataset, path, byte_level_tokenizer())
-    load_set(ExampleDataset, path, byte_level_tokenizer(), tools_column=None)
-    load_set(ExampleDataset, written(tmp_path, {**row, "tools": None}), byte_level_tokenizer())
+        load_rows(ExampleDataset, tmp_path, [row])
+    load_rows(ExampleDataset, tmp_path, [row], tools_column=None)
+    load_rows(ExampleDataset, tmp_path, [{**row, "tools": None}])

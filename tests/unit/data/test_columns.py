@@ -6,7 +6,7 @@ import sys
 
 import pyarrow as pa
 import pytest
-from loaded import load_set
+from loaded import load_rows, load_set, write_rows
 from pyarrow import parquet
 
 from aligner.data.dataset import Split
@@ -23,12 +23,6 @@ CHAT = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5
 
 def columns(source):
     return [row.columns for row in read_rows(source)]
-
-
-def load(kind, tokenizer, tmp_path, rows, **options):
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps(rows))
-    return load_set(kind, path, tokenizer, **options)
 
 
 def texts(tokenizer, example):
@@ -89,16 +83,16 @@ def test_every_format_gives_the_same_rows(tmp_path):
     assert columns(tmp_path / "**" / "*.csv") == ROWS
 
 
-def test_a_dot_leads_into_a_column(tokenizer, tmp_path):
+def test_a_dot_leads_into_a_column(tmp_path):
     row = DataRow("here", {"a": {"b": {"c": 1}}, "a.b": 2})
     assert [row.get(name) for name in ("a.b.c", "a.b", "a.x.y", "x")] == [1, 2, None, None]
     rows = [{"q": {"text": "1+1="}, "reward_model": {"ground_truth": "2"}, "prompt": "x"}]
     options = {"prompt_column": "q.text", "ground_truth_column": "reward_model.ground_truth"}
-    prompt = load(PromptDataset, tokenizer, tmp_path, rows, **options)[0]
+    prompt = load_rows(PromptDataset, tmp_path, rows, **options)[0]
     assert (prompt.text, prompt.ground_truth) == ("1+1=", "2")
     assert prompt.columns == rows[0]
     rows = [{"chat": {"turns": CHAT}, "r": {"help": 4}, "prompt": "a", "response": "b"}]
-    rated = load(RatedDataset, tokenizer, tmp_path, rows, attribute_columns=("r.help",))[0]
+    rated = load_rows(RatedDataset, tmp_path, rows, attribute_columns=("r.help",))[0]
     assert rated.ratings == (4.0,)
 
 
@@ -118,19 +112,19 @@ SUM = ("2+3=", "5")
     ],
 )
 def test_columns_of_examples_are_recognised(tokenizer, tmp_path, row, expected, taken):
-    examples = load(ExampleDataset, tokenizer, tmp_path, [row])
+    examples = load_rows(ExampleDataset, tmp_path, [row])
     assert texts(tokenizer, examples[0]) == expected
     expected = ", ".join(f"data.{key}" for key in taken.split(", "))
-    assert examples.recognised == [f"{tmp_path / 'x.json'}: {expected}"]
+    assert examples.recognised == [f"{tmp_path / 'x.jsonl'}: {expected}"]
     assert Split(examples).notes()[0].startswith("columns of the training data that were")
 
 
 @pytest.mark.parametrize("row", [{"messages": CHAT}, {"conversations": TURNS}, {"messages": TURNS}])
-def test_chats_are_recognised_in_both_forms(tokenizer, tmp_path, row):
-    plain = load(ExampleDataset, tokenizer, tmp_path, [{"chat": CHAT}], messages_column="chat")[0]
-    found = load(ExampleDataset, tokenizer, tmp_path, [row])
+def test_chats_are_recognised_in_both_forms(tmp_path, row):
+    plain = load_rows(ExampleDataset, tmp_path, [{"chat": CHAT}], messages_column="chat")[0]
+    found = load_rows(ExampleDataset, tmp_path, [row])
     assert (found[0].ids, found[0].learned) == (plain.ids, plain.learned)
-    assert found.recognised == [f"{tmp_path / 'x.json'}: data.messages_column={next(iter(row))}"]
+    assert found.recognised == [f"{tmp_path / 'x.jsonl'}: data.messages_column={next(iter(row))}"]
 
 
 BING = {"from": "bing", "value": "a"}
@@ -150,33 +144,28 @@ BING = {"from": "bing", "value": "a"}
         (PairDataset, {"chosen": "ab", "rejected": "ac"}, {"prompt_column": "p"}, "'p' is missing"),
     ],
 )
-def test_what_is_ambiguous_is_refused_with_the_key(
-    kind, row, options, message, tokenizer, tmp_path
-):
+def test_what_is_ambiguous_is_refused_with_the_key(kind, row, options, message, tmp_path):
     with pytest.raises(DataError, match=message) as refusal:
-        load(kind, tokenizer, tmp_path, [row], **options)
-    assert "x.json, row 1" in str(refusal.value)
+        load_rows(kind, tmp_path, [row], **options)
+    assert "x.jsonl, line 1" in str(refusal.value)
     assert str(sorted(row)) in str(refusal.value)
 
 
-def test_prompts_and_ground_truths_of_verl_and_trl(tokenizer, tmp_path):
+def test_prompts_and_ground_truths_of_verl_and_trl(tmp_path):
     verl = {"prompt": CHAT[:1], "reward_model": {"ground_truth": "5"}, "data_source": "sums"}
-    prompts = load(PromptDataset, tokenizer, tmp_path, [verl])
+    prompts = load_rows(PromptDataset, tmp_path, [verl])
     assert prompts[0].ground_truth == "5"
     assert prompts[0].messages == CHAT[:1]
     assert prompts[0].columns.keys() == {"reward_model", "data_source"}
     # A reward function reads the column of a recognised ground truth, too.
-    prompts = load(PromptDataset, tokenizer, tmp_path, [{"question": "2+3=", "answer": "5"}])
+    prompts = load_rows(PromptDataset, tmp_path, [{"question": "2+3=", "answer": "5"}])
     assert (prompts[0].text, prompts[0].ground_truth) == ("2+3=", "5")
     assert prompts[0].columns == {"answer": "5"}
 
 
 def test_each_source_has_its_own_columns(tokenizer, tmp_path):
     rows = [{"question": "a", "answer": "b"}, {"prompt": "c", "response": "d"}, {"messages": CHAT}]
-    paths = []
-    for index, row in enumerate(rows):
-        paths.append(tmp_path / f"{index}.jsonl")
-        paths[-1].write_text(json.dumps(row) + "\n" + json.dumps(row))
+    paths = [write_rows(tmp_path / f"{n}.jsonl", [row] * 2) for n, row in enumerate(rows)]
     examples = load_set(ExampleDataset, paths, tokenizer, limit=5)
     assert [example.id for example in examples] == [0, 1, 2, 3, 4]
     found = [texts(tokenizer, example)[1] for example in examples]
@@ -199,7 +188,7 @@ HELPFUL = "\n\nHuman: Hi\n\nAssistant: I"
 def test_the_prompt_of_a_pair_is_what_both_begin_with(
     chosen, rejected, prompt, answers, tokenizer, tmp_path
 ):
-    pairs = load(PairDataset, tokenizer, tmp_path, [{"chosen": chosen, "rejected": rejected}])
+    pairs = load_rows(PairDataset, tmp_path, [{"chosen": chosen, "rejected": rejected}])
     assert texts(tokenizer, pairs[0].chosen) == (prompt, answers[0])
     assert texts(tokenizer, pairs[0].rejected) == (prompt, answers[1])
     assert pairs.recognised[0].endswith("the prompt is the common beginning of both responses")
@@ -207,7 +196,7 @@ def test_the_prompt_of_a_pair_is_what_both_begin_with(
 
 def test_pairs_are_labelled_responses(tokenizer, tmp_path):
     rows = [{"chosen": "2+3=5", "rejected": "2+3=6"}, {"chosen": "4+4=8", "rejected": "4+4=1"}]
-    labelled = load(LabelledDataset, tokenizer, tmp_path, rows)
+    labelled = load_rows(LabelledDataset, tmp_path, rows)
     found = [(*texts(tokenizer, row.example), row.desirable) for row in labelled]
     assert found == [
         *[("2+3=", "5", True), ("2+3=", "6", False)],
@@ -217,7 +206,7 @@ def test_pairs_are_labelled_responses(tokenizer, tmp_path):
     wrong = [CHAT[0], {**CHAT[1], "content": "6"}]
     chats = json.dumps([{"chosen": CHAT, "rejected": wrong}])
     rows = [*json.loads(chats), *json.loads(chats.replace("2+3?", "4+4?"))]
-    labelled = load(LabelledDataset, tokenizer, tmp_path, rows)
+    labelled = load_rows(LabelledDataset, tmp_path, rows)
     assert [row.desirable for row in labelled] == [True, False, True, False]
 
 

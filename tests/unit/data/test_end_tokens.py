@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from test_chat_data import byte_level_files
 
 from aligner.algorithms.run.startup import describe_model
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
@@ -28,10 +29,7 @@ EOS, TURN, OTHER = 256, 258, 257  # <|endoftext|>, <|im_end|>, <|im_start|>
 
 def base_files(**generation):
     """A base model's tokenizer: ChatML, but its EOS is ``<|endoftext|>``."""
-    files = byte_level_tokenizer().files()
-    config = json.loads(files["tokenizer_config.json"])
-    config |= {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    files["tokenizer_config.json"] = json.dumps(config).encode()
+    files = byte_level_files(eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     if generation:
         files["generation_config.json"] = json.dumps(generation).encode()
     return files

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pyarrow
 import pytest
-from loaded import load_set, write_rows
+from loaded import load_rows, load_set, write_rows
 from pyarrow import parquet
 
 from aligner.data.prompts import PromptDataset
@@ -42,8 +42,12 @@ def not_rows():
     yield "text"
 
 
-def test_rows_from_files(tmp_path, tokenizer):
-    dataset = load_set(PromptDataset, write_rows(tmp_path / "train.jsonl", ROWS), tokenizer)
+def half_rows():
+    return [{"prompt": "\ud800"}]
+
+
+def test_rows_from_files(tmp_path):
+    dataset = load_rows(PromptDataset, tmp_path, ROWS)
     assert len(dataset) == 2
     assert dataset[1].text == "10+11="
     assert dataset[1].ids == [49, 48, 43, 49, 49, 61]  # bytes
@@ -77,19 +81,15 @@ def test_generators(tokenizer):
 
 
 def test_columns_and_bos_are_settings(tmp_path, tokenizer):
-    path = write_rows(tmp_path / "x.jsonl", [{"q": "2+3=", "a": 5, "prompt": "other"}])
-    chosen = {"prompt_column": "q", "ground_truth_column": "a"}
-    prompt = load_set(PromptDataset, path, tokenizer, **chosen)[0]
+    rows, columns = [{"q": "2+3=", "a": 5, "prompt": "other"}], {"prompt_column": "q"}
+    prompt = load_rows(PromptDataset, tmp_path, rows, **columns, ground_truth_column="a")[0]
     assert (prompt.text, prompt.ground_truth) == ("2+3=", 5)
     assert prompt.columns == {"prompt": "other"}
-    no_truth = {"prompt_column": "q", "ground_truth_column": None}
-    prompt = load_set(PromptDataset, path, tokenizer, **no_truth)[0]
+    prompt = load_rows(PromptDataset, tmp_path, rows, **columns, ground_truth_column=None)[0]
     assert prompt.ground_truth is None
     assert prompt.columns == {"a": 5, "prompt": "other"}
     rows = [{"prompt": "2+3="}, {"prompt": [{"role": "user", "content": "Hi"}]}]
-    path = write_rows(tmp_path / "x.jsonl", rows)
-    with_bos = {"ground_truth_column": None, "add_bos": True}
-    dataset = load_set(PromptDataset, path, tokenizer, **with_bos)
+    dataset = load_rows(PromptDataset, tmp_path, rows, ground_truth_column=None, add_bos=True)
     assert dataset[0].ids == [257, *tokenizer.encode("2+3=")]
     assert dataset[1].ids[:2] == tokenizer.encode("<|im_start|>u")
 
@@ -106,13 +106,12 @@ def test_chat(tmp_path, tokenizer):
         "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
     )
     plain = {"ground_truth_column": None}
-    path = write_rows(tmp_path / "x.jsonl", rows)
-    dataset = load_set(PromptDataset, path, tokenizer, **plain)
+    dataset = load_rows(PromptDataset, tmp_path, rows, **plain)
     assert dataset[0].text == expected
     assert dataset[0].ids[0] == tokenizer.bos_id == 257
     assert dataset[1].text == "2+3?"
-    chat = {"ground_truth_column": None, "chat": True, "system_prompt": "Be brief."}
-    dataset = load_set(PromptDataset, path, tokenizer, **chat)
+    chat = {**plain, "chat": True, "system_prompt": "Be brief."}
+    dataset = load_rows(PromptDataset, tmp_path, rows, **chat)
     assert dataset[0].text == "<|im_start|>system\nBe brief.<|im_end|>\n" + expected
     assert dataset[1].text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+3?<|im_end|>\n"
@@ -122,20 +121,20 @@ def test_chat(tmp_path, tokenizer):
     assert load_set(PromptDataset, path, tokenizer, **plain)[0].text == expected
 
 
-def test_too_long_is_dropped_and_counted(tmp_path, tokenizer, caplog):
-    path = write_rows(tmp_path / "x.jsonl", [*ROWS, {"prompt": "1" * 30, "ground_truth": 1}])
+def test_too_long_is_dropped_and_counted(tmp_path, caplog):
+    rows = [*ROWS, {"prompt": "1" * 30, "ground_truth": 1}]
     with caplog.at_level(logging.WARNING):
-        dataset = load_set(PromptDataset, path, tokenizer, max_prompt_length=6)
+        dataset = load_rows(PromptDataset, tmp_path, rows, max_prompt_length=6)
     assert len(dataset) == 2
     assert dataset.dropped_too_long == 1
     assert "1 of 3 prompts" in caplog.text
     assert "the longest has 30" in caplog.text
-    dataset = load_set(PromptDataset, path, tokenizer, max_prompt_length=4)
+    dataset = load_rows(PromptDataset, tmp_path, rows, max_prompt_length=4)
     assert [prompt.id for prompt in dataset] == [0]
     assert dataset.dropped_too_long == 2
     with pytest.raises(DataError, match=r"3 of 3 prompts .* None is left"):
-        load_set(PromptDataset, path, tokenizer, max_prompt_length=3)
-    assert load_set(PromptDataset, path, tokenizer).dropped_too_long == 0
+        load_rows(PromptDataset, tmp_path, rows, max_prompt_length=3)
+    assert load_rows(PromptDataset, tmp_path, rows).dropped_too_long == 0
 
 
 @pytest.mark.parametrize(
@@ -205,23 +204,18 @@ def test_bad_generators(tokenizer):
 
 
 def test_bad_sources_and_settings(tmp_path, tokenizer):
-    with pytest.raises(DataError, match=r"nope.jsonl does not exist"):
-        load_set(PromptDataset, tmp_path / "nope.jsonl", tokenizer)
-    with pytest.raises(DataError, match=r"contains no .jsonl"):
-        load_set(PromptDataset, tmp_path, tokenizer)
     (tmp_path / "x.tsv").write_text("prompt")
-    with pytest.raises(DataError, match=r"none of the suffixes .jsonl"):
-        load_set(PromptDataset, tmp_path / "x.tsv", tokenizer)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="contains no rows"):
-        load_set(PromptDataset, tmp_path / "empty.jsonl", tokenizer)
-
-    path = write_rows(tmp_path / "x.jsonl", ROWS)
+    (tmp_path / "folder").mkdir()
+    for name, message in {
+        "nope.jsonl": "nope.jsonl does not exist",
+        "folder": "contains no .jsonl",
+        "x.tsv": "none of the suffixes .jsonl",
+        "empty.jsonl": "contains no rows",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            load_set(PromptDataset, tmp_path / name, tokenizer)
     with pytest.raises(TokenizerError, match="has no BOS"):
-        load_set(PromptDataset, path, SimpleNamespace(bos_id=None), add_bos=True)
+        load_rows(PromptDataset, tmp_path, ROWS, SimpleNamespace(bos_id=None), add_bos=True)
     with pytest.raises(ConfigError, match="are both 'prompt'"):
-        load_set(PromptDataset, path, tokenizer, ground_truth_column="prompt")
-
-
-def half_rows():
-    return [{"prompt": "\ud800"}]
+        load_rows(PromptDataset, tmp_path, ROWS, ground_truth_column="prompt")

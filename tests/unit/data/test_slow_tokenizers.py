@@ -5,6 +5,7 @@ import random
 
 import pytest
 import sentencepiece
+from test_tokenizer import trained_pieces
 from transformers import AutoTokenizer, LlamaTokenizer
 
 from aligner.checkpoint.convert import convert
@@ -21,35 +22,38 @@ END = {"eos_token": "<|endoftext|>"}
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-def fuzz(count=300):
+def fuzz():
     draw = random.Random(0)
-    for _ in range(count):
+    for _ in range(300):
         yield "".join(
             draw.choice([draw.choice(PIECES), chr(draw.randint(32, 0x2FFF)), *CHARACTERS])
             for _ in range(draw.randint(0, 16))
         )
 
 
+TEXTS = list(fuzz())
+
+
+def encoded(tokenizer, **options):
+    return [tokenizer.encode(text, **options) for text in TEXTS]
+
+
+def encoded_by_transformers(folder):
+    return encoded(AutoTokenizer.from_pretrained(folder), add_special_tokens=False)
+
+
 @pytest.fixture(scope="module")
-def vocabularies(tmp_path_factory):
+def vocabularies():
     """A byte-level pair of 259 tokens, and a SentencePiece model."""
     vocab = json.loads(byte_level_tokenizer().files()["tokenizer.json"])["model"]["vocab"]
     vocab |= {"12": 256, "ĠĠ": 257, "<|endoftext|>": 258}
     merges = "#version: 0.2\n1 2\nĠ Ġ\n"
-    folder = tmp_path_factory.mktemp("pieces")
     words = ["the", "quick", "brown", "fox", "jumps", "over", "12", "345", "lazy", "dogs"]
-    (folder / "text").write_text("\n".join(" ".join(random.sample(words, 5)) for _ in range(200)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"),
-        model_prefix=str(folder / "m"),
-        vocab_size=60,
-        model_type="bpe",
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
+    lines = [" ".join(random.sample(words, 5)) for _ in range(200)]
+    pieces = trained_pieces(lines, 60, model_type="bpe", hard_vocab_limit=False)
     return {
         "pair": {"vocab.json": json.dumps(vocab).encode(), "merges.txt": merges.encode()},
-        "pieces": {"tokenizer.model": (folder / "m.model").read_bytes()},
+        "pieces": {"tokenizer.model": pieces},
     }
 
 
@@ -85,9 +89,7 @@ def test_tokens_are_those_of_transformers(kind, config, model, vocabularies, tmp
     }
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    texts = list(fuzz())
-    theirs = AutoTokenizer.from_pretrained(folder)
-    expected = [theirs.encode(text, add_special_tokens=False) for text in texts]
+    expected = encoded_by_transformers(folder)
     for path in model.iterdir():
         (folder / path.name).symlink_to(path)
     convert(folder, tmp_path / "model.nemo")
@@ -95,12 +97,11 @@ def test_tokens_are_those_of_transformers(kind, config, model, vocabularies, tmp
     with open_nemo(tmp_path / "model.nemo") as checkpoint:
         ours = [load_tokenizer(folder), checkpoint.tokenizer, tokenizer_from_files(files)]
     for tokenizer in (*ours, load_tokenizer(tmp_path / "back")):
-        assert [tokenizer.encode(text) for text in texts] == expected
+        assert encoded(tokenizer) == expected
         assert {2, 7, tokenizer.eos_id} == {*tokenizer.end_ids}
         rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
         assert rendered == f"hi{config['eos_token']}"
-    back = AutoTokenizer.from_pretrained(tmp_path / "back")
-    assert [back.encode(text, add_special_tokens=False) for text in texts] == expected
+    assert encoded_by_transformers(tmp_path / "back") == expected
 
 
 @pytest.mark.integration
@@ -115,12 +116,11 @@ def test_a_directory_with_a_sentencepiece_model_alone_is_refused(vocabularies, t
     # Both remedies.
     theirs = LlamaTokenizer.from_pretrained(str(tmp_path))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    texts = list(fuzz())
-    plain = [load_tokenizer(path).encode(text) for text in texts]
-    assert plain == [processor.encode(text) for text in texts]
+    plain = encoded(load_tokenizer(path))
+    assert plain == encoded(processor)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    ours = [load_tokenizer(tmp_path).encode(text) for text in texts]
-    assert ours == [theirs.encode(text, add_special_tokens=False) for text in texts] != plain
+    ours = encoded(load_tokenizer(tmp_path))
+    assert ours == encoded(theirs, add_special_tokens=False) != plain
 
 
 @pytest.mark.integration
@@ -132,13 +132,11 @@ def test_a_model_directory_without_tokenizer_config_is_read_as_transformers_read
     (folder / "tokenizer.model").write_bytes(vocabularies["pieces"]["tokenizer.model"])
     for path in model.iterdir():
         (folder / path.name).symlink_to(path)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    texts = list(fuzz())
-    expected = [theirs.encode(text, add_special_tokens=False) for text in texts]
+    expected = encoded_by_transformers(folder)
     convert(folder, tmp_path / "model.nemo")
     with open_nemo(tmp_path / "model.nemo") as checkpoint:
-        assert [checkpoint.tokenizer.encode(text) for text in texts] == expected
-    assert [load_tokenizer(folder).encode(text) for text in texts] == expected
+        assert encoded(checkpoint.tokenizer) == expected
+    assert encoded(load_tokenizer(folder)) == expected
 
 
 def test_what_splits_otherwise_is_refused(vocabularies, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import pickle
 from datetime import datetime
 
 import pytest
-from test_chat_data import chatml, prepending
+from test_chat_data import byte_level_files, chatml, prepending
 from transformers import AutoTokenizer
 
 from aligner.algorithms.ask.generate import generate
@@ -41,9 +41,7 @@ TEMPLATE = (
 
 
 def files(template=TEMPLATE, **config):
-    found = byte_level_tokenizer().files()
-    base = json.loads(found["tokenizer_config.json"]) | {"chat_template": template, **config}
-    return found | {"tokenizer_config.json": json.dumps(base).encode()}
+    return byte_level_files(chat_template=template, **config)
 
 
 @pytest.mark.parametrize(

@@ -35,21 +35,19 @@ def byte_level_dir(tmp_path_factory):
     return folder
 
 
+def trained_pieces(lines, vocab_size, **options):
+    """The content of a ``tokenizer.model`` that SentencePiece trains on lines of text."""
+    model = io.BytesIO()
+    options |= {"sentence_iterator": iter(lines), "model_writer": model, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(vocab_size=vocab_size, **options)
+    return model.getvalue()
+
+
 @pytest.fixture(scope="module")
 def sentencepiece_file(tmp_path_factory):
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=model,
-        vocab_size=400,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
     path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
-    path.write_bytes(model.getvalue())
+    options = {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False}
+    path.write_bytes(trained_pieces(CORPUS, 400, normalization_rule_name="identity", **options))
     return path
 
 
