@@ -55,22 +55,20 @@ FILES = {
 }
 
 
-def settings_of(folder, nemo, overrides):
-    """A run of one step of the tiny model, with other values for some keys."""
-    settings = {
-        "model.restore_from_path": str(nemo),
-        **{f"{role}.micro_batch_size": 4 for role in ("model", "critic")},
-        **{f"{role}.global_batch_size": 4 for role in ("model", "critic")},
-        "model.ppo.num_rollout_samples": 4,
-        "model.ppo.length_params.max_length": 2,
-        "reward.function": f"{folder}/rewards.py:good",
-        "data.train.source": f"{folder}/train.jsonl",
-        "exp_manager.explicit_log_dir": f"{folder}/run",
-        "exp_manager.create_tensorboard_logger": False,
-        "trainer.ppo.initial_policy_kl_penalty": 0.0,
-        "trainer.ppo.max_steps": 1,
-    }
-    return tree(settings | overrides)
+PATH, FOLDER = "model.restore_from_path", "exp_manager.explicit_log_dir"
+# A run of one step of the tiny model.
+SETTINGS = {
+    **{f"{role}.micro_batch_size": 4 for role in ("model", "critic")},
+    **{f"{role}.global_batch_size": 4 for role in ("model", "critic")},
+    "model.ppo.num_rollout_samples": 4,
+    "model.ppo.length_params.max_length": 2,
+    "reward.function": "FOLDER/rewards.py:good",
+    "data.train.source": "FOLDER/train.jsonl",
+    FOLDER: "FOLDER/run",
+    "exp_manager.create_tensorboard_logger": False,
+    "trainer.ppo.initial_policy_kl_penalty": 0.0,
+    "trainer.ppo.max_steps": 1,
+}
 
 
 @pytest.fixture
@@ -82,11 +80,11 @@ def run(tmp_path, tiny_nemo):
     def start(overrides):
         from aligner.algorithms.ppo.trainer import train_ppo
 
-        given = {
+        settings = {
             key: value.replace("FOLDER", str(tmp_path)) if isinstance(value, str) else value
-            for key, value in overrides.items()
+            for key, value in (SETTINGS | {PATH: str(tiny_nemo)} | overrides).items()
         }
-        train_ppo(parse_config(settings_of(tmp_path, tiny_nemo, given)))
+        train_ppo(parse_config(tree(settings)))
 
     return SimpleNamespace(start=start, folder=tmp_path)
 
@@ -125,7 +123,6 @@ def data(name):
     return {"data.train.source": f"FOLDER/{name}.jsonl"}
 
 
-PATH, FOLDER = "model.restore_from_path", "exp_manager.explicit_log_dir"
 # Error, words of its message, overrides.
 CASES = {
     "missing checkpoint": (CheckpointNotFoundError, ["gone.nemo", PATH], {PATH: "gone.nemo"}),

@@ -1,12 +1,10 @@
 """The benchmarks start from the functions that a run uses, so they must still fit these."""
 
 import json
-from pathlib import Path
 
 import pytest
+from documented import ROOT
 from ranks import run_script
-
-ROOT = Path(__file__).parents[1]
 
 
 def measured(module, *options):

@@ -3,12 +3,9 @@
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-ENTRY = ROOT / "campaigns" / "__main__.py"
+from documented import ROOT
 
 
 def test_one_line_each_and_a_status(monkeypatch, tmp_path, capsys, tiny_nemo):

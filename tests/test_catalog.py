@@ -5,18 +5,15 @@ command, `test_docs_tables` holds its page's options.
 """
 
 import re
-from pathlib import Path
 
 import pytest
-from documented import commands, tables
+from documented import ROOT, commands, tables
 from test_conf import RECIPES, ROOTS, root_of
 
 from aligner.catalog import ALGORITHMS, BY_SCRIPT
 from aligner.commands import COMMANDS
 from aligner.config import BaseRunConfig
 from aligner.config.algorithms.names import algorithm_of
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_every_training_script_and_configuration_is_a_row():

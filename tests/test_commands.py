@@ -8,11 +8,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from documented import ROOT
 from packaging.requirements import Requirement
 
 from aligner.commands import COMMANDS, main, shipped, usage
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

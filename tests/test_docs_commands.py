@@ -55,9 +55,11 @@ def kind_of(command):
     return None
 
 
-def of_kind(kind):
-    found = [command for command in commands() if kind_of(command) == kind]
-    return {f"{command.place} {command.text[:60]}": command for command in found}
+def each_of(*kinds):
+    """Run a test with each command of these kinds."""
+    found = [command for kind in kinds for command in commands() if kind_of(command) == kind]
+    ids = [f"{command.place} {command.text[:60]}" for command in found]
+    return pytest.mark.parametrize("command", found, ids=ids)
 
 
 def check(problems, advice):
@@ -107,7 +109,7 @@ def filled(command):
     return name, arguments
 
 
-@pytest.mark.parametrize("command", of_kind("train").values(), ids=of_kind("train"))
+@each_of("train")
 def test_training_commands_compose(command):
     """As written: keys, groups, recipes, values, and what several keys say together."""
     name, arguments = filled(command)
@@ -120,11 +122,7 @@ class Parsed(BaseException):
     """The arguments were understood."""
 
 
-@pytest.mark.parametrize(
-    "command",
-    [*of_kind("script").values(), *of_kind("module").values()],
-    ids=[*of_kind("script"), *of_kind("module")],
-)
+@each_of("script", "module")
 def test_other_scripts_know_their_arguments(command, monkeypatch):
     """Each is begun as the page says, up to the point where its arguments are understood."""
     understand = argparse.ArgumentParser.parse_args
@@ -153,7 +151,7 @@ def test_other_scripts_know_their_arguments(command, monkeypatch):
     pytest.fail(f"{command.place}: {command.text}: took no arguments")
 
 
-@pytest.mark.parametrize("command", of_kind("make").values(), ids=of_kind("make"))
+@each_of("make")
 def test_make_has_the_target_and_its_commands_compose(command):
     """`make --dry-run`: what it would type is held to the same as what a page would."""
     words = [word.replace("…", "").strip() for word in command.words[1:] if word != "…"]

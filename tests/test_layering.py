@@ -7,11 +7,10 @@ import ast
 import graphlib
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 import pytest
+from documented import ROOT
 
-ROOT = Path(__file__).parents[1]
 FOLDERS = [ROOT / "aligner", ROOT / "aligner_environments", ROOT / "aligner_plan"]
 # From the bottom up: a module imports from its own package and from those above it in this list.
 # The longest name that fits is a module's package.

@@ -2,15 +2,14 @@
 
 import socket
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
+from documented import ROOT
 from ranks import run_ranks
 from torch.distributed import TCPStore
 
 from aligner.distributed.ray.worker import WorkerProcess
 
-ROOT = Path(__file__).parents[1]
 # Files in which a socket tells its port, and keeps it.
 ASKING = {
     *("aligner/distributed/ray/worker.py", "aligner/http/listening.py", "benchmarks/plan.py"),

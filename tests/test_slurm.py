@@ -10,15 +10,13 @@ import re
 import subprocess
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
-from recipes import composed
+from recipes import ROOT, composed
 from servers import bound_port
 
 from aligner.config import load_config
 
-ROOT = Path(__file__).parents[1]
 JOBS = {path.stem: path for path in sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))}
 NODES, GPUS = 2, 8
 SCRIPT = "examples/train_gpt_ppo.py"

@@ -1,9 +1,9 @@
 """Nothing that a less trusted process writes is unpickled: every place that unpickles, by name."""
 
 import ast
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from documented import ROOT
+
 _NAMES = {"loads", "load", "Unpickler", "recv", "recv_bytes"}
 _MODULES = {"pickle", "cloudpickle", "_pickle", "dill", "marshal", "torch", "joblib", "shelve"}
 

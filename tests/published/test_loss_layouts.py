@@ -4,15 +4,12 @@ Loss and gradient norm of two updates, on two ranks, of logits that all ranks ha
 """
 
 import pytest
+from loaded import load_policy
 from ranks import on_ranks
 from test_losses import ROWS, NLLOfLogprobs, batch, nll_of_logits
 
-from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import ModelConfig, OptimConfig
-from aligner.distributed.worker_groups import LocalCluster
 from aligner.losses.language import NegativeLogLikelihoodLoss
-from aligner.models.policy.lm_policy import Policy
-from aligner.parallel.groups import initialize_parallel
 
 LAYOUTS = {
     "tp": {"tensor_model_parallel_size": 2},
@@ -29,10 +26,7 @@ def learned(nemo):
     for backend, name in [*(("megatron", name) for name in LAYOUTS), ("dtensor", "tp")]:
         for loss in (NegativeLogLikelihoodLoss(), nll_of_logits, NLLOfLogprobs()):
             config = ModelConfig(nemo, **sizes, optim=OptimConfig(lr=1e-2), **LAYOUTS[name])
-            cluster = LocalCluster(initialize_parallel(config.parallel))
-            with open_nemo(nemo) as checkpoint:
-                options = {"init_reference_model": False, "backend": backend}
-                policy = Policy(cluster, config, checkpoint.tokenizer, **options)
+            policy = load_policy(config, backend=backend)
             policy.prepare_for_training()
             updates = [policy.train(batch(), loss) for _ in range(2)]
             loss_name = getattr(loss, "__name__", type(loss).__name__)

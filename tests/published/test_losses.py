@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from batches import ppo_batch
 
 from aligner.algorithms.losses.interfaces import LossInputType, PublishedLoss
 from aligner.algorithms.losses.value import MseValueLossFn, PPOValueLoss
@@ -30,19 +31,9 @@ ROWS, WIDTH = 4, 9
 
 
 def batch():
-    generator = torch.Generator().manual_seed(3)
-    lengths, position = torch.tensor([9, 5, 7, 8]), torch.arange(WIDTH)
-    noise = torch.randn(ROWS, WIDTH, generator=generator)
-    return BatchedDataDict(
-        {
-            "input_ids": torch.randint(3, 200, (ROWS, WIDTH), generator=generator),
-            "input_lengths": lengths,
-            "token_mask": ((position > 2) & (position < lengths[:, None])).float(),
-            "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0]),
-            "returns": noise,
-            "values": noise.flip(0),
-        }
-    )
+    data = ppo_batch([WIDTH, 5, 7, 8], [3] * ROWS)
+    sample_mask = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    return BatchedDataDict({**data, "sample_mask": sample_mask, "values": data["advantages"]})
 
 
 def nll_of_logits(next_token_logits, data, global_valid_seqs, global_valid_toks):

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from batches import ppo_batch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -35,20 +36,11 @@ from aligner.models.value.workers.megatron_value_worker import (
 )
 from aligner.parallel.groups import initialize_parallel
 
-LENGTHS = torch.tensor([9, 5, 12, 7])
 COUNTS = {"global_valid_seqs": torch.tensor(4.0), "global_valid_toks": torch.tensor(29.0)}
 
 
 def make_batch():
-    generator = torch.Generator().manual_seed(3)
-    position = torch.arange(12)
-    return {
-        "input_ids": torch.randint(1, 250, (4, 12), generator=generator),
-        "input_lengths": LENGTHS,
-        "token_mask": ((position > 0) & (position < LENGTHS[:, None])).float(),
-        "sample_mask": torch.ones(4),
-        "returns": torch.randn(4, 12, generator=generator),
-    }
+    return ppo_batch([9, 5, 12, 7], [1] * 4)
 
 
 @pytest.fixture(scope="module")

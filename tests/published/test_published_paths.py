@@ -3,9 +3,9 @@
 import importlib
 import inspect
 import re
-from pathlib import Path
 
 import pytest
+from documented import ROOT
 
 from aligner.compat import paths
 
@@ -88,15 +88,14 @@ def test_an_unknown_name_is_refused_as_everywhere():
 
 
 def test_every_name_of_the_page_is_in_the_file_that_lists_it():
-    root = Path(__file__).parents[2]
     entry = re.compile(r"^- `(aligner/[\w/]+\.py)`: (.+?)(?=\n- |\n\n)", re.MULTILINE | re.DOTALL)
     listed = [
         (file, re.search(r"\w+", span)[0])
-        for file, names in entry.findall((root / "docs" / "published.md").read_text())
+        for file, names in entry.findall((ROOT / "docs" / "published.md").read_text())
         for span in re.findall(r"`([^`]+)`", names)
     ]
     assert len(listed) > 120
-    texts = {file: (root / file).read_text() for file, _ in listed}
+    texts = {file: (ROOT / file).read_text() for file, _ in listed}
     assert [
         f"{file}: {name}" for file, name in listed if not re.search(rf"\b{name}\b", texts[file])
     ] == []

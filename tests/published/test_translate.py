@@ -2,12 +2,11 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from ranks import run_script
-from recipes import composed
+from recipes import ROOT, composed
 from test_nemo_rl_sections import section
 
 from aligner.catalog import ALGORITHMS
@@ -16,7 +15,6 @@ from aligner.config.cli import check_overrides
 from aligner.config.load import load_config
 from aligner.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 OURS = ["data.train.source=d.jsonl", "reward.function=r.py:f"]
 
 

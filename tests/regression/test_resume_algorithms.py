@@ -55,6 +55,18 @@ def through_and_stopped(folder, nemo, teacher, recipe, *options):
     return through, stopped
 
 
+def drawn_batches(monkeypatch):
+    """A list that gets the seed, the position and the rows of each batch that a run draws."""
+    drawn, next_batch = [], PromptSampler.next_batch
+
+    def recorded(sampler, count=None):
+        drawn.append((sampler.seed, sampler.position, next_batch(sampler, count)))
+        return drawn[-1][2]
+
+    monkeypatch.setattr(PromptSampler, "next_batch", recorded)
+    return drawn
+
+
 # The recipes without a file of their own about being killed and going on.
 @pytest.mark.parametrize(
     "recipe", extended_except(("grpo", "sft", "rs", "ppo_tiny_guessing"), RECIPES)
@@ -106,13 +118,7 @@ def test_dynamic_sampling_ends_with_its_epochs_and_resumes_to_the_bit(tmp_path, 
 
 def test_another_seed_with_dynamic_sampling_ends_with_the_epoch(tmp_path, tiny_nemo, monkeypatch):
     """The position is kept, the order from it on and the samples are those of the new seed."""
-    drawn, next_batch = [], PromptSampler.next_batch
-
-    def recorded(sampler, count=None):
-        drawn.append((sampler.seed, sampler.position, next_batch(sampler, count)))
-        return drawn[-1][2]
-
-    monkeypatch.setattr(PromptSampler, "next_batch", recorded)
+    drawn = drawn_batches(monkeypatch)
     options = [*FEW_TEACH, "trainer.ppo.max_epochs=1"]
     run(tmp_path, tiny_nemo, None, "grpo_tiny_cpu", 1, *options, "seed=1")
     before = len(drawn)

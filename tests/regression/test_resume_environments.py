@@ -3,8 +3,8 @@
 import pytest
 from ranks import run_ranks
 from recipes import ROOT, numbers, settings
+from test_resume_algorithms import assert_same_weights
 
-from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.observe.metrics import read_metrics
 
 SCRIPT = ROOT / "examples" / "train_gpt_ppo.py"
@@ -53,9 +53,7 @@ def test_two_processes_killed_in_the_middle_of_conversations(tmp_path, tiny_nemo
     assert 1 <= len(numbers(tmp_path / "killed")) < 4
     run("killed", f"+environment.kwargs.count={count}")
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "through")
-    files = [tmp_path / name / "policy.nemo" for name in ("through", "killed")]
-    with open_nemo(files[0]) as one, open_nemo(files[1]) as other:
-        assert all(one.weights[name].equal(other.weights[name]) for name in one.weights)
+    assert_same_weights(tmp_path / "through", tmp_path / "killed")
 
 
 AGENT = ROOT / "tests" / "unit" / "user_agents.py"

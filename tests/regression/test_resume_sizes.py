@@ -1,10 +1,9 @@
 """A run that goes on with batches of another size ends after the samples of its epochs."""
 
 import pytest
-from test_resume_algorithms import run
+from test_resume_algorithms import drawn_batches, run
 from variants import extended_except
 
-from aligner.data.batches import PromptSampler
 from aligner.observe.metrics import read_metrics
 
 ROWS = 64
@@ -31,13 +30,7 @@ UPDATE = 8
 def test_an_epoch_is_its_rows_whatever_the_sizes_of_steps(
     tmp_path, tiny_nemo, teacher, recipe, monkeypatch
 ):
-    drawn, next_batch = [], PromptSampler.next_batch
-
-    def recorded(sampler, count=None):
-        drawn.append(next_batch(sampler, count))
-        return drawn[-1]
-
-    monkeypatch.setattr(PromptSampler, "next_batch", recorded)
+    drawn = drawn_batches(monkeypatch)
     key, (first, second), sequences, samples = SIZES[recipe]
     options = [
         f"data.train.arguments.size={ROWS}",
@@ -58,8 +51,8 @@ def test_an_epoch_is_its_rows_whatever_the_sizes_of_steps(
     steps = 2 + (ROWS - 2 * rows[0]) // rows[1]
     assert last["step"] == steps
     assert last["progress/consumed_samples"] == ROWS * samples
-    assert [len(batch) for batch in drawn] == [rows[0]] * 2 + [rows[1]] * (steps - 2)
-    assert sorted(row for batch in drawn for row in batch) == list(range(ROWS))
+    assert [len(batch) for *_, batch in drawn] == [rows[0]] * 2 + [rows[1]] * (steps - 2)
+    assert sorted(row for *_, batch in drawn for row in batch) == list(range(ROWS))
     # The schedule falls to 0 at the end of the run; with several updates a step it assumes the new
     # number of them for the whole run (docs/ppo.md#resuming).
     made, horizon = steps - 1, steps

@@ -5,10 +5,10 @@ import dataclasses
 import json
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from documented import ROOT
 from hf_models import CASES, LLAMA_SIZES, save_random_model
 from safetensors.torch import load_file, save_file
 from test_nemo_kinds import gpt_and_logits
@@ -31,8 +31,6 @@ from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.forward.schedule import _forward
 from aligner.models.gpt.megatron.build import scaled_inverse_frequencies
 from aligner.models.gpt.role.settings import RoleSettings
-
-ROOT = Path(__file__).parents[3]
 
 # Cases that differ from the others in biases or in one setting.
 FURTHER = {

@@ -4,11 +4,11 @@ import dataclasses
 import json
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from batches import ppo_batch
+from documented import ROOT
 from safetensors.torch import load_file
 
 from aligner.architecture import GPTArchitecture
@@ -112,8 +112,7 @@ def test_transformers_computes_with_exported_adapters_what_the_merged_model_does
 def script(monkeypatch, name, **options):
     arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    path = Path(__file__).parents[3] / "examples" / name
-    runpy.run_path(str(path), run_name="__main__")
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
 
 
 def test_scripts_merge_and_export(tmp_path, tiny_nemo, monkeypatch, capsys):

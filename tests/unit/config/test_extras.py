@@ -8,11 +8,10 @@ import subprocess
 import sys
 import tomllib
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
-import recipes
 from packaging.requirements import Requirement
+from recipes import ROOT, composed
 
 from aligner.algorithms.run.engine import open_engine
 from aligner.config import load_config
@@ -22,7 +21,6 @@ from aligner.errors import ConfigError, MissingPackageError
 from aligner.importing import load_function
 from aligner.packages import OPTIONAL_PACKAGES, find_packages, require_extra
 
-ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
     extra: [package.name for package in OPTIONAL_PACKAGES if package.extra == extra]
@@ -80,7 +78,7 @@ AGENT = [
     ],
 )
 def test_a_run_is_refused_before_anything_starts(without, package, overrides, setting):
-    config = load_config(recipes.composed("grpo_tiny_cpu", *overrides))
+    config = load_config(composed("grpo_tiny_cpu", *overrides))
     without(package)
     with ExitStack() as closing, pytest.raises(MissingPackageError, match=setting) as raised:
         open_engine(config, closing)

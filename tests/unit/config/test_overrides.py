@@ -1,10 +1,10 @@
 """Overrides of the command line and of users' recipes are checked before hydra composes them."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
+from recipes import CONF
 
 from aligner.config import (
     DistillRunConfig,
@@ -17,8 +17,6 @@ from aligner.config import (
 )
 from aligner.config.cli import check_overrides, launch, without_sections
 from aligner.errors import ConfigError
-
-CONF = Path(__file__).parents[3] / "conf"
 
 
 @pytest.mark.parametrize(
