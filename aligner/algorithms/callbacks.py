@@ -170,7 +170,7 @@ def _call(name: str, callback: Callback, hook: str, *arguments: Any) -> Any:
 
 
 def _construct(key: str, name: str, entry: CallbackConfig) -> Callback:
-    # Import the class and construct the callback.
+    """Import and construct a callback. Raises `ConfigError` for a wrong class or wrong hooks."""
     factory = load_function(entry.callback, key=key, kind="class")
     remedy = f"Set arguments with {key}={{callback: {entry.callback}, kwargs: {{NAME: VALUE}}}}"
     callback = construct(factory, entry.kwargs, name, remedy)

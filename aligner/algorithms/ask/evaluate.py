@@ -132,8 +132,7 @@ def _answers(name: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
             "tokens": lengths[row],
             "is_end": bool(batch["is_end"][row]),
         }
-        # Add the columns of conversations.
-        if "turns" in batch:
+        if "turns" in batch:  # conversations
             line["is_scored"] = bool(batch["is_scored"][row])
             line["end_reason"] = batch["end_reasons"][row]
             line["turns"], line["columns"] = batch["turns"][row], batch["columns"][row]

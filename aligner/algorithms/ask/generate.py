@@ -108,8 +108,8 @@ class Chat:
         room = positions - self._config.sampling.max_length
         if room < 1:
             raise ConfigError(
-                f"sampling.max_length={self._config.sampling.max_length} tokens of an answer leave "
-                f"no space for a prompt: the model has {positions} positions. Set a lower value"
+                f"sampling.max_length={self._config.sampling.max_length} leaves no positions for a "
+                f"prompt, because the model has {positions}. Lower sampling.max_length"
             )
         engine, _ = self._model.start(room, lambda text: self._write(f"{text}\n"))
         self._write(f"{self._model.source.name}. {_HELP}\n")
@@ -154,8 +154,7 @@ class Chat:
         columns = {"input_ids": [ids], "input_lengths": [len(ids)], "sample_ids": [self._turns]}
         tensors = {name: torch.tensor(rows) for name, rows in columns.items()}
         data: BatchedDataDict = BatchedDataDict(tensors)
-        # Sample the answer. Ctrl-C ends the answer, not the chat. Only the run's own processes
-        # report tokens during sampling.
+        # Sample the answer. Ctrl-C ends the answer, not the chat. Only local workers report tokens.
         streams = isinstance(engine, Policy) and self._model.run.cluster.engine == "local"
         try:
             engine.prepare_for_generation()

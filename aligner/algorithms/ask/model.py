@@ -129,7 +129,7 @@ class InferenceModel:
 
 
 def open_model(config: AskConfig, closing: ExitStack) -> InferenceModel:
-    """Read the model's description, without weights, and start processes until ``closing`` ends."""
+    """Read the model's description, and start processes for the model until ``closing`` closes."""
     source = find_source(config.model.restore_from_path)
     if source.backend is not None and source.backend != config.policy.backend:
         # A run state needs the backend that saved it, and some models need the dtensor backend.

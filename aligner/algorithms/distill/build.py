@@ -122,7 +122,7 @@ def distill_task(
 
 
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:
-    """Return the teacher's architecture. Raises if teacher and ``tokenizer`` differ in tokens."""
+    """Return the teacher's architecture. Raises if its tokens differ from ``tokenizer``."""
     path = config.teacher.restore_from_path
     source = open_model(path, config.policy.backend, trusted=config.model.trust_remote_code)
     with path_given_by("teacher.restore_from_path"), source as checkpoint:

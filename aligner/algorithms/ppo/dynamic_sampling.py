@@ -20,7 +20,7 @@ def fill_with_varied_groups(
     pad_id: int,
     credit: Literal["trajectory", "turn"] = "trajectory",
 ) -> tuple[BatchedDataDict, int]:
-    """Sample a rollout of groups with different rewards. Return it and the number of all samples.
+    """Sample a rollout of groups with different rewards. Also return the number of samples drawn.
 
     A group consists of the responses to one prompt. If all responses of a group have the same
     reward, their advantages are 0, so another group replaces the group. Each repeated call of

@@ -215,7 +215,7 @@ class PPOTrainer(SamplingTrainer):
             batch["second_moment_mask"] = second_moment_masks(batch, limit, rows)
 
     def _train_policy(self, batch: BatchedDataDict, on_policy_rows: int) -> list[dict[str, Any]]:
-        """Train on all rows. The first ``on_policy_rows`` rows need no old log-probs."""
+        """Train the policy on all rows. The first ``on_policy_rows`` rows need no old log-probs."""
         columns = [*POLICY_COLUMNS, *(name for name in OPTIONAL_COLUMNS if name in batch)]
         parts = [
             columns_of(batch, columns).slice(0, on_policy_rows),
@@ -230,6 +230,7 @@ class PPOTrainer(SamplingTrainer):
     def _update_metrics(
         self, policy_passes: list[dict[str, Any]], critic_passes: list[dict[str, Any]]
     ) -> dict[str, float]:
+        """Count the updates of a step, and return metrics of the updates and the progress."""
         self.critic_updates += count_updates(critic_passes)
         self.policy_updates += count_updates(policy_passes)
         metrics: dict[str, float] = {}

@@ -104,7 +104,7 @@ def add_kl_baseline(policy: Policy, batch: BatchedDataDict, consumed: int | None
 
 
 class WithReference(Generic[Item]):
-    """A data set whose examples contain log-probs of the reference policy."""
+    """Data set of examples with log-probs of the reference policy."""
 
     def __init__(self, items: ExampleSet[Item], logprobs: Tensor) -> None:
         """Store ``logprobs``, float32 [N], of the N learned tokens of all examples."""

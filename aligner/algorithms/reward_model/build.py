@@ -55,7 +55,7 @@ def train_reward_model(config: RewardRunConfig) -> None:
 
 @dataclass(eq=False)
 class RewardModelTrainer(SupervisedTrainer):
-    """Trainer of a reward model, which also saves the end of inputs and the scale of rewards."""
+    """Trainer of a reward model. `save_model` also saves statistics of the rewards."""
 
     role: RewardModel
     _: KW_ONLY
@@ -88,7 +88,7 @@ def kind_of(config: RewardRunConfig) -> type[Dataset[Any]]:
 
 
 def last_token(examples: ExampleSet[Any]) -> int | None:
-    """Return the id of the token that ends all sequences, or None if they end differently."""
+    """Return the id of the token at the end of all sequences, or None if the ends differ."""
     items = (examples[index] for index in range(len(examples)))
     ends = {example.ids[-1] for item in items for example in item.examples}
     return ends.pop() if len(ends) == 1 else None

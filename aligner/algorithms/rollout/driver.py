@@ -72,7 +72,7 @@ class Episode:
 
     @property
     def attempt(self) -> int:
-        """Index of the attempt, from which random numbers derive. Engine errors do not count."""
+        """Index of the attempt, for random numbers. Attempts with engine errors do not count."""
         return sum(reason != "engine_error" for reason in self.failures)
 
 
@@ -228,7 +228,7 @@ class Driver:
         self, replies: Sequence[tuple[Episode, CallAnswer | Progress | Failure | None]]
     ) -> None:
         """Send each reply to its conversation, which runs until its next request or its end."""
-        # Requests for sampling are queued at once, calls of processes are collected.
+        # Queue requests for sampling immediately, but collect the calls of processes.
         calling: list[tuple[Episode, Call]] = []
         for episode, reply in replies:
             episode.call = episode.job = episode.reply = None
@@ -313,6 +313,7 @@ class Driver:
         if len(self._failures) > self._config.retries:
             raise EnvironmentCallError(
                 f"{len(self._failures)} conversations or engine calls failed in a rollout, more "
-                f"than environment.retries={self._config.retries}. The last failure: {failure.text}"
+                f"than environment.retries={self._config.retries}. Correct the cause or raise the "
+                f"limit. The last failure: {failure.text}"
             ) from failure.cause
         return False

@@ -154,6 +154,7 @@ class ConversationRollouts(RolloutSource):
         per_prompt: int,
         options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
+        """Run conversations as `collect` does. ``is_abandoned``: whether to end them early."""
         # The driver conducts the conversations on rank 0. The engine samples on all ranks.
         config, pad_id = self._config, self._tokenizer.pad_id
         conduct = partial(self.conduct, seed=seed, options=options)
@@ -228,6 +229,7 @@ class EnvironmentRollouts(ConversationRollouts):
     def _turns(
         self, episode: Episode, conversation: Conversation, options: SamplingOptions | None
     ) -> Generator[Call | Row, Any, None]:
+        """Run the turns of a conversation until the environment or a limit ends it."""
         config, length = self._config, (options or self._options).length.max_length
         limits = Limits(config.max_turns, config.max_tokens)
         if limits.exceeded(1, len(conversation.ids) + length):

@@ -63,7 +63,7 @@ class Prompts(Split[PromptDataset]):
 
     @property
     def held_out(self) -> dict[str, PromptDataset]:
-        """All validation sets. Keys are the prefixes of their metrics."""
+        """All validation sets, by the prefix of the metrics."""
         sets = {} if self.validation is None else {"val_rollouts": self.validation}
         return {**sets, **{f"val_sets/{name}": prompts for name, prompts in self.sets.items()}}
 

@@ -77,7 +77,7 @@ class RolloutSource(ABC):
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
     ) -> PendingGeneration:
-        """Begin `collect` in the background. `rollout_of` converts the result of an engine."""
+        """Begin `collect` in the background. `rollout_of` converts an engine output to a batch."""
 
 
 class SingleResponses(RolloutSource):

@@ -67,7 +67,7 @@ class RunDirectory:
             newest = states[-1].path.name if states else newest
             raise ConfigError(
                 f"exp_manager.resume_if_exists=false, but {self.folder} contains a run (newest: "
-                f"{newest}). Set it to true to continue this run, or {self._remedy()}"
+                f"{newest}). Set the key to true to continue the run, or {self._remedy()}"
             )
         # Continue this run from its newest state. Without any state, refuse if steps would be lost.
         if states:
@@ -218,7 +218,7 @@ def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
 
 
 def _saved_progress(config: BaseRunConfig) -> dict[str, Any] | None:
-    """Return steps, limits and data position of the newest readable run state, None without."""
+    """Return steps, limits and data position of the newest readable run state, or None."""
     for saved, state in _readable_states(RunStateStore(log_dir(config) / "run_state")):
         with suppress(KeyError):  # the restore reports the error
             learner, loop = state["learner"], flat(state["config"])

@@ -1,9 +1,8 @@
 """Dry run: two steps of the real run on a batch of maximum length, to measure memory and time.
 
-The tokens of the batch are random. Labels, ratings and columns are taken from the run's data. Two
-steps are needed because the first one creates state that later steps reuse, such as the optimizer's
-moments. Memory peaks are maxima over both steps. Times are times of the second step. The directory
-of the run is neither read nor written.
+The tokens of the batch are random. Labels, ratings and columns are taken from the run's data. The
+first step creates state that later steps reuse, such as the optimizer's moments. Memory peaks are
+maxima of both steps, times are from the second step. The run's directory is not accessed.
 """
 
 import contextlib
@@ -111,8 +110,8 @@ def explain_out_of_memory(config: BaseRunConfig, phase: Callable[[], str]) -> It
         raise DeviceMemoryError(
             f"out of memory in {phase()}, on rank {this_rank()} ({accelerator.description()}): "
             f"{lines[0]}\nEach of these changes saves memory: "
-            f"{', '.join(changes) or 'a smaller batch or model'}. So do more devices, LoRA "
-            "(model.peft.peft_scheme=lora) and shorter sequences. `aligner plan` estimates how much"
+            f"{', '.join(changes) or 'a smaller batch or model'}, more devices, LoRA "
+            "(model.peft.peft_scheme=lora), shorter sequences. `aligner plan` estimates the memory"
         ) from error
 
 

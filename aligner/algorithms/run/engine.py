@@ -102,8 +102,7 @@ class RayEngine:
             session = ray_session(config.cluster.address, cpus, config.cluster.object_store_mb)
             self._closing.enter_context(session)
             self._is_connected = True
-        template_time = os.environ.get(TEMPLATE_TIME)
-        env_vars = {} if template_time is None else {TEMPLATE_TIME: template_time}
+        env_vars = {key: os.environ[key] for key in (TEMPLATE_TIME,) if key in os.environ}
 
         def cluster(
             name: str, counts: list[int], groups: int, parallel: ParallelConfig | None = None

@@ -24,7 +24,7 @@ def check_inputs(config: Any) -> None:
     """
     values = flat(config.as_dict())
     for key, value in values.items():
-        # The length of each path.
+        # Check the length of each path.
         paths = [value] if isinstance(value, str) else value
         for path in paths if paths and key.endswith(_PATHS) else ():
             # Linux cannot open longer paths, nor longer names in a path.
@@ -34,7 +34,7 @@ def check_inputs(config: Any) -> None:
                     f"{key}={path[:60]!r}…: the path has {len(os.fsencode(path))} bytes. Use at "
                     "most 4095 bytes, and at most 255 bytes between two slashes"
                 )
-        # The existence of models and data files.
+        # Check that models and data files exist.
         if key.endswith(".restore_from_path") and value and not Path(value).exists():
             with path_given_by(key):
                 ArchiveReader(value)  # raises

@@ -286,6 +286,7 @@ class RunLoop:
         return restored
 
     def _continue_from(self, path: Path) -> Restoration:
+        """Load the run state ``path``. Return its differences from the current run."""
         saved = self.store.load(path)
         remedy = (
             "another algorithm or version of this library wrote it. Set "
@@ -294,7 +295,7 @@ class RunLoop:
         with raised_as(CheckpointError, f"the run state {path}", KeyError, remedy=remedy):
             learner, layout = saved.state["learner"], saved.state["layout"]
             self.learner.load(learner, path)
-            # Random states are only valid for the same parallel layout. Workers restore their own.
+            # A random state is valid for one parallel layout only. Each worker restores its state.
             if layout == self.layout and is_rank_zero():
                 restore_rng(saved.state["rng"], accelerator.set_rng_state)
             saved_config = saved.state["config"]
@@ -320,10 +321,10 @@ class RunLoop:
         return metrics
 
     def _check_learning(self, step: int, idle: tuple[str, ...], steps_made: int | None) -> None:
-        """Warn if all updates of a model were skipped. Raise if this happened too often.
+        """Warn if all updates of a model were skipped, and raise after too many such steps.
 
-        The limit is ``max_skipped_steps`` consecutive steps, and at the last step ``steps_made``,
-        the number of all steps since the start.
+        The limit is ``max_skipped_steps`` consecutive steps, or all steps of a run. ``steps_made``:
+        number of steps since the start if ``step`` is the last, else None.
         """
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if not idle:
@@ -345,6 +346,7 @@ class RunLoop:
         self._say(message, "bold red")
 
     def _save(self, step: int, metrics: Mapping[str, float], in_background: bool) -> None:
+        """Finish an earlier save, then save the state of the learner, the run and callbacks."""
         self.store.finish()
         self._announce()
         callback_states = self.callbacks.state_dict()  # omitted if empty

@@ -144,7 +144,6 @@ class Attempt(Workers):
             restored = (restoration.step, str(restoration.path))
             summary = replace(summary, restored=restored, restores=[*summary.restores, *random])
         console.print(startup_report(summary))
-        # The caller runs the loop in the block.
         try:
             yield loop
             self._finish(loop, trainer, saved_as, summary.device.description)
@@ -265,7 +264,7 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
 
 
 def _rename_directory(source: Path, target: Path) -> None:
-    """Rename ``source`` to ``target``, which is replaced, if ``source`` is a directory."""
+    """Replace the directory ``target`` by ``source``, if ``source`` is a directory."""
     if source.is_dir():
         shutil.rmtree(target, ignore_errors=True)
         source.rename(target)

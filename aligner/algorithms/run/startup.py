@@ -190,9 +190,8 @@ def working_memory(
     ``activations``: tensors of a micro-batch that are stored for the backward pass. A micro-batch
     contains as many tokens as its token budget allows, or sequences of ``length`` tokens. A layer
     stores 17 values per token and hidden unit (Korthikanti et al. 2022, 34 bytes in 16 bit, without
-    attention scores). With full recomputation, the inputs of all layers and the activations of one
-    layer are stored. ``output layer``: float32 hidden states, their gradient, and two tiles of
-    logits.
+    attention scores). Full recomputation stores the inputs of all layers and the activations of one
+    layer. ``output layer``: float32 hidden states, their gradient, and two tiles of logits.
 
     The estimate excludes the device's context, buffers of NCCL, fragmentation, feed-forward layers
     wider than 4 times the hidden size, experts, and temporary tensors of the backward pass.
@@ -224,5 +223,5 @@ def working_memory(
 
 
 def dropped_note(count: int, items: str, key: str) -> list[str]:
-    """Return a list with a note if ``count`` too long ``items`` were dropped, else []."""
+    """Return a list with a note that ``count`` too long ``items`` were dropped, or [] for 0."""
     return [f"{count} {items} are longer than {key} and were dropped"] if count else []

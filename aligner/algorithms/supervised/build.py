@@ -81,7 +81,7 @@ def train_supervised(
 def load_split(
     run: Run[SupervisedRunConfig], kind: type[D], *other_models: GPTArchitecture
 ) -> tuple[Split[D], int]:
-    """Load examples (`longest_set` in a dry run). Return them and the longest length in tokens."""
+    """Load examples (`longest_set` in a dry run). Also return the longest length in tokens."""
     examples = Split.load(kind, run.config.data, run.tokenizer)
     longest = examples.max_length
     if not run.config.dry_run:
