@@ -18,6 +18,7 @@ setup(
     packages=[*find_packages(include=["aligner*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
+        "aligner": ["py.typed"],
         "aligner.conf": ["**/*.yaml"],
         "aligner.device": ["pages.cpp"],
         "aligner.examples": ["templates/*", "slurm/*"],

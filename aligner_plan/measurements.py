@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -42,7 +42,12 @@ class _Part:
     @property
     def key(self) -> str:
         """Key that parts with equal results share."""
-        return repr(replace(self, role=replace(self.role, name="", cards="", engine=None)))
+        options = dict(self.role.options)
+        if "model" in options:  # a critic does not read the sections of the policy's algorithm
+            shared = fields(TrainedModelConfig)
+            options["model"] = [getattr(options["model"], field.name) for field in shared]
+        role = replace(self.role, name="", cards="", engine=None, options=options)
+        return repr(replace(self, role=role))
 
     def measure(self) -> MeasuredRole:
         return measure_at(self.role, self.stage, self.layers, names=self.names)

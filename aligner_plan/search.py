@@ -17,6 +17,7 @@ _GIB = 1 << 30
 _NEAR = 1.05  # times within this factor count as equal, so that fewer changes win
 _WORTH = 0.7  # least throughput per device of a larger run, relative to the smallest run
 _MOST_DEVICES = 1024
+_SCARCE = 0.5  # share of a card's memory, from which on advice also saves memory
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,17 @@ def advice(estimator: Estimator, baseline: Estimate) -> list[Advice]:
     """Measure single changes and return the helpful ones, the fastest first.
 
     If the run does not fit, these are the changes that make it fit, or else the changes that save
-    memory. If it fits, these are the changes that save a twentieth of the peak, or time. Larger
-    tensor-parallel groups are only tried for a run that does not fit, until one fits.
+    memory. If it fits, these are the changes that save a twentieth of the peak, or time. If the
+    run needs less than half of the usable memory, only changes that may save time are tried.
+    Larger tensor-parallel groups are only tried for a run that does not fit, until one fits.
     """
+    candidates = list(single_changes(baseline.config))
+    if baseline.peak_bytes < _SCARCE * estimator.usable_bytes:
+        saving = list(single_changes(baseline.config, saving=True))
+        candidates = [changes for changes in candidates if changes not in saving]
     results = []
     has_layout = baseline.fits
-    for changes in single_changes(baseline.config):
+    for changes in candidates:
         if has_layout and TENSOR in changes:
             continue
         try:

@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 
 import pytest
 from conftest import environment, shell
@@ -69,6 +70,26 @@ def to_run(kind):
         if kind_of(command) == kind and not left_out(command):
             found.setdefault(" ".join(command.words), command)
     return {f"{one.place} {one.text[:70]}": one for one in found.values()}
+
+
+def test_the_table_of_a_plan(tmp_path):
+    """docs/plan.md prints the output of its first command, for the shape of Qwen2.5-1.5B."""
+    shape = {"model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960}
+    shape |= {"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
+    shape |= {"vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True}
+    shape |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu"}
+    (tmp_path / "Qwen2.5-1.5B-Instruct").mkdir()
+    (tmp_path / "Qwen2.5-1.5B-Instruct" / "config.json").write_text(json.dumps(shape))
+    page = (ROOT / "docs/plan.md").read_text()
+    words = next(each.words for each in commands() if each.place.startswith("docs/plan.md"))
+    command = [
+        sys.executable,
+        *(word.replace("examples/", f"{ROOT}/examples/") for word in words[1:]),
+    ]
+    output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    table = re.search(r"```text\n(role .*?)```", page, re.DOTALL)[1]
+    printed = [line.split() for line in output.stdout.splitlines()]
+    assert [row for row in map(str.split, table.splitlines()) if row not in printed] == []
 
 
 def test_every_reason_has_a_command():

@@ -208,6 +208,7 @@ def shared(names):
         "plain": {},
         "recompute": {"model__activations_checkpoint_granularity": "full"},
         "budget": {"model__sequence_packing": {**packing, "train_mb_tokens": 256}},
+        "moments": {"model__ppo__offload_adam_states": True},  # the policy's
         "offload": {"critic__offload_weights": True},
     }
     plan, shapes = PlanConfig(length=32), {"m.nemo": replace(SIX, num_layers=1)}

@@ -227,9 +227,9 @@ def test_variants_share_what_does_not_change(dry):
 
 @pytest.mark.extended
 def test_variants_of_budgets_and_offload(dry):
-    found = dry("dry_plan:shared", names=["plain", "budget", "offload"])
+    found = dry("dry_plan:shared", names=["plain", "budget", "moments", "offload"])
     assert found["offload"]["together"] == found["offload"]["alone"]
-    assert [each["new"] for each in found.values()] == [4, 2, 2]
+    assert [each["new"] for each in found.values()] == [4, 2, 2, 2]
     plain, away = (found[name]["together"]["roles"] for name in ("plain", "offload"))
     beside = [roles["policy"]["phases"]["train"]["beside_bytes"] for roles in (plain, away)]
     assert beside[1] < 0.5 * beside[0]

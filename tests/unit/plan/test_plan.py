@@ -365,6 +365,17 @@ def test_advice_names_the_smallest_tensor_parallel_size_that_fits(gib, size):
     assert advised(lambda config: (60, 1.0), precision="bf16") == []
 
 
+@pytest.mark.parametrize("gib", [30, 50])
+def test_advice_saves_memory_if_the_run_needs_half_of_a_card(gib):
+    def cost(config):
+        if config.model.activations_checkpoint_granularity == "full":
+            return 20, 1.5
+        return gib, 0.9 if config.trainer.precision == "bf16" else 1.0
+
+    changes = [["trainer.precision=bf16"], ["model.activations_checkpoint_granularity=full"]]
+    assert advised(cost) == changes[: 2 if gib == 50 else 1]
+
+
 def test_advice_prefers_fewer_changes_of_nearly_equal_times():
     def cost(config):
         if config.model.tensor_model_parallel_size > 1:
