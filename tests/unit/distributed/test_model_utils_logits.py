@@ -11,7 +11,7 @@ from torch import zeros
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.distributed import model_utils as mu
-from aligner.errors import ConfigError, LayoutError
+from aligner.errors import LayoutError
 
 # Name of a function or class: the parameters of it or of its method `forward`.
 PUBLISHED = dict(
@@ -249,46 +249,43 @@ def test_distillation_without_parallelism(outside):
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("message", "call"),
     [
-        (lambda _: mu.TrainingSamplingParams(top_p=0.0), ConfigError, "top_p=0.0"),
-        (lambda _: mu.TrainingSamplingParams(top_k=-2), ConfigError, "top_k=-2"),
-        (lambda _: mu.TrainingSamplingParams(temperature=0.0), ConfigError, "temperature=0.0"),
         (
+            "6 is not a multiple of 2 x context parallel size 2.* 8",
             lambda _: mu._get_tokens_on_this_cp_rank(zeros(1, 6), 0, 2),
-            *(LayoutError, "6 is not a multiple of 2 x context parallel size 2.* 8"),
         ),
         (
+            "same shape",
             lambda group: mu.DistributedCrossEntropy.apply(zeros(1, 1, 2), zeros(1, 1, 3), group),
-            *(LayoutError, "same shape"),
         ),
-        (lambda group: mu.all_to_all_vp2sq(zeros(2, 2, 2), group), LayoutError, "two dimensions"),
+        ("two dimensions", lambda group: mu.all_to_all_vp2sq(zeros(2, 2, 2), group)),
         (
+            "vocab_parallel_rank is missing",
             lambda group: mu.get_next_token_logprobs_from_logits(
                 zeros(1, 2), zeros(1, 2, 3), vocab_parallel_group=group
             ),
-            *(LayoutError, "vocab_parallel_rank is missing"),
         ),
         (
+            "at least 1",
             lambda _: mu.get_distillation_topk_logprobs_from_logits(
                 zeros(1, 2, 3), zeros(1, 2, 0), zeros(1, 2, 0), True, False
             ),
-            *(LayoutError, "at least 1"),
         ),
         (
+            "sequence length 5 exceeds the 2 positions",
             lambda group: mu.from_parallel_logits_to_logprobs(
                 zeros(1, 2, 3), zeros(1, 5), 0, 3, group
             ),
-            *(LayoutError, "sequence length 5 exceeds the 2 positions"),
         ),
         (
+            "no weight",
             lambda group: mu.from_parallel_hidden_states_to_logprobs(
                 zeros(2, 1, 3), None, None, None, zeros(1, 2), 0, 3, group
             ),
-            *(LayoutError, "no weight"),
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_numbers(call, error, message, group):
-    with pytest.raises(error, match=message):
+def test_what_cannot_work_is_refused_with_the_numbers(message, call, group):
+    with pytest.raises(LayoutError, match=message):
         call(group)

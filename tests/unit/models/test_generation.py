@@ -110,7 +110,9 @@ def make_prompts(batch=9, columns=21, seed=3):
     return prompts, lengths
 
 
-def make_generator(model, *, slots=4, length=None, eos_ids=(EOS,), tokenizer=None, **sampling):
+def make_generator(
+    model, *, slots=4, length=None, eos_ids=(EOS,), tokenizer=None, record_kept=0, **sampling
+):
     gpt, architecture = model
     return Generator(
         gpt,
@@ -121,6 +123,7 @@ def make_generator(model, *, slots=4, length=None, eos_ids=(EOS,), tokenizer=Non
         length=length or LengthParams(max_length=24),
         sampling=SamplingParams(**sampling),
         max_batch_size=slots,
+        record_kept=record_kept,
     )
 
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 from batches import ppo_batch
 from reference_gpt import reference_logits
-from role_models import assert_equal, check_reference, check_resumed, fill_head, updated
+from role_models import (
+    assert_equal,
+    check_reference,
+    check_resumed,
+    fill_head,
+    gradients,
+    updated,
+)
 
 from aligner.checkpoint.adapters import (
     Adapters,
@@ -162,42 +169,35 @@ def test_targets(load, targets, linears):
     [(MegatronGPTActorModel, None, 0), (MegatronGPTCriticModel, PPOValueLoss(), 2)],
 )
 def test_only_adapters_and_heads_have_buffers_and_change(load, cls, loss, heads):
-    before = load(cls, lora=None).whole_weights()
-    role = trained(load, cls=cls, loss=loss)
+    plain, role = load(cls, lora=None), trained(load, cls=cls, loss=loss)
     learning = [p for p in role.gpt.parameters() if p.requires_grad]
     assert len(learning) == 4 * 4 * 2 + heads
     size = sum(parameter.numel() for parameter in learning)
     assert sum(buffer.grad_data.numel() for buffer in role.model.buffers) < size + 1024
-    assert sum(len(part.optimizer.state) for part in role.optimizer.inner.chained_optimizers) == (
-        len(learning)
-    )
+    optimizers = role.optimizer.inner.chained_optimizers
+    assert sum(len(part.optimizer.state) for part in optimizers) == len(learning)
     frozen = {n: p for n, p in role.gpt.named_parameters() if not p.requires_grad}
     assert all(not hasattr(parameter, "main_grad") for parameter in frozen.values())
-    plain = load(cls, lora=None)
-    for name, parameter in plain.gpt.named_parameters():
-        if name in frozen:
-            assert torch.equal(frozen[name], parameter)
-    merged = role.whole_weights()
-    assert merged.keys() == before.keys()
-    assert not torch.equal(
-        merged["decoder.layers.0.mlp.linear_fc2.weight"],
-        before["decoder.layers.0.mlp.linear_fc2.weight"],
-    )
+    before = {n: p for n, p in plain.gpt.named_parameters() if "rm_head" not in n}
+    assert_equal(frozen, before)
+    merged, weights = role.whole_weights(), plain.whole_weights()
+    assert merged.keys() == weights.keys()
+    adapted = "decoder.layers.0.mlp.linear_fc2.weight"
+    assert not torch.equal(merged[adapted], weights[adapted])
 
 
 def test_recomputed_layers_have_the_same_gradients(load, saved):
     """The first layer reads frozen embeddings, so recomputation must be told that it learns."""
-    gradients = {}
+    found = {}
     for recompute in (None, "full", "selective"):
         role = trained(load, 0, adapters_path=str(saved), recompute=recompute)
         role.prepare_for_training()
         role.get_loss_and_metrics(make_batch(), forward_only=False)
-        named = role.gpt.named_parameters()
-        gradients[recompute] = {name: p.main_grad for name, p in named if p.requires_grad}
-    for name, value in gradients[None].items():
+        found[recompute] = gradients(role)
+    for name, value in found[None].items():
         assert value.abs().max() > 1e-6, name
         for recompute in ("full", "selective"):
-            difference = (gradients[recompute][name] - value).abs().max()
+            difference = (found[recompute][name] - value).abs().max()
             assert difference < 1e-5 * value.abs().max(), (recompute, name)
 
 
@@ -223,11 +223,8 @@ def test_sampling_engines_and_files_get_merged_weights(load, tmp_path, tiny_nemo
     adapters = read_adapters(tmp_path / "beside.lora.safetensors", TINY_ARCHITECTURE)
     gathered = GatheredWeights(role.gpt, role.architecture)
     with open_nemo(tiny_nemo) as base, open_nemo(tmp_path / "merged.nemo") as saved:
-        offline = MergedWeights(base.weights, adapters)
-        assert set(offline) == set(saved.weights) == set(gathered)
-        for name in offline:
-            assert torch.equal(offline[name], saved.weights[name]), name
-            assert torch.equal(gathered[name].cpu(), saved.weights[name]), name
+        assert_equal(dict(MergedWeights(base.weights, adapters)), dict(saved.weights))
+        assert_equal({name: gathered[name].cpu() for name in gathered}, dict(saved.weights))
     again = load(adapters_path=str(tmp_path / "beside.lora.safetensors"))
     assert torch.equal(again.get_logprobs(batch), role.get_logprobs(batch))
 

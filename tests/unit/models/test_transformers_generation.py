@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from test_generation import run as run_generator
 from tiny_transformers import VOCAB, model_types, tiny_model
 from variants import extended_except
 
-from aligner.config import LengthParams, SamplingParams
+from aligner.config import LengthParams
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.decode.model import SampledModel
 from aligner.models.gpt.dtensor.decoding import FullPassDecoder, GroupDecoder, SlotDecoder
 from aligner.models.gpt.dtensor.ways import choose_decoder, decoding_difference
@@ -46,20 +46,10 @@ def make_prompts(batch=7, columns=14, seed=3):
     return prompts, lengths
 
 
-def run(model, decoder, prompts, lengths, *, slots=4, ids=None, greedy=None, **options):
-    rules = {"eos_ids": (2,), "length": LengthParams(max_length=8), "tokenizer": None, **options}
-    names = {field.name for field in dataclasses.fields(SamplingParams)}
-    sampling = {name: rules.pop(name) for name in names & rules.keys()}
-    generator = Generator(
-        SampledModel(model, partial(decoder, model)),
-        dataclasses.replace(TINY_ARCHITECTURE, vocab_size=model.config.vocab_size),
-        pad_id=0,
-        sampling=SamplingParams(**sampling),
-        max_batch_size=slots,
-        **rules,
-    )
-    ids = torch.arange(len(prompts)) if ids is None else ids
-    return generator.sample(prompts, lengths, ids, seed=11, greedy=greedy)
+def run(model, decoder, prompts, lengths, *, length=LengthParams(max_length=8), **options):
+    sampled = SampledModel(model, partial(decoder, model))
+    architecture = dataclasses.replace(TINY_ARCHITECTURE, vocab_size=model.config.vocab_size)
+    return run_generator((sampled, architecture), prompts, lengths, length=length, **options)
 
 
 def rows_of(output):
