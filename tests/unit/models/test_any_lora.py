@@ -30,7 +30,6 @@ from aligner.checkpoint.convert import lora_to_peft
 from aligner.checkpoint.hf.any_model import read_any
 from aligner.checkpoint.model_source import open_model
 from aligner.config import LoraConfig, ModelConfig, OptimConfig, PeftConfig
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.policy import PPOPolicyLoss

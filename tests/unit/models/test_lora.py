@@ -6,14 +6,7 @@ import pytest
 import torch
 from batches import ppo_batch
 from reference_gpt import reference_logits
-from role_models import (
-    assert_equal,
-    check_reference,
-    check_resumed,
-    fill_head,
-    gradients,
-    updated,
-)
+from role_models import assert_equal, check_reference, check_resumed, fill_head, gradients, updated
 
 from aligner.checkpoint.adapters import (
     Adapters,
