@@ -39,7 +39,8 @@ def start(tiny_nemo):
     )
     cluster = LocalCluster(initialize_parallel())
 
-    def start(role, *, offload_weights=False, run=RunSettings(), **kwargs):
+    def start(role, *, offload_weights=False, precision="32", **kwargs):
+        run = RunSettings(precision=precision)
         if role == "policy":
             kwargs.setdefault("init_reference_model", False)
             return Policy(cluster, model, tokenizer, run=run, **kwargs)
@@ -72,7 +73,7 @@ def weights_of(handle):
     ],
 )
 def test_a_front_continues_where_another_was_saved(role, backend, precision, name, start, tmp_path):
-    settings = {"run": RunSettings(precision=precision), "backend": backend}
+    settings = {"precision": precision, "backend": backend}
     first = start(role, **settings)
     update(first, role, 2)
     weights, optimizer, tokenizer = (str(tmp_path / each) for each in (name, "optim", "tokens"))
@@ -98,7 +99,7 @@ def test_weights_alone_begin_a_schedule_anew(start, tmp_path):
 
 
 def test_a_checkpoint_is_loaded_into_a_running_worker(start, tmp_path):
-    handle = start("value", run=RunSettings(precision="bf16"))
+    handle = start("value", precision="bf16")
     update(handle, "value")
     saved = weights_of(handle)
     paths = (str(tmp_path / "m.nemo"), str(tmp_path / "optimizer"))

@@ -46,10 +46,11 @@ def make_prompts(batch=7, columns=14, seed=3):
     return prompts, lengths
 
 
-def run(model, decoder, prompts, lengths, *, length=LengthParams(max_length=8), **options):
+def run(model, decoder, prompts, lengths, **options):
+    options = {"length": LengthParams(max_length=8), **options}
     sampled = SampledModel(model, partial(decoder, model))
     architecture = dataclasses.replace(TINY_ARCHITECTURE, vocab_size=model.config.vocab_size)
-    return run_generator((sampled, architecture), prompts, lengths, length=length, **options)
+    return run_generator((sampled, architecture), prompts, lengths, **options)
 
 
 def rows_of(output):
