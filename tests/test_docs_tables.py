@@ -71,7 +71,6 @@ def values_of(key):
     """Rows are values of ``key``."""
 
     def check(table):
-        problems = []
         for row in table.rows:
             try:
                 value = OverridesParser.create().parse_override(f"{key}={code(row[0])[0]}").value()
@@ -83,8 +82,7 @@ def values_of(key):
                     source = (ROOT / f"{file}.py").read_text()
                     assert re.search(rf"^(async )?def {function}\(", source, re.MULTILINE), value
             except (AlignerError, AssertionError, OSError) as error:
-                problems.append(f"{table.place}: {error}")
-        return problems
+                yield f"{table.place}: {error}"
 
     return check
 
@@ -101,16 +99,14 @@ def algorithms(table):
     """A row's settings, as they stand, are a run of the page's script."""
     name = SCRIPT_OF[table.page.rsplit("/", 1)[-1].removesuffix(".md")]
     root, needed = ROOTS[name]
-    problems = []
     for row in table.rows:
         settings = [word for span in code(row[1]) for word in shlex.split(span) if "=" in word]
         if not settings:
-            problems.append(f"{table.place}: {row[0]} sets nothing")
+            yield f"{table.place}: {row[0]} sets nothing"
         try:
             composed_of(name, tuple(check_overrides([*needed, *settings], root, CONF)))
         except AlignerError as error:
-            problems.append(f"{table.place}: {row[0]}: {error}")
-    return problems
+            yield f"{table.place}: {row[0]}: {error}"
 
 
 def with_commands(table):
@@ -140,7 +136,6 @@ def paths(*columns):
     places = [ROOT / folder for folder in (*folders, "aligner/distributed")]
 
     def check(table):
-        problems = []
         for row in table.rows:
             for column in columns:
                 spans = [*code(row[column]), *re.findall(r"\]\(([^)#]+)", row[column])]
@@ -148,10 +143,9 @@ def paths(*columns):
                 found = [name for name in spans if form.fullmatch(name)]
                 for name in found:
                     if not any(list(place.glob(name.rstrip("/"))) for place in places):
-                        problems.append(f"{table.place}: {name} is not there")
+                        yield f"{table.place}: {name} is not there"
                 if not found and column == columns[0]:
-                    problems.append(f"{table.place}: no file in {row[column]}")
-        return problems
+                    yield f"{table.place}: no file in {row[column]}"
 
     return check
 
@@ -184,14 +178,12 @@ def said_in_the_code():
 
 def messages(table):
     """What a message says between its values is said by the code, or by the system below it."""
-    problems = []
     for row in table.rows:
         for message in code(row[0]):
             for part in re.split(r"…|\.\.\.|\d+|[][();:'=,]", message):
                 words = part.split()
                 if len(part.strip()) >= 8 and 2 * longest_run(words) < len(words):
-                    problems.append(f"{table.place}: nothing says '{part.strip()}'")
-    return problems
+                    yield f"{table.place}: nothing says '{part.strip()}'"
 
 
 def longest_run(words):
@@ -213,7 +205,6 @@ def names(*columns):
     """Code spans are keys, metrics, files or names in the source; with blanks they are formulas."""
 
     def check(table):
-        problems = []
         for row in table.rows:
             for span in [span for column in columns for span in code(row[column])]:
                 key = span.partition("=")[0]
@@ -222,22 +213,19 @@ def names(*columns):
                 parts = re.findall(r"\w+", re.sub(r"<\w+>|NNNNNN|=.*", "", span))
                 is_file = "*" not in span and bool(list(ROOT.glob(span.strip("/") or "-")))
                 if not (describe(span) or is_file or set(parts) <= source()):
-                    problems.append(f"{table.place}: {span} is neither a key, a metric nor a name")
-        return problems
+                    yield f"{table.place}: {span} is neither a key, a metric nor a name"
 
     return check
 
 
 def api_functions(table):
-    problems = []
     for function, script, _ in table.rows:
         name, keywords = code(function)[0].removeprefix("aligner."), {"model", "data", "overrides"}
         parameters = signature(getattr(aligner, name, dict)).parameters
         if name not in aligner.__all__ or not keywords <= parameters.keys():
-            problems.append(f"{table.place}: no training function {name}")
+            yield f"{table.place}: no training function {name}"
         if not (ROOT / "examples" / code(script)[0]).exists():
-            problems.append(f"{table.place}: no script {script}")
-    return problems
+            yield f"{table.place}: no script {script}"
 
 
 def words_in(text_of, column):
@@ -285,13 +273,11 @@ def tool(path):
 
 def readings(table):
     """A cell has one number for each reader of its column, between 0 and 100."""
-    problems = []
     for date, *cells in list(zip(table.header, *table.rows, strict=True))[1:]:
         numbers = [float(number) for cell in cells for number in cell.split(", ")]
         readers = {cell.count(", ") for cell in cells}
         if len(readers) > 1 or not all(0 <= number <= 100 for number in numbers):
-            problems.append(f"{table.place}: {date} has {cells}")
-    return problems
+            yield f"{table.place}: {date} has {cells}"
 
 
 def versions(table):
@@ -325,12 +311,11 @@ def versions(table):
         "Ray": {pin_of("ray", cuda), expected["Ray"][1]},
         "vLLM": {pin_of("vllm", cuda), vllm},
     }
-    problems = [
+    yield from (
         f"{table.place}: {name} differs: {found}" for name, found in same.items() if len(found) > 1
-    ]
+    )
     if shown != expected:
-        problems.append(f"{table.place}: the files say {expected}")
-    return problems
+        yield f"{table.place}: the files say {expected}"
 
 
 # First cells of a header: the check of the rows.
@@ -411,7 +396,7 @@ def test_every_row_holds(table):
         "TABLES (tests/test_docs_tables.py), or to RESULTS the command that measures the numbers"
     )
     assert all(len(row) == len(table.header) for row in table.rows), f"{table.place}: ragged"
-    problems = check(table)
+    problems = list(check(table))
     assert problems == [], "\n".join(problems)
 
 

@@ -10,11 +10,10 @@ from aligner.config.run import RSRunConfig, RunConfig
 from aligner.errors import ConfigError
 
 REWARD = "aligner.examples.tasks.exact_number:reward"
-MODEL = "model.restore_from_path=m.nemo"
 
 
 def composed(name, *overrides):
-    return recipes.composed(name, MODEL, *overrides)
+    return recipes.composed(name, "model.restore_from_path=m.nemo", *overrides)
 
 
 @pytest.mark.parametrize(

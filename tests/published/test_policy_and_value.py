@@ -37,6 +37,7 @@ MEGATRON = {
 }
 DTENSOR = {"enabled": True, "tensor_parallel_size": 1, "context_parallel_size": 1}
 SIZES = {"train_global_batch_size": 4, "train_micro_batch_size": 2, "logprob_batch_size": 4}
+INFERENCE = {"init_optimizer": False, "init_reference_model": False}
 OFF = {"dynamic_batching": {"enabled": False}, "sequence_packing": {"enabled": False}}
 
 
@@ -238,9 +239,9 @@ def test_a_worker_needs_ids_and_lengths_alone_too(policy):
 
 
 def test_draws_come_again_from_the_run_s_seed(tiny_nemo, tokenizer, cluster):
-    runs, roles = [], {"init_optimizer": False, "init_reference_model": False}
+    runs = []
     for _ in range(2):
-        again = Policy(cluster, policy_config(tiny_nemo), tokenizer, **roles)
+        again = Policy(cluster, policy_config(tiny_nemo), tokenizer, **INFERENCE)
         runs.append([again.generate(prompts())["output_ids"] for _ in range(2)])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
@@ -310,8 +311,7 @@ def test_stop_tokens_end_a_response_too(tiny_nemo, tokenizer, cluster, policy):
     row, length = first["output_ids"][0], prompts()["input_lengths"][0]
     assert first["generation_lengths"][0] > 1
     stop = {"max_new_tokens": 6, "stop_token_ids": [int(row[length]), tokenizer.eos_id]}
-    roles = {"init_optimizer": False, "init_reference_model": False}
-    stopped = Policy(cluster, policy_config(tiny_nemo, generation=stop), tokenizer, **roles)
+    stopped = Policy(cluster, policy_config(tiny_nemo, generation=stop), tokenizer, **INFERENCE)
     assert stopped.tokenizer.end_ids == (tokenizer.eos_id, int(row[length]))
     output = stopped.generate(prompts(), greedy=True)
     assert output["generation_lengths"][0] == 1
@@ -338,8 +338,7 @@ def test_workers_take_published_arguments(tiny_nemo, tokenizer, tmp_path):
         worker = MegatronPolicyWorker(
             policy_config(tiny_nemo),
             tokenizer,
-            init_optimizer=False,
-            init_reference_model=False,
+            **INFERENCE,
             worker_sharding_annotations=place,
             pre_init_communication_queue=object(),
         )

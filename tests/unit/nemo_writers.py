@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import yaml
 
 _ROLES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
-_TE_NAMES = {
+TE_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
@@ -94,10 +94,6 @@ def single_file(weights, names=None, prefix="model.", extra=True):
     return {"model_weights.ckpt": saved(state)}
 
 
-def te_single_file(weights):
-    return single_file(weights, _TE_NAMES)
-
-
 def legacy_single_file(weights, unfused_gate=False):
     members = dict(weights)
     if unfused_gate:
@@ -156,7 +152,7 @@ def zarr_members(weights, architecture, row_chunks=2):
     for name, tensor in padded(weights, architecture.make_vocab_size_divisible_by).items():
         match = re.match(r"decoder\.layers\.\d+\.(.*)", name)
         key = f"decoder.layers.{match[1]}" if match else name
-        for old, new in _TE_NAMES.items():
+        for old, new in TE_NAMES.items():
             key = key.replace(old, new)
         stacks.setdefault(key, []).append((tensor, bool(match)))
     members = {

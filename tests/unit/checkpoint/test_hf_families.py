@@ -11,7 +11,7 @@ import torch
 from documented import ROOT
 from hf_models import CASES, LLAMA_SIZES, save_random_model
 from safetensors.torch import load_file, save_file
-from test_nemo_kinds import gpt_and_logits
+from test_nemo_kinds import assert_same, gpt_and_logits
 from variants import extended_except
 
 from aligner.checkpoint.canonical import merge
@@ -146,11 +146,8 @@ def test_round_trip_through_nemo_is_exact(model_folder, tmp_path):
         save_hf(back, nemo.weights, nemo.architecture, nemo.tokenizer_files)
 
     before, after = (load_file(folder / "model.safetensors") for folder in (source, back))
-    assert before.keys() == after.keys()
     assert torch.bfloat16 in {tensor.dtype for tensor in before.values()}
-    for name, tensor in before.items():
-        assert after[name].dtype == tensor.dtype
-        assert torch.equal(after[name], tensor), name
+    assert_same(after, before)
     tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (source, back)]
     assert tokenizers[0] == tokenizers[1]
     original, returned = (AutoConfig.from_pretrained(folder) for folder in (source, back))
@@ -158,10 +155,9 @@ def test_round_trip_through_nemo_is_exact(model_folder, tmp_path):
         assert getattr(returned, key) == getattr(original, key), key
     again = AutoModelForCausalLM.from_pretrained(back)
     assert again.dtype == torch.bfloat16
+    state = again.state_dict()
     for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor.to(again.state_dict()[name].dtype)), (
-            name
-        )
+        assert torch.equal(state[name], tensor.to(state[name].dtype)), name
 
 
 def read_keys(config):

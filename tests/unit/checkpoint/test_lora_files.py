@@ -10,6 +10,7 @@ import torch
 from batches import ppo_batch
 from documented import ROOT
 from safetensors.torch import load_file
+from test_nemo_kinds import assert_same
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import (
@@ -124,16 +125,12 @@ def test_scripts_merge_and_export(tmp_path, tiny_nemo, monkeypatch, capsys):
         given = {"model": base, "adapters": tmp_path / "run.lora.safetensors"}
         script(monkeypatch, "merge_lora.py", **given, output=tmp_path / f"{kind}.nemo")
         with open_nemo(tiny_nemo) as base, open_nemo(tmp_path / f"{kind}.nemo") as merged:
-            expected = MergedWeights(base.weights, adapters)
-            assert set(merged.weights) == set(expected)
-            assert all(torch.equal(merged.weights[name], expected[name]) for name in expected)
+            assert_same(merged.weights, MergedWeights(base.weights, adapters))
             assert merged.tokenizer_files == base.tokenizer_files
         script(monkeypatch, "convert_lora_to_peft.py", **given, output=tmp_path / kind)
         files = sorted(path.name for path in (tmp_path / kind).iterdir())
         assert files == ["adapter_config.json", "adapter_model.safetensors"]
-    one, other = (load_file(tmp_path / k / "adapter_model.safetensors") for k in ("nemo", "hf"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert_same(*(load_file(tmp_path / k / "adapter_model.safetensors") for k in ("nemo", "hf")))
     with pytest.raises(SystemExit, match="does not exist"):
         script(monkeypatch, "merge_lora.py", model=tiny_nemo, adapters="none", output="o.nemo")
     capsys.readouterr()

@@ -110,7 +110,7 @@ RANKS = partial(writers.rank_files, architecture=LLAMA, tp=2)
 ZARR = partial(writers.zarr_members, architecture=LLAMA)
 KINDS = {
     "local": (writers.single_file, torch.float32),
-    "te": (writers.te_single_file, torch.float32),
+    "te": (partial(writers.single_file, names=writers.TE_NAMES), torch.float32),
     "legacy": (writers.legacy_single_file, torch.float32),
     "legacy_unfused_gate": (partial(writers.legacy_single_file, unfused_gate=True), torch.float32),
     "amp_o2": (partial(writers.single_file, prefix="model.module."), torch.float32),

@@ -240,14 +240,9 @@ def test_requests():
 
 
 def test_the_message_of_a_terminal():
-    written = []
-    tokenizer = byte_level_tokenizer()
-    for policy, shown in (
-        ("refuse", "spells"),
-        ("escape", "exceed the limit"),
-        ("keep", "exceed the limit"),
-    ):
+    written, asked = [], SimpleNamespace(tokenizer=byte_level_tokenizer())
+    words = {"refuse": "spells", "escape": "exceed the limit", "keep": "exceed the limit"}
+    for policy, shown in words.items():
         data = AskedDataConfig(special_tokens_in_text=policy)
-        asked = SimpleNamespace(tokenizer=tokenizer)
         Chat(SimpleNamespace(data=data), asked, write=written.append)._answer(None, HOSTILE, 0)
         assert shown in written.pop()

@@ -15,14 +15,15 @@ CHAT = [
     {"role": "user", "content": "4+4?"},
     {"role": "assistant", "content": "8"},
 ]
+SUM = {"prompt": "2+3=", "response": "5"}
+END = "<|im_end|>"
 
 
 def test_prompt_and_response(tmp_path, tokenizer):
-    example = load_rows(ExampleDataset, tmp_path, [{"prompt": "2+3=", "response": "5"}])[0]
+    example = load_rows(ExampleDataset, tmp_path, [SUM])[0]
     assert example.ids == [*tokenizer.encode("2+3=5"), tokenizer.eos_id]
     assert example.learned == [(4, 6)]  # "5" and EOS
-    rows = [{"prompt": "2+3=", "response": "5"}]
-    example = load_rows(ExampleDataset, tmp_path, rows, add_bos=True)[0]
+    example = load_rows(ExampleDataset, tmp_path, [SUM], add_bos=True)[0]
     assert example.ids[0] == tokenizer.bos_id
     assert example.learned == [(5, 7)]
 
@@ -30,19 +31,17 @@ def test_prompt_and_response(tmp_path, tokenizer):
 def test_every_answer_of_a_chat(tmp_path, tokenizer):
     rows = [{"messages": CHAT}]
     example = load_rows(ExampleDataset, tmp_path, rows, messages_column="messages")[0]
-    eos = tokenizer.decode([tokenizer.eos_id])
-    assert learned_texts(tokenizer, example) == [f"5{eos}", f"8{eos}"]
+    assert learned_texts(tokenizer, example) == [f"5{END}", f"8{END}"]
     assert example.ids[-1] == tokenizer.eos_id  # what the template puts behind it is cut off
     whole = tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
     assert whole.startswith(tokenizer.decode(example.ids))
     last = load_rows(ExampleDataset, tmp_path, rows, messages_column="messages", learn="last")[0]
     assert last.ids == example.ids
-    assert learned_texts(tokenizer, last) == [f"8{eos}"]
+    assert learned_texts(tokenizer, last) == [f"8{END}"]
 
 
 def test_every_answer_of_a_response_of_several_turns(tmp_path, tokenizer):
     chat = CHAT[1:]
-    eos = tokenizer.decode([tokenizer.eos_id])
     rows = [
         {"response": chat},
         {"prompt": "2+3?", "response": chat},
@@ -52,32 +51,30 @@ def test_every_answer_of_a_response_of_several_turns(tmp_path, tokenizer):
         {"prompt": chat[:3], "response": chat},
     ]
     texts = [learned_texts(tokenizer, each) for each in load_rows(ExampleDataset, tmp_path, rows)]
-    assert texts == [[f"5{eos}", f"8{eos}"]] * 4 + [[f"8{eos}"]] * 2
+    assert texts == [[f"5{END}", f"8{END}"]] * 4 + [[f"8{END}"]] * 2
     rows = [{"prompt": chat[:1], "response": chat[1:]}]
     with_system = load_rows(ExampleDataset, tmp_path, rows, system_prompt="Add.")[0]
-    assert learned_texts(tokenizer, with_system) == [f"5{eos}", f"8{eos}"]
+    assert learned_texts(tokenizer, with_system) == [f"5{END}", f"8{END}"]
     last = load_rows(ExampleDataset, tmp_path, rows, learn="last")[0]
-    assert learned_texts(tokenizer, last) == [f"8{eos}"]
+    assert learned_texts(tokenizer, last) == [f"8{END}"]
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_response_that_ends_with_the_end_token_gets_no_second_end(tmp_path, tokenizer, chat):
-    eos = tokenizer.decode([tokenizer.eos_id])
-    rows = [{"prompt": "2+3=", "response": end} for end in ("5", f"5{eos}")]
+    rows = [{"prompt": "2+3=", "response": end} for end in ("5", f"5{END}")]
     plain, spelt = load_rows(ExampleDataset, tmp_path, rows, chat=chat)
     assert plain.ids == spelt.ids
-    assert learned_texts(tokenizer, spelt) == [f"5{eos}"]
+    assert learned_texts(tokenizer, spelt) == [f"5{END}"]
 
 
 def test_plain_text_that_spells_an_end_token_is_learned_whole_and_noted(tmp_path, tokenizer):
-    eos = tokenizer.decode([tokenizer.eos_id])
-    example = load_rows(ExampleDataset, tmp_path, [{"prompt": "q", "response": f"a {eos} b"}])[0]
-    assert learned_texts(tokenizer, example) == [f"a {eos} b{eos}"]
-    rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "44+4=", "response": "48"}]
+    example = load_rows(ExampleDataset, tmp_path, [{"prompt": "q", "response": f"a {END} b"}])[0]
+    assert learned_texts(tokenizer, example) == [f"a {END} b{END}"]
+    rows = [SUM, {"prompt": "44+4=", "response": "48"}]
     examples = load_rows(ExampleDataset, tmp_path, rows)
     note = response_note([examples[0], examples[1]], tokenizer)
     assert note.startswith("5 of 14 tokens")
-    assert f"2+3=⟦5{tokenizer.decode([tokenizer.eos_id])}⟧" in note
+    assert f"2+3=⟦5{END}⟧" in note
 
 
 def test_a_template_gets_an_end_and_must_not_forget():
@@ -103,14 +100,14 @@ def test_chat_prompt_with_response(tmp_path, tokenizer):
 
 
 def test_collated_and_cut_to_the_longest(tmp_path, tokenizer):
-    rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "1=", "response": "111111"}]
+    rows = [SUM, {"prompt": "1=", "response": "111111"}]
     examples = list(load_rows(ExampleDataset, tmp_path, rows))
     batch = collate_examples(examples, pad_id=tokenizer.eos_id)  # padding with EOS is safe
     assert batch["input_ids"].shape == (2, 9)
     assert batch["input_lengths"].tolist() == [6, 9]
     assert batch["token_mask"].tolist() == [[0] * 4 + [1] * 2 + [0] * 3, [0] * 2 + [1] * 7]
     assert torch.equal(batch["sample_mask"], torch.ones(2))
-    rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "2+3=", "response": "5" * 9}]
+    rows = [SUM, {"prompt": "2+3=", "response": "5" * 9}]
     dataset = load_rows(ExampleDataset, tmp_path, rows, max_length=6)
     assert (len(dataset), dataset.dropped_too_long, dataset.max_length) == (1, 1, 6)
     with pytest.raises(DataError, match="None is left: raise max_length"):
