@@ -208,18 +208,18 @@ class Driver:
         if failure is None and is_answered:
             return self._pool.receive(episode.call, now)
         # Kill the process of a call that failed or took too long.
-        config, text = self._config, ""
-        if episode.silent_s > config.timeout_s:
+        limits, excess = self._config, ""
+        if episode.silent_s > limits.timeout_s:
             event = "did not answer" if session is None else "neither called the policy nor ended"
-            text = f"{event} within environment.timeout_s={config.timeout_s:g} seconds"
-        elif episode.used_s > config.total_timeout_s:
-            text = (
-                f"took more than environment.total_timeout_s={config.total_timeout_s:g} seconds "
+            excess = f"{event} within environment.timeout_s={limits.timeout_s:g} seconds"
+        elif episode.used_s > limits.total_timeout_s:
+            excess = (
+                f"took more than environment.total_timeout_s={limits.total_timeout_s:g} seconds "
                 "(without time spent waiting for the policy)"
             )
-        if text and failure is None:
+        if excess and failure is None:
             remedy = "Raise the limit, or make the environment faster"
-            failure = Failure("env_timeout", f"{self._pool.name} {text} and was killed. {remedy}")
+            failure = Failure("env_timeout", f"{self._pool.name} {excess} and was killed. {remedy}")
         if failure is not None:
             self._pool.kill(episode.slot)
         return failure

@@ -110,18 +110,18 @@ class RunIdentity:
         defaults: Mapping[str, Any] | None = None,  # defaults of the current version
     ) -> list[str]:
         """Return reasons why this run cannot continue the run ``saved``. Empty if it can."""
-        current, previous = self.algorithm, saved.algorithm
-        names = f"its algorithm is {previous.name} and this command's is {current.name}"
-        if current[1:] != previous[1:]:
-            return [names]
+        new, old = self.algorithm, saved.algorithm
+        reason = f"its algorithm is {old.name} and the algorithm of this command is {new.name}"
+        if new[1:] != old[1:]:
+            return [reason]
         # Collect the differences, except of keys that may differ.
-        sections = [f"{part}.{current.section}" for part in ("trainer", "model")]
-        is_same = current.name == previous.name
-        free = {"data": ["data.train"], "algorithm": [] if is_same else sections}
-        may_differ = [*changed, *(key for kind in accepted for key in free.get(kind, self.models))]
+        is_same, sections = new.name == old.name, [f"trainer.{new.section}", f"model.{new.section}"]
+        keys_of = {"data": ["data.train"], "algorithm": [] if is_same else sections}
+        accepted_keys = [key for kind in accepted for key in keys_of.get(kind, self.models)]
+        may_differ = [*changed, *accepted_keys]
         differing = {
-            key: reason
-            for key, reason in self._differences(saved, flat(defaults or {}))
+            key: text
+            for key, text in self._differences(saved, flat(defaults or {}))
             if not any(_is_below(key, name) for name in may_differ)
         }
         # Each reason says which setting accepts the difference.
@@ -129,7 +129,7 @@ class RunIdentity:
             return []
         reasons = list(differing.values())
         if not is_same and "algorithm" not in accepted:
-            reasons = [f"{names}{_ACCEPT.format('algorithm')}", *reasons]
+            reasons = [f"{reason}{_ACCEPT.format('algorithm')}", *reasons]
         changes = f"'exp_manager.resume_changed=[{','.join(differing)}]' accepts the changed keys"
         return [*reasons, changes]
 

@@ -95,9 +95,9 @@ def begun(config, *, saved=(2, 4), steps=5, knows_identity=True) -> Path:
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ("ppo", "grpo", "PPO and this command's is GRPO"),
-        ("rloo", "sft", "RLOO and this command's is Fine-tuning"),
-        ("dpo", "kto", "(DPO) and this command's is Preference optimisation (KTO)"),
+        ("ppo", "grpo", "PPO and the algorithm of this command is GRPO"),
+        ("rloo", "sft", "RLOO and the algorithm of this command is Fine-tuning"),
+        ("dpo", "kto", "(DPO) and the algorithm of this command is Preference optimisation (KTO)"),
     ],
 )
 def test_another_algorithm_is_refused(configured, first, second, words, knows_identity):
@@ -114,7 +114,9 @@ def test_an_estimator_may_be_changed_on_purpose_and_a_critic_may_not(configured)
     begun(configured("grpo"))
     refused(configured("rloo"), r"accept_changed=\[algorithm\]")
     assert prepared(configured("rloo", **accepted)) == []
-    message = refused(configured("ppo", **accepted), "GRPO and this command's is PPO")
+    message = refused(
+        configured("ppo", **accepted), "GRPO and the algorithm of this command is PPO"
+    )
     assert "accept_changed" not in message
 
 
