@@ -71,23 +71,22 @@ def test_a_directory_answers_as_its_nemo(tmp_path, prompts, models, backend):
     assert all(1 <= line["tokens"] <= 8 for line in one)
 
 
-def trained_run(folder, model, prompts, settings=None):
-    """A run of two steps that leaves a state and a model."""
+def run_rs(folder, model, settings):
+    """A run of rejection sampling, by default of two steps, in ``folder``."""
     rollouts = {"num_rollout_samples": 4, "num_rollouts_per_prompt": 2}
     values = {
         **{"model.restore_from_path": model, "model.optim.lr": 1e-2, "reward": DIGIT},
         **{"model.global_batch_size": 2, "model.micro_batch_size": 2},
         "model.rs": {**rollouts, "length_params": {"max_length": 6}},
-        "data": {"train": {"source": prompts}},
         "exp_manager": {"explicit_log_dir": str(folder), "create_tensorboard_logger": False},
     }
-    train_rs(parsed(values | (settings or {}), RSRunConfig))
+    train_rs(parsed(values | settings, RSRunConfig))
     return folder
 
 
 @pytest.mark.parametrize("peft", [{}, {"model.peft.peft_scheme": "lora"}], ids=["all", "lora"])
 def test_a_runs_directory_is_its_newest_state(tmp_path, prompts, models, peft):
-    run = trained_run(tmp_path / "run", models["nemo"], prompts, peft)
+    run = run_rs(tmp_path / "run", models["nemo"], {"data.train.source": prompts, **peft})
     greedy = {"sampling": {"use_greedy": True, "samples_per_prompt": 1, "max_length": 12}}
     from_state = answers(tmp_path, prompts, str(run), **greedy)
     assert from_state == answers(tmp_path, prompts, str(run / "policy.nemo"), **greedy)
@@ -155,9 +154,9 @@ def test_an_evaluation_adds_up(tmp_path, prompts, models, capsys):
 
 
 def test_runs_and_evaluations_side_by_side(tmp_path, prompts, models, capsys):
-    held_out = {"data.validation.source": prompts}
-    one = trained_run(tmp_path / "one", models["nemo"], prompts, held_out)
-    two = trained_run(tmp_path / "two", models["nemo"], prompts, {**held_out, "seed": 7})
+    data = {"data.train.source": prompts, "data.validation.source": prompts}
+    one = run_rs(tmp_path / "one", models["nemo"], data)
+    two = run_rs(tmp_path / "two", models["nemo"], {**data, "seed": 7})
     settings = {"data": {"prompts": {"source": prompts}}, "sampling": {"max_length": 4}}
     reward = {"function": "aligner.examples.tasks.exact_number:reward"}
     evaluated(one, tmp_path / "asked", **settings, reward=reward)

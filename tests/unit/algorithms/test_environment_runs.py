@@ -8,11 +8,8 @@ import recipes
 import test_ask
 import toy_kind
 import user_agents
-from settings import parsed
 
 from aligner.algorithms.rollout.rollout import VALIDATION_SEED_OFFSET
-from aligner.algorithms.rs.trainer import train_rs
-from aligner.config import RSRunConfig
 from aligner.errors import ConfigError
 from aligner.observe.metrics import read_metrics
 
@@ -88,17 +85,14 @@ def test_an_evaluation_over_agents(tiny_nemo, tmp_path, rows):
 
 def validated(tiny_nemo, folder):
     """Metrics of the validation of a run that makes no step."""
-    nothing_else = {"create_tensorboard_logger": False, "save_nemo": False}
-    values = {
-        **{"model.restore_from_path": str(tiny_nemo), "trainer.rs.max_steps": 0, "seed": 7},
-        **{"model.global_batch_size": 1, "model.micro_batch_size": 1},
+    settings = {
+        **{"trainer.rs.max_steps": 0, "seed": 7, "exp_manager.save_nemo": False},
         "model.rs": {"num_rollout_samples": 8, "length_params": {"max_length": 4}},
         **{"data": {"train": ROWS, "validation": ROWS}, "validation.samples_per_prompt": 2},
         **{"reward": {"kind": "environment"}, "environment": GAME},
-        "exp_manager": {"explicit_log_dir": str(folder / "run"), **nothing_else},
     }
-    train_rs(parsed(values, RSRunConfig))
-    (line,) = read_metrics(folder / "run" / "metrics.jsonl")
+    run = test_ask.run_rs(folder / "run", str(tiny_nemo), settings)
+    (line,) = read_metrics(run / "metrics.jsonl")
     prefix = "val_rollouts/"
     return {key.removeprefix(prefix): one for key, one in line.items() if key.startswith(prefix)}
 
