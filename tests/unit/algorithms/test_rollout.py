@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from settings import parsed
+from test_credit import rollout
 from user_code import configured
 
 from aligner.algorithms.ppo.build import make_policy_loss, run_notes
@@ -88,13 +89,13 @@ def test_the_best_of_each_prompt():
 
 
 def test_columns_of_what_infer_returns():
-    rollout = {
+    inferred = {
         "response_tokens": torch.tensor([[5, 6, 7, 0], [5, 6, 7, 8]]),
         "response_lengths": torch.tensor([3, 4]),
         "prompt_lengths": torch.tensor([1, 3]),
         "is_end": torch.tensor([True, False]),
     }
-    columns = training_columns(rollout)
+    columns = training_columns(inferred)
     assert columns["token_mask"].tolist() == [[0, 1, 1, 0], [0, 0, 0, 1]]
     assert columns["sample_mask"].tolist() == [1, 1]
 
@@ -114,18 +115,9 @@ def test_fixed_length_is_that_of_the_longest_sample(limits, longest):
 
 def test_kept_rewards_are_of_what_is_learned():
     """Of the second prompt's two conversations none counts, and one of them is kept."""
-    batch = BatchedDataDict(
-        {
-            "input_ids": torch.zeros(4, 3, dtype=torch.int64),
-            "input_lengths": torch.full((4,), 3),
-            "prompt_lengths": torch.ones(4, dtype=torch.int64),
-            "is_end": torch.ones(4, dtype=torch.bool),
-            "token_mask": torch.ones(4, 3),
-            "sample_mask": torch.tensor([1.0, 1.0, 0.0, 0.0]),
-            **{name: [None] * 4 for name in ("prompts", "ground_truths", "columns")},
-            "sample_ids": torch.arange(4),
-        }
-    )
+    batch = rollout([0] * 4, lengths=[1] * 4)
+    batch |= {name: [None] * 4 for name in ("prompts", "ground_truths", "columns")}
+    batch |= {"sample_mask": torch.tensor([1.0, 1.0, 0.0, 0.0]), "sample_ids": torch.arange(4)}
     scored = ScoredResponses(["x"] * 4, torch.tensor([2.0, 1.0, 0.0, 0.0]), {})
     trainer = Mock(consumed_samples=0, updates=0)
     trainer.config.model.rs = Mock(num_rollouts_per_prompt=2, top_n_rollouts=1)

@@ -1,6 +1,5 @@
 """metrics.jsonl and samples.jsonl: exact numbers, and back to a step after a kill."""
 
-import dataclasses
 import errno
 import json
 import math
@@ -9,23 +8,18 @@ import os
 import numpy as np
 import pytest
 import torch
+from test_observe_report import sample
 
 from aligner.config.experiment import ExpManagerConfig
 from aligner.errors import AlignerError, ConfigError, StorageError
 from aligner.observe.metrics import (
     MetricsWriter,
-    Sample,
     check_names,
     make_loggers,
     read_metrics,
     read_samples,
 )
 from aligner.observe.progress import sample_table
-
-
-def a_sample(step: int, **changes) -> Sample:
-    plain = Sample(step, "train", "2+3=", "5\n", 1.0, 4, 2, True, ground_truth="5")
-    return dataclasses.replace(plain, **changes)
 
 
 def test_lines_are_exact_sorted_and_standard_json(tmp_path):
@@ -172,7 +166,8 @@ def test_tensorboard_mirror_hides_steps_after_the_restored_one(tmp_path):
 
 def test_samples_round_trip_also_when_the_model_says_nan(tmp_path):
     writer = MetricsWriter(tmp_path)
-    said = [a_sample(1, response="NaN"), a_sample(1, split="val", reward=math.inf), a_sample(2)]
+    said = [sample(1, "train", response="NaN"), sample(1, reward=math.inf, ground_truth="5")]
+    said.append(sample(2, "train", ground_truth="5"))
     writer.write(1, {}, said[:2])
     writer.write(2, {}, said[2:])
     assert read_samples(tmp_path / "samples.jsonl") == said
@@ -184,7 +179,7 @@ def test_sample_table_shows_markup_and_control_codes_as_text():
     from rich.console import Console
 
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(sample_table([a_sample(3, response="[red]5\x1b[0m\n", is_end=False)]))
+    console.print(sample_table([sample(3, "train", response="[red]5\x1b[0m\n", is_end=False)]))
     text = console.export_text()
     assert "training samples of step 3" in text
     assert "[red]5\ufffd[0m⏎" in text

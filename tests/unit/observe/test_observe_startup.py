@@ -1,6 +1,5 @@
 """The start-up report, with arithmetic done by hand."""
 
-import dataclasses
 import re
 import sys
 import tomllib
@@ -11,7 +10,7 @@ from rich.console import Console
 from settings import parsed
 
 from aligner.algorithms.run.startup import working_memory
-from aligner.config import RolloutConfig, SequencePackingConfig
+from aligner.config import RolloutConfig
 from aligner.device.accelerator import DeviceInfo
 from aligner.errors import VersionError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
@@ -87,22 +86,22 @@ def test_batches_and_memory_by_hand():
 
 
 def test_working_memory_by_hand():
-    config = parsed("model.micro_batch_size=2 model.ppo.rollout_micro_batch_size=64")
     model = TINY_ARCHITECTURE  # 4 layers, 64 wide, 4 groups of 8 channels, 272 columns of logits
-    memory = working_memory(config, model, length=100, on_gpus=False)
-    assert memory == {
+
+    def memory_of(changes=""):
+        sizes = "model.micro_batch_size=2 model.ppo.rollout_micro_batch_size=64"
+        return working_memory(parsed(f"{sizes} {changes}"), model, length=100, on_gpus=False)
+
+    assert memory_of() == {
         "KV cache": 2 * 4 * 4 * 8 * 64 * 100 * 4,
         "activations": 17 * 4 * 200 * 64 * 4,
         "output layer": 2 * 200 * 64 * 4 + 2 * 200 * 272 * 4,
     }
-    full = dataclasses.replace(config.model, activations_checkpoint_granularity="full")
-    config = dataclasses.replace(config, model=full)
-    memory = working_memory(config, model, length=100, on_gpus=False)
+    full = "model.activations_checkpoint_granularity=full"
+    memory = memory_of(full)
     assert memory["activations"] == (17 + 4) * 200 * 64 * 4
-    budget = SequencePackingConfig(enabled=True, train_mb_tokens=1000)
-    packed = dataclasses.replace(full, sequence_packing=budget)
-    config = dataclasses.replace(config, model=packed)
-    by_tokens = working_memory(config, model, length=100, on_gpus=False)
+    packing = "model.sequence_packing.enabled=true model.sequence_packing.train_mb_tokens=1000"
+    by_tokens = memory_of(f"{full} {packing}")
     assert by_tokens["activations"] == 5 * memory["activations"]
     assert by_tokens["output layer"] > memory["output layer"]
 
