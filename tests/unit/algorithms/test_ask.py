@@ -5,6 +5,7 @@ import json
 from contextlib import ExitStack
 
 import pytest
+from loaded import write_rows
 from recipes import CONF, composed
 from settings import parsed
 
@@ -36,9 +37,7 @@ DIGIT = {"function": "aligner.rewards.regex_format:reward", "kwargs": {"pattern"
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "t.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return str(path)
+    return str(write_rows(tmp_path_factory.mktemp("prompts") / "t.jsonl", ROWS))
 
 
 @pytest.fixture(scope="module")

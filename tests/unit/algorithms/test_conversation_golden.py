@@ -49,7 +49,7 @@ TURNS = [{"name": str(number), "turns": 1 + number % 4} for number in range(6)]
 
 def rows(*troubles):
     return [
-        {"name": str(number), "turns": 3, "trouble": trouble, "marker": "marker" and trouble}
+        {"name": str(number), "turns": 3, "trouble": trouble, "marker": trouble}
         for number, trouble in enumerate(troubles)
     ]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,12 +58,8 @@ class ThreadedEngine(BackgroundGeneration):
 
     def generate_in_background(self, data, *, seed=0):
         self.begun += 1
-        return Pending(self.thread.submit(self.generate, data, seed=seed))
-
-
-class Pending:
-    def __init__(self, future):
-        self.result = self.abandon = future.result
+        future = self.thread.submit(self.generate, data, seed=seed)
+        return SimpleNamespace(result=future.result, abandon=future.result)
 
 
 def weights_of(policy):

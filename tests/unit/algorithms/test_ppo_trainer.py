@@ -24,11 +24,8 @@ class Recorder:
         self.log = log
 
     def __getattr__(self, name):
-        def phase(*_, **__):
-            return True
-
         if name.startswith(("prepare_for", "finish_", "weights_changed")):
-            return phase
+            return lambda *_, **__: True
         raise AttributeError(name)
 
 
@@ -65,7 +62,7 @@ class FakePolicy(Recorder):
         self.log.append(("train_policy", data.size, "prev_logprobs" in data))
         self.trained = data
         metrics = {"loss": 1.0, "ppo_ratio": 1.0, "logprob_gap_mean": 0.1, "logprob_gap_max": 0.2}
-        return result(data.size, **metrics)
+        return result(**metrics)
 
     def save_state(self, folder):
         self.log.append(("save", folder))
@@ -82,15 +79,12 @@ class FakeValue(Recorder):
     def train(self, data, loss_fn):
         self.log.append(("train_critic", data.size))
         self.trained = data
-        return result(data.size, loss=2.0, clip_fraction=0.0)
+        return result(loss=2.0, clip_fraction=0.0)
 
     save_state, load_state = FakePolicy.save_state, FakePolicy.load_state
 
 
-class FakeReward:
-    def __init__(self, log):
-        self.log = log
-
+class FakeReward(Recorder):
     def get_rewards(self, data):
         self.log.append(("reward", data.size))
         return ScoredResponses(["r"] * data.size, data["is_end"].float() * 2, {"x": [1.0, 3.0]})
@@ -105,7 +99,7 @@ class AlternatingReward:
         return ScoredResponses(["r"] * data.size, rewards, {})
 
 
-def result(rows, **metrics):
+def result(**metrics):
     steps = {"grad_norm": 1.0, "lr": 1e-3, "skipped": 0.0, **metrics}
     return {"loss": metrics["loss"], "all_mb_metrics": {k: [v] for k, v in steps.items()}}
 

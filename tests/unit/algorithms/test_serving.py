@@ -33,7 +33,7 @@ def served(tiny_nemo, tmp_path_factory):
     greedy = {"use_greedy": True, "max_length": MOST}
     values = {**model, "prompt": PROMPTS, "sampling": greedy, "output": str(folder / "answers")}
     generate(parse_config(values, GenerateConfig))
-    lines = (folder / "answers").read_text().splitlines()
+    answers = [json.loads(line) for line in (folder / "answers").open()]
     server = {"port": 0, "token_file": str(folder / "token")}
     values = {**model, "server": server, "sampling": {"max_length": MOST}}
     config = parse_config(values, ServeConfig)
@@ -46,7 +46,6 @@ def served(tiny_nemo, tmp_path_factory):
         token = (folder / "token").read_text().strip()
         key = {"Authorization": f"Bearer {token}"}
         with httpx.Client(base_url=url, headers=key, timeout=30) as client:
-            answers = [json.loads(line) for line in lines]
             yield SimpleNamespace(
                 client=client, url=url, said=said, answers=answers, token=folder / "token"
             )

@@ -7,8 +7,6 @@ import pytest
 from aligner.errors import ConfigError
 from aligner.examples.tasks.games import NextNumber, SlidingPuzzle, next_numbers, sliding_puzzles
 
-OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
-
 
 def say(text):
     return {"role": "assistant", "content": text}
@@ -46,7 +44,7 @@ def solvable(width, height):
         found |= new
         nexts = set()
         for board in new:
-            for move in OPPOSITE:
+            for move in ("up", "down", "left", "right"):
                 game = SlidingPuzzle(seed=0, width=width, height=height)
                 game._board = list(board)
                 game.step(say(move))

@@ -63,8 +63,7 @@ def test_every_published_problem_is_read():
     folder = SHARED / "data" / "gsm8k"
     if not folder.is_dir():
         pytest.skip(f"needs train.jsonl and test.jsonl in data/gsm8k of $ALIGNER_SHARED ({SHARED})")
-    counts = {"train": 7473, "test": 1319}
-    for split, count in counts.items():
+    for split, count in (("train", 7473), ("test", 1319)):
         rows = list(gsm8k_prompts(folder / f"{split}.jsonl"))
         assert len(rows) == count
         assert all(float(row["ground_truth"]).is_integer() for row in rows)

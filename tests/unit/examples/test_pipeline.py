@@ -35,7 +35,6 @@ from aligner.examples.tasks.gsm8k_solutions import solution_pairs
 pytestmark = pytest.mark.integration
 
 CONF = Path(__file__).parents[3] / "conf"
-SCRIPTS = ("train_gpt_sft", "train_gpt_reward", "train_gpt_rs")
 PIPELINE = """
 title: Stubs & more
 folder: results/stubs
@@ -89,7 +88,7 @@ def place(tmp_path, monkeypatch, tiny_nemo):
     (tmp_path / "stubs.yaml").write_text(PIPELINE)
     (tmp_path / "start.nemo").write_bytes(tiny_nemo.read_bytes())
     (tmp_path / "scripts").mkdir()
-    for name in SCRIPTS:
+    for name in ("train_gpt_sft", "train_gpt_reward", "train_gpt_rs"):
         (tmp_path / "scripts" / f"{name}.py").write_text(STUB)
     return tmp_path
 
