@@ -109,8 +109,8 @@ def test_bfloat16_accumulates_in_float32(sampling):
     logprobs, entropy = logprobs_of(hidden, weight, target, VOCAB, with_entropy=True, **sampling)
     expected = _reference(hidden, weight, target, **sampling)
     assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs.double(), expected[0], atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy.double(), expected[1], atol=2e-5, rtol=1e-5)
+    found = logprobs.double(), entropy.double()
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
     actual = torch.autograd.grad(logprobs.sum(), (hidden, weight))
     wanted = torch.autograd.grad(expected[0].sum(), (hidden, weight))
     for a, b in zip(actual, wanted, strict=True):

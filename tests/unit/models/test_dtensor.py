@@ -14,7 +14,8 @@ from role_models import check_recomputed, write_tokenizer
 from safetensors.torch import load_file
 from test_any_model import logprobs_of_folder
 from test_any_model import make_batch as any_batch
-from test_roles import LENGTHS, make_batch, make_critic, trained
+from test_roles import LENGTHS, make_batch, make_critic, settings, trained
+from test_roles import load as load_megatron
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GPT2Config
 
 from aligner.checkpoint.convert import hf_to_nemo
@@ -26,11 +27,9 @@ from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
-from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 from aligner.models.gpt.dtensor.plan import check_backend
-from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from aligner.models.value.workers.dtensor_value_worker_v2 import DTensorValueWorkerV2
 from aligner.parallel.groups import initialize_parallel
@@ -39,10 +38,8 @@ pytestmark = pytest.mark.integration
 
 
 def load(cls, path, **changes):
-    defaults = {"optim": OptimConfig(lr=1e-3), "micro_batch_size": 2}
     with open_model(path) as source:
-        settings = RoleSettings(**{**defaults, **changes})
-        return cls(source, settings, initialize_parallel(), source.tokenizer)
+        return cls(source, settings(**changes), initialize_parallel(), source.tokenizer)
 
 
 def start(kind, path, *arguments, **more):
@@ -50,12 +47,16 @@ def start(kind, path, *arguments, **more):
         return kind(*arguments, source.tokenizer, parallel=initialize_parallel(), **more)
 
 
+def start_policy(path, **options):
+    section = ModelConfig(restore_from_path=str(path), **options)
+    return start(DTensorPolicyWorkerV2, path, section, init_reference_model=False)
+
+
 critic_with_head = partial(make_critic, backend="dtensor")
 
 
 def test_a_policy_travels_as_nemo_and_as_hugging_face(tiny_nemo, tmp_path):
-    section, hf = ModelConfig(restore_from_path=str(tiny_nemo)), tmp_path / "hf"
-    worker = start(DTensorPolicyWorkerV2, tiny_nemo, section, init_reference_model=False)
+    worker, hf = start_policy(tiny_nemo), tmp_path / "hf"
     worker.save_checkpoint(str(tmp_path / "copy.nemo"))
     assert (tmp_path / "copy.nemo").read_bytes() == tiny_nemo.read_bytes()
     worker.save_checkpoint(str(hf))
@@ -80,8 +81,8 @@ def test_a_policy_travels_as_nemo_and_as_hugging_face(tiny_nemo, tmp_path):
 
 
 def test_a_critic_travels_with_its_head(tiny_nemo, tmp_path):
-    section = ModelConfig(restore_from_path=str(tiny_nemo))
-    worker = start(DTensorValueWorkerV2, tiny_nemo, CriticConfig(), model=section)
+    model = ModelConfig(restore_from_path=str(tiny_nemo))
+    worker = start(DTensorValueWorkerV2, tiny_nemo, CriticConfig(), model=model)
     critic = worker.model = critic_with_head(tiny_nemo)
     values = critic.get_values(make_batch())
     for path in (tmp_path / "critic.nemo", tmp_path / "critic_hf"):
@@ -106,14 +107,8 @@ def test_a_critic_travels_with_its_head(tiny_nemo, tmp_path):
     ids=["adam", "sgd"],
 )
 def test_optimizers_do_as_megatrons_do(optim, tiny_nemo):
-    roles = [
-        load(DTensorActorModel, tiny_nemo, optim=optim, gradient_clip_val=0.5),
-        load_from_nemo(
-            MegatronGPTActorModel,
-            RoleSettings(optim=optim, micro_batch_size=2, gradient_clip_val=0.5),
-            restore_path=tiny_nemo,
-        ),
-    ]
+    options = {"optim": optim, "gradient_clip_val": 0.5}
+    roles = [load(DTensorActorModel, tiny_nemo, **options), load_megatron(tiny_nemo, **options)]
     reports = [trained(role, PPOPolicyLoss(), updates=2) for role in roles]
     for mine, theirs in zip(*reports, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
@@ -154,8 +149,7 @@ def test_bf16_keeps_float32_weights_and_head(tiny_nemo):
 
 
 def test_generation_has_the_weights_of_the_moment(tiny_nemo):
-    section = ModelConfig(restore_from_path=str(tiny_nemo), optim=OptimConfig(lr=0.1))
-    worker = start(DTensorPolicyWorkerV2, tiny_nemo, section, init_reference_model=False)
+    worker = start_policy(tiny_nemo, optim=OptimConfig(lr=0.1))
     prompts = BatchedDataDict(
         {
             "input_ids": make_batch()["input_ids"][:, :4],
@@ -197,7 +191,7 @@ def test_what_this_backend_does_not_have_is_refused():
 
 def test_a_run_state_of_the_other_backend_is_refused(tiny_nemo):
     role = load(DTensorActorModel, tiny_nemo)
-    other = load_from_nemo(MegatronGPTActorModel, RoleSettings(), restore_path=tiny_nemo)
+    other = load_megatron(tiny_nemo)
     with pytest.raises(CheckpointError, match=r"policy\.backend=dtensor"):
         role.load_run_state([other.run_state()])
     state = role.run_state()

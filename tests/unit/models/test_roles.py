@@ -44,7 +44,7 @@ PROMPTS = (4, 3, 6, 2)
 
 
 def settings(**changes):
-    return RoleSettings(optim=OptimConfig(lr=1e-3), micro_batch_size=2, **changes)
+    return RoleSettings(**{"optim": OptimConfig(lr=1e-3), "micro_batch_size": 2, **changes})
 
 
 def load(path, cls=MegatronGPTActorModel, **changes):
