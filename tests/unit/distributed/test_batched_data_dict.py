@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_sharding import dynamic
 
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import DataError
@@ -113,12 +114,12 @@ def test_ranks_with_fewer_rows_run_as_many_microbatches():
     assert [len(list(shard.make_microbatch_iterator(2))) for shard in shards] == [1, 1, 1]
 
 
-def tokens(lengths, budget=6, **batch_size):
+def tokens(lengths, **batch_size):
+    """One shard, with micro-batches of 6 tokens."""
     lengths = torch.tensor(lengths)
     data = BatchedDataDict({"ids": torch.ones(len(lengths), 6), "n": lengths, "x": [*lengths]})
-    args = {"max_tokens_per_microbatch": budget, "sequence_length_round": 2}
-    args |= {"input_key": "ids", "input_lengths_key": "n"}
-    return data.shard_by_batch_size(1, **batch_size, dynamic_batching_args=args)
+    args = dynamic(6, 2, input_key="ids", input_lengths_key="n")
+    return data.shard_by_batch_size(1, **batch_size, **args)
 
 
 def test_microbatches_of_a_token_budget():

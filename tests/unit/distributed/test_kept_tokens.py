@@ -35,19 +35,15 @@ def test_what_is_recorded_is_what_is_drawn_from():
 VOCABULARY = 259  # of the tiny model: what it keeps is nearly all of it
 
 
-@pytest.fixture(scope="module")
-def policy(tiny_nemo):
+@pytest.mark.integration
+def test_a_policy_scores_over_what_it_recorded(tiny_nemo):
+    """The ban of EOS before the fourth token is part of the set; no trainer's filter knows it."""
     ppo = {"record_kept_tokens": VOCABULARY, "sampling_params": {"top_p": 0.8}}
     ppo["length_params"] = {"max_length": 6, "min_length": 4}
     config = parsed({"model.restore_from_path": str(tiny_nemo), "model.ppo": ppo})
     with open_nemo(tiny_nemo) as checkpoint:
         tokenizer = checkpoint.tokenizer
-    return Policy(LocalCluster(initialize_parallel()), config.model, tokenizer)
-
-
-@pytest.mark.integration
-def test_a_policy_scores_over_what_it_recorded(policy):
-    """The ban of EOS before the fourth token is part of the set; no trainer's filter knows it."""
+    policy = Policy(LocalCluster(initialize_parallel()), config.model, tokenizer)
     ids = torch.tensor([[40, 41, 42], [50, 51, 0]])
     texts = ["a", "b"]
     prompts = PromptBatch(ids, torch.tensor([3, 2]), torch.arange(2), texts, [None, None], {})

@@ -13,11 +13,6 @@ LONG_SUMS = pytest.mark.xfail(
 )
 
 
-@pytest.fixture(params=[0, 2**40], ids=["onednn", "mkl"])
-def least_work(request, monkeypatch):
-    monkeypatch.setattr(products, "_LEAST_WORK", request.param)
-
-
 @pytest.fixture(params=[0, 2**30], ids=["packed", "in cache"])
 def cached_bytes(request, monkeypatch):
     monkeypatch.setattr("aligner.kernels.linear_product._CACHED_BYTES", request.param)
@@ -28,9 +23,10 @@ def leaves(*shapes):
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
-@pytest.mark.usefixtures("least_work")
+@pytest.mark.parametrize("least_work", [0, 2**40], ids=["onednn", "mkl"])
 @pytest.mark.parametrize("rows", [(7,), (3, 5), (0, 4)])
-def test_product_and_gradients(rows):
+def test_product_and_gradients(rows, least_work, monkeypatch):
+    monkeypatch.setattr(products, "_LEAST_WORK", least_work)
     x, weight = leaves((*rows, INPUTS), (OUTPUTS, INPUTS))
     grad = torch.randn(*rows, OUTPUTS)
     out = linear_product(x, weight)
