@@ -34,6 +34,7 @@ def load_role(cls, loss, path, **settings):
     role = load_from_nemo(cls, RoleSettings(**settings), restore_path=path)
     if hasattr(role.gpt, "rm_head"):
         fill_head(role)
+        torch.nn.init.zeros_(role.gpt.rm_head.bias)  # a pair of rewards does not depend on it
     role.setup_training()
     role.loss_fn = loss
     return role
