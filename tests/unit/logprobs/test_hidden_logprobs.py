@@ -6,6 +6,7 @@ import pytest
 import torch
 from hidden_logprobs import logprobs_of
 
+from aligner.distributed import model_utils
 from aligner.errors import ConfigError
 from aligner.logprobs import output_layer
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams, threshold
@@ -220,5 +221,6 @@ def test_kept_sets_by_hand():
     ],
 )
 def test_bad_sampling_is_refused(options, message):
+    assert model_utils.TrainingSamplingParams is TrainingSamplingParams  # the published name
     with pytest.raises(ConfigError, match=message):
         TrainingSamplingParams(**options)
