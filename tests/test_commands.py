@@ -89,6 +89,8 @@ def test_an_installed_wheel_needs_no_checkout(tmp_path, installed):
         names = [path.relative_to(folder) for path in files]
         assert [name for name in names if not (site / "aligner" / copy / name).is_file()] == []
     assert (site / "aligner_plan" / "dry" / "guard.cpp").is_file()
+    assert (site / "aligner" / "py.typed").is_file()
+    assert "plan.device: h100-80g" in aligner("plan", "--help")
     job = aligner("train-ppo", "--config-name", "recipes/ppo_tiny_cpu", "--cfg", "job")
     assert "restore_from_path: models/tiny.nemo" in job
     made = ("-m", "aligner.checkpoint.tiny", "--output", "tiny.nemo")  # its published path

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,7 +25,14 @@ from aligner.catalog import imported
 from aligner.compat.nemo_aligner import is_inert, remedy
 from aligner.config.base import BASES
 from aligner.config.load import Root, load_config, with_built_in_task
-from aligner.config.parse import field_types, keys_below, section_in, type_below, unknown_key
+from aligner.config.parse import (
+    arms_of,
+    field_types,
+    keys_below,
+    section_in,
+    type_below,
+    unknown_key,
+)
 from aligner.config.run import BaseRunConfig, RunConfig
 from aligner.errors import AlignerError, ConfigError, raised_as
 from aligner.foreign_keys import table
@@ -254,7 +261,17 @@ def _accepted(
     # Keys of the dataclasses. hydra's ++ sets a key whether the YAML file has it or not.
     if is_inert(key, value):
         return []
-    check_key(key, root)
+    hint = check_key(key, root)
+    # hydra cannot merge lists and mappings.
+    kinds = {
+        "list" if get_origin(arm) is tuple else "mapping"
+        for arm in arms_of(hint)
+        if get_origin(arm) in (tuple, dict, Mapping) or section_in(arm)
+    }
+    given = "list" if isinstance(value, list) else "mapping"
+    if isinstance(value, list | dict) and kinds and given not in kinds:
+        form = f"{key}=[VALUE]" if "list" in kinds else f"{key}.NAME=VALUE"
+        raise ConfigError(f"{key}: expected a {kinds.pop()}, got a {given}. Write {form}")
     return [argument if override.is_delete() else "++" + argument.lstrip("+")]
 
 
@@ -318,8 +335,8 @@ def _short(text: str) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def check_key(key: str, root: type = RunConfig) -> None:
-    """Raise `ConfigError` if ``key``, such as ``model.optim.lr``, is not a key below ``root``."""
+def check_key(key: str, root: type = RunConfig) -> Any:
+    """Return the type of ``key``, such as ``model.optim.lr``. Raises `ConfigError` if unknown."""
     hint: Any = root
     prefix = ""
     for name in key.split("."):
@@ -333,6 +350,7 @@ def check_key(key: str, root: type = RunConfig) -> None:
                 text = unknown_key(wrong, list(field_types(level)), prefix, others)
             raise ConfigError(text)
         hint, prefix = below, f"{prefix}.{name}".lstrip(".")
+    return hint
 
 
 @contextmanager

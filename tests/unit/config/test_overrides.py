@@ -32,6 +32,8 @@ from aligner.errors import ConfigError
         ("batch_size=4", "Did you mean model.global_batch_size"),
         ("max_lenght=9", "Did you mean model.ppo.length_params.max_length"),
         ("model=1.5", "model is a group of settings"),
+        ("environment.kwargs=[1]", "expected a mapping, got a list. Write environment.kwargs.NAME"),
+        ("trainer.callbacks={a: 1}", r"expected a list, got a mapping. .*callbacks=\[VALUE\]"),
         ("data=[nan]", "Options: arithmetic"),
         ("critic=null", "critic is a group of settings"),
         (f"exp_manager={'x' * 5000}", "Options: default"),
