@@ -128,7 +128,7 @@ def user_policy_loss(
 
 def _construct(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
     remedy = (
-        "Give the missing arguments in model.ppo.loss_kwargs. Options of the built-in loss are "
+        "Its arguments are the keys of model.ppo.loss_kwargs. Options of the built-in loss are "
         "passed automatically"
     )
     loss = construct(factory, options, f"{KEY}={name}", remedy)
