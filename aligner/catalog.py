@@ -71,7 +71,8 @@ ALGORITHMS = {
 }
 BY_SCRIPT = {entry.script: entry for entry in ALGORITHMS.values()}
 
-# Rollout engine → class of its section ``generation.NAME``, a subclass of `EngineConfig`.
+# Rollout engine → class of its section ``generation.NAME``, a subclass of `EngineConfig`, which its
+# module imports from `aligner.config.engine`, because `aligner.config` imports the classes.
 ENGINES = {"vllm": "aligner.generation.vllm.settings:VllmConfig"}
 
 # ``environment.kind`` → subclass of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A program
