@@ -30,6 +30,8 @@ def shown(value: Any) -> str:
 
 def as_override(value: Any) -> str:
     """Return a value in hydra's syntax, for an argument ``key=value`` of a command."""
+    if getattr(value, "shape", None) == ():  # a NumPy scalar
+        value = value.item()
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{as_override(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -1,6 +1,7 @@
 """`load_model`: a model in this process, for generation and log-probs."""
 
 import os
+import random
 import sys
 import tempfile
 import weakref
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
@@ -265,10 +267,14 @@ def _open(
 @contextmanager
 def _unchanged() -> Iterator[None]:
     """Restore the random generators and ``sys.excepthook`` after the block."""
-    hook = sys.excepthook
-    with torch.random.fork_rng():
-        yield
-    sys.excepthook = hook  # torch.distributed would print the rank before every line
+    hook, python_state, numpy_state = sys.excepthook, random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        sys.excepthook = hook  # torch.distributed would print the rank before every line
 
 
 @contextmanager

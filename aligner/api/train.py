@@ -6,7 +6,8 @@ import inspect
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -330,39 +331,64 @@ def _train(
     }
     if clash := ", ".join(sorted(values.keys() & overrides.keys())):
         raise ConfigError(f"overrides sets {clash}, which a keyword sets, too. Remove one of them")
-    is_new = not folder.exists()
+    with _undone_if_refused(folder):
+        # Rows become files, and objects become files that the run imports.
+        columns: list[set[str]] = []
+        for key, value in values.items():
+            if key.endswith(".source") and is_rows(value):
+                values[key], names = write_rows(key, value, files)
+                columns.append(names)
+        has_rewards = algorithm in ("ppo", "reinforce", "rs")
+        if columns and has_rewards and not any(map(has_ground_truth, columns)):
+            values["data.ground_truth_column"] = None
+        if "environment.tools" in values and "reward.function" in values:
+            values["environment.kwargs.reward"] = values.pop("reward.function")
+        values |= overrides
+        max_steps, max_epochs = (f"trainer.{loop}.{name}" for name in ("max_steps", "max_epochs"))
+        if max_steps in values:
+            values.setdefault(max_epochs, values[max_steps])  # an epoch has at least one step
+        values = {key: as_setting(key, value, files) for key, value in values.items()}
+        arguments = [f"{key}={as_override(value)}" for key, value in (choices | values).items()]
 
-    # Rows become files, and objects become files that the run imports.
-    columns: list[set[str]] = []
-    for key, value in values.items():
-        if key.endswith(".source") and is_rows(value):
-            values[key], names = write_rows(key, value, files)
-            columns.append(names)
-    has_rewards = algorithm in ("ppo", "reinforce", "rs")
-    if columns and has_rewards and not any(map(has_ground_truth, columns)):
-        values["data.ground_truth_column"] = None
-    if "environment.tools" in values and "reward.function" in values:
-        values["environment.kwargs.reward"] = values.pop("reward.function")
-    values |= overrides
-    max_steps, max_epochs = (f"trainer.{loop}.{name}" for name in ("max_steps", "max_epochs"))
-    if max_steps in values:
-        values.setdefault(max_epochs, values[max_steps])  # an epoch has at least one step
-    values = {key: as_setting(key, value, files) for key, value in values.items()}
-    arguments = [f"{key}={as_override(value)}" for key, value in (choices | values).items()]
-
-    # The equivalent command is printed and stored, and then run.
-    command = shlex.join(["aligner", f"train-{algorithm}", *arguments])
-    files.mkdir(parents=True, exist_ok=True)
-    (files / "command.sh").write_text(f"{command}\n")
-    print(f"same run from the command line: {command}", flush=True)
-    try:
+        # The equivalent command is printed and stored, and then run.
+        command = shlex.join(["aligner", f"train-{algorithm}", *arguments])
+        files.mkdir(parents=True, exist_ok=True)
+        (files / "command.sh").write_text(f"{command}\n")
+        print(f"same run from the command line: {command}", flush=True)
         run_script(f"train-{algorithm}", arguments)
-    except BaseException:
-        # Remove the new directory of a run that was refused before the first step.
-        if is_new and {path.name for path in folder.iterdir()} <= {"python", ".lock", "run.json"}:
-            shutil.rmtree(folder)
-        raise
     return Result(folder, command)
+
+
+@contextmanager
+def _undone_if_refused(folder: Path) -> Iterator[None]:
+    """Restore ``folder`` if the block raises an error before a run has begun or continued there.
+
+    Raises `StorageError` if another process trains in ``folder``.
+    """
+    from aligner.observe.run_lock import LOCK_FILE, RUN_FILE, RunLock  # imports torch
+
+    files, earlier, record = folder / "python", folder / ".python.earlier", folder / RUN_FILE
+    is_new = not folder.exists()
+    # A run that begins or continues writes its record.
+    written = record.stat().st_mtime_ns if record.exists() else None
+    if written is not None:
+        RunLock(folder).release()
+    if files.exists():
+        shutil.rmtree(earlier, ignore_errors=True)
+        files.rename(earlier)
+    try:
+        yield
+    except BaseException:
+        unused = {"python", RUN_FILE, LOCK_FILE}  # files of a run that has made no step
+        if is_new and folder.exists() and {path.name for path in folder.iterdir()} <= unused:
+            shutil.rmtree(folder)
+        elif written == (record.stat().st_mtime_ns if record.exists() else None):
+            shutil.rmtree(files, ignore_errors=True)
+            if earlier.exists():
+                earlier.rename(files)
+        raise
+    finally:
+        shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _reward_group(keywords: Mapping[str, Any]) -> dict[str, Any]:

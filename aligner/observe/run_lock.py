@@ -9,7 +9,7 @@ from pathlib import Path
 from aligner.checkpoint.durable import storing
 from aligner.errors import StorageError
 
-LOCK_FILE = ".lock"
+LOCK_FILE, RUN_FILE = ".lock", "run.json"
 _BUSY = (errno.EACCES, errno.EAGAIN)
 
 

@@ -185,6 +185,7 @@ TEXTS = ["plain", "a/b-c.nemo", "results/ä ö", "null", "True", "1e3", "", "a, 
 TEXTS += ["it's", 'say "x"', "back\\slash", "C:\\new", "ends\\", "it's \\' so", "don't\n"]
 TEXTS += ["line\nbreak\ttab", "a=b", "#x"]
 OTHERS = [None, True, 3, -1.5, 6e-3, [1, "a b", None], {"size": 3, "text": "a, b"}, [], {}]
+OTHERS += [np.float64(1e-4), np.float32(0.5), np.int64(3), np.bool_(True)]
 
 
 @pytest.mark.parametrize("value", [*TEXTS, *OTHERS])

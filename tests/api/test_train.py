@@ -2,18 +2,20 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from first_tries import python_run
 
 import aligner
-from aligner.errors import CheckpointNotFoundError, ConfigError, DataError
+from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, StorageError
 from aligner.observe.metrics import read_metrics
 from aligner.parallel.groups import shutdown_parallel
 
@@ -28,6 +30,30 @@ def digits(prompts, responses, **columns):
 by_lambda = lambda p, r, **columns: digits(p, r, **columns)  # noqa: E731
 
 
+OWNER = """
+import pathlib, sys
+from aligner.observe.run_lock import RunLock
+lock = RunLock(pathlib.Path(sys.argv[1]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def stored_files(folder):
+    return {path.name: path.read_bytes() for path in (folder / "python").iterdir()}
+
+
+def random_numbers(seeded=True):
+    """One number of each generator. ``seeded``: then set the state before the number again."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    numbers = random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002
+    if seeded:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+    return numbers
+
+
 def train(tiny_nemo, folder, reward=digits, **keywords):
     keywords = {"max_steps": 3, "lr": 6e-3, "samples_per_step": 16, "max_new_tokens": 3, **keywords}
     return aligner.train_grpo(
@@ -38,10 +64,10 @@ def train(tiny_nemo, folder, reward=digits, **keywords):
 @pytest.fixture(scope="module")
 def result(tiny_nemo, tmp_path_factory):
     shutdown_parallel()  # groups of other tests in this process
-    state, hook = torch.get_rng_state(), sys.excepthook
+    numbers, hook = random_numbers(), sys.excepthook
     # A lambda cannot be imported by name.
     found = train(tiny_nemo, tmp_path_factory.mktemp("api") / "run", by_lambda)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert random_numbers(seeded=False) == numbers
     assert sys.excepthook is hook
     return found
 
@@ -59,7 +85,7 @@ def test_the_result_has_what_the_run_wrote(result, tmp_path):
 
 
 def test_the_policy_generates_scores_and_is_saved(result, tmp_path):
-    state, hook = torch.get_rng_state(), sys.excepthook
+    numbers, hook = random_numbers(), sys.excepthook
     prompts = ["1 + 1 = ", "1 + 1 = ", "2 + 3 = "]
     answers = result.generate(prompts, max_new_tokens=4, seed=7)
     assert answers == result.generate(prompts, max_new_tokens=4, seed=7)
@@ -69,7 +95,7 @@ def test_the_policy_generates_scores_and_is_saved(result, tmp_path):
     assert result.policy.logprobs([], []) == []
     with pytest.raises(DataError, match=r"2 prompts.* 1 responses"):
         result.policy.logprobs(["1 + 1 = "] * 2, ["23"])
-    assert torch.equal(torch.get_rng_state(), state)
+    assert random_numbers(seeded=False) == numbers
     assert sys.excepthook is hook
     result.save(tmp_path / "hf")
     result.policy.save(tmp_path / "policy.nemo")
@@ -90,8 +116,17 @@ def test_the_groups_of_this_process_end_with_the_last_model(result):
 
 
 def test_a_changed_reward_is_refused_and_the_same_call_continues(result, tiny_nemo, capsys):
+    stored = stored_files(result.folder)
     with pytest.raises(ConfigError, match=r"reward\.function.*different content"):
         train(tiny_nemo, result.folder, lambda p, r, **k: [0.0] * len(p), max_steps=4)
+    assert stored_files(result.folder) == stored
+    # Neither are the files of a run that another process continues.
+    command = [sys.executable, "-c", OWNER, str(result.folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout.readline() == b"locked\n"
+        with pytest.raises(StorageError, match="another process"):
+            train(tiny_nemo, result.folder, by_lambda, max_steps=4)
+    assert stored_files(result.folder) == stored
     longer = train(tiny_nemo, result.folder, by_lambda, max_steps=4)
     assert [line["step"] for line in longer.metrics] == [0, 1, 2, 3, 4]
     rewards = [[m.get("train_rollouts/rewards") for m in r.metrics] for r in (result, longer)]
@@ -99,9 +134,11 @@ def test_a_changed_reward_is_refused_and_the_same_call_continues(result, tiny_ne
     assert "step 4/4" in capsys.readouterr().out
 
 
-def test_the_errors_of_a_run_are_raised_and_leave_nothing(tmp_path, capsys):
+def test_the_errors_of_a_run_are_raised_and_leave_nothing(tiny_nemo, tmp_path, capsys):
     with pytest.raises(CheckpointNotFoundError, match=r"missing\.nemo.*model\.restore_from_path"):
         train(tmp_path / "missing.nemo", tmp_path / "run")
+    with pytest.raises(DataError):
+        aligner.train_dpo(model=tiny_nemo, data=[], output_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert "CheckpointNotFoundError" not in capsys.readouterr().err
 

@@ -23,10 +23,9 @@ from aligner.data.batches import PromptSampler
 from aligner.data.dataset import Dataset
 from aligner.errors import CheckpointError, ConfigError, DamagedStateError
 from aligner.observe.jsonl import read_lines
-from aligner.observe.run_lock import LOCK_FILE
+from aligner.observe.run_lock import LOCK_FILE, RUN_FILE
 from aligner.parallel.collectives import on_rank_zero
 
-RUN_FILE = "run.json"
 _HISTORY = ("metrics.jsonl", "samples.jsonl")
 # All files of a run in its directory. Other files there belong to the user and are not moved.
 _RUN_FILES = (
