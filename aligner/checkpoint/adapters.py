@@ -19,19 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import (
-    LORA,
-    LORA_A,
-    LORA_B,
-    OUTPUT_LAYER,
-    REWARD_HEAD,
-    LazyTensors,
-    Shape,
-    Weights,
-    check_shape,
-    expected_shapes,
-    misfits,
-)
+from aligner.checkpoint import canonical
 from aligner.checkpoint.durable import atomic_file
 from aligner.checkpoint.hf.any_model import body_path, empty_model
 from aligner.config import LoraConfig
@@ -57,7 +45,7 @@ class Adapters:
     nemo_keys: Mapping[str, Any] = field(default_factory=dict)  # for ``model_config.yaml``
 
 
-def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str, Shape]:
+def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str, canonical.Shape]:
     """Return the name and unsplit shape of every adapter matrix, from first to last layer.
 
     The adapter of a layer's experts has ``a`` [experts, rank, in] and ``b`` [experts, out, rank].
@@ -70,20 +58,22 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
         adapted = adapted_weights(empty_model(architecture), lora)
         weights = {weight.adapter: weight.shape for weight in adapted}
     # Two matrices for each adapted linear.
-    shapes: dict[str, Shape] = {}
+    shapes: dict[str, canonical.Shape] = {}
     for adapter, (*experts, outputs, inputs) in weights.items():
         if lora.adapter_dim > max(outputs, inputs):
             raise ConfigError(
                 f"model.peft.lora_tuning.adapter_dim={lora.adapter_dim} exceeds both dimensions of "
-                f"{adapter.removesuffix(LORA)} ({outputs} x {inputs}). Set adapter_dim to less "
-                f"than {min(outputs, inputs)}. A larger adapter has no higher rank"
+                f"{adapter.removesuffix(canonical.LORA)} ({outputs} x {inputs}). Set adapter_dim "
+                f"to less than {min(outputs, inputs)}. A larger adapter has no higher rank"
             )
         shapes[f"{adapter}.a"] = (*experts, lora.adapter_dim, inputs)
         shapes[f"{adapter}.b"] = (*experts, outputs, lora.adapter_dim)
     return shapes
 
 
-def _canonical_weights(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str, Shape]:
+def _canonical_weights(
+    architecture: GPTArchitecture, lora: LoraConfig
+) -> dict[str, canonical.Shape]:
     if unknown := set(lora.target_modules) - LINEARS.keys():
         raise _no_target(unknown.pop(), lora, LINEARS)
     is_latent = architecture.kv_lora_rank is not None
@@ -97,8 +87,8 @@ def _canonical_weights(architecture: GPTArchitecture, lora: LoraConfig) -> dict[
             + f" only. Set target_modules=[attention{'_dense' if is_latent else ''}]"
         )
     return {
-        f"{linear}{LORA}": shape
-        for name, shape in expected_shapes(architecture).items()
+        f"{linear}{canonical.LORA}": shape
+        for name, shape in canonical.expected_shapes(architecture).items()
         if (linear := name.removesuffix(".weight")) != name and linear.endswith(tuple(lora.linears))
     }
 
@@ -107,7 +97,7 @@ class AdaptedWeight(NamedTuple):
     """Weight in a transformers model: of a linear layer, or of all experts in a layer."""
 
     name: str  # of the linear module, or of the experts' parameter
-    shape: Shape  # [out, in], or [experts, out, in]
+    shape: canonical.Shape  # [out, in], or [experts, out, in]
     is_transposed: bool  # stored as [in, out]
 
     @property
@@ -118,7 +108,7 @@ class AdaptedWeight(NamedTuple):
     @property
     def adapter(self) -> str:
         """Name of the module that contains the matrices A and B."""
-        return f"{self.name}{'_lora' if self.is_of_experts else LORA}"
+        return f"{self.name}{'_lora' if self.is_of_experts else canonical.LORA}"
 
     @property
     def is_of_experts(self) -> bool:
@@ -210,14 +200,14 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
     """
     adapters = _read(path)
     tensors, shapes = adapters.tensors, adapter_shapes(architecture, adapters.lora)
-    problems = misfits(set(tensors), set(shapes), set(REWARD_HEAD))
+    problems = canonical.misfits(set(tensors), set(shapes), set(canonical.REWARD_HEAD))
     if problems:
         raise CheckpointError(
             f"adapters in {str(path)!r} belong to another model: {problems}. Give adapters that "
             "were trained on this model or on a model of the same shape"
         )
     for name, shape in shapes.items():
-        check_shape(f"{name} in {str(path)!r}", tensors[name].shape, shape)
+        canonical.check_shape(f"{name} in {str(path)!r}", tensors[name].shape, shape)
     return adapters
 
 
@@ -252,7 +242,7 @@ def tensors_to_continue(
     """
     adapters = read_adapters(path, architecture)
     check_same(lora, adapters.lora, path)
-    if REWARD_HEAD[0] in adapters.tensors and not has_head:
+    if canonical.REWARD_HEAD[0] in adapters.tensors and not has_head:
         raise CheckpointError(
             f"{str(path)!r} was trained with a head (rm_head), as critics and reward models have. "
             "This model has no head. Give the adapters of a policy"
@@ -285,24 +275,24 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return add(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
 
 
-class MergedWeights(LazyTensors):
+class MergedWeights(canonical.LazyTensors):
     """Canonical weights with merged adapters. An adapter is added when its weight is indexed.
 
     If the adapters include a head, it replaces the head and the output layer of ``weights``.
     """
 
-    def __init__(self, weights: Weights, adapters: Adapters) -> None:
+    def __init__(self, weights: canonical.Weights, adapters: Adapters) -> None:
         self._weights, self._adapters = weights, adapters
-        heads = [name for name in REWARD_HEAD if name in adapters.tensors]
-        replaced = {*heads, OUTPUT_LAYER} if heads else set()
+        heads = [name for name in canonical.REWARD_HEAD if name in adapters.tensors]
+        replaced = {*heads, canonical.OUTPUT_LAYER} if heads else set()
         super().__init__([*(name for name in weights if name not in replaced), *heads])
 
     def __getitem__(self, name: str) -> Tensor:
         tensors = self._adapters.tensors
-        if name in REWARD_HEAD and name in tensors:
+        if name in canonical.REWARD_HEAD and name in tensors:
             return tensors[name]
         weight, linear = self._weights[name], name.removesuffix(".weight")
-        a, b = (tensors.get(f"{linear}{matrix}") for matrix in (LORA_A, LORA_B))
+        a, b = (tensors.get(f"{linear}{matrix}") for matrix in (canonical.LORA_A, canonical.LORA_B))
         if a is None or b is None:
             return weight
         return add_product(weight, a, b, self._adapters.lora.scale)

@@ -8,24 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import (
-    EMBEDDING,
-    EXPERT,
-    LAYER,
-    LORA_A,
-    LORA_B,
-    OUTPUT_LAYER,
-    REWARD_HEAD,
-    LazyTensors,
-    Weights,
-    canonical_name,
-    check_names,
-    check_shape,
-    expected_shapes,
-    merge,
-    split,
-    split_axis,
-)
+from aligner.checkpoint import canonical
 from aligner.checkpoint.nemo.weights import LazyWeights
 from aligner.device import accelerator
 from aligner.errors import CheckpointError
@@ -42,30 +25,34 @@ def canonical_parameters(gpt: "GPTModel") -> Iterator[tuple[str, Tensor]]:
     matrices end with `LORA_A` and `LORA_B`.
     """
     for key, parameter in gpt.named_parameters():
-        name = canonical_name(key)
+        name = canonical.canonical_name(key)
         if name is None:
             continue
-        match = LAYER.match(name)
+        match = canonical.LAYER.match(name)
         if match is not None:
             layer = gpt.decoder.layers[int(match[1])]
             name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
-            expert = EXPERT.search(name)
+            expert = canonical.EXPERT.search(name)
             if expert is not None:  # every expert-parallel rank numbers its experts from 0
                 index = int(expert[1]) + layer.mlp.local_expert_indices[0]
-                name = EXPERT.sub(str(index), name)
+                name = canonical.EXPERT.sub(str(index), name)
         yield name, parameter
 
 
 def model_parameters(gpt: "GPTModel") -> dict[str, Tensor]:
     """Return `canonical_parameters` without adapters."""
     parameters = canonical_parameters(gpt)
-    return {name: value for name, value in parameters if not name.endswith((LORA_A, LORA_B))}
+    return {
+        name: value
+        for name, value in parameters
+        if not name.endswith((canonical.LORA_A, canonical.LORA_B))
+    }
 
 
 @torch.no_grad()
 def load_weights(
     gpt: "GPTModel",
-    weights: Weights,
+    weights: canonical.Weights,
     architecture: GPTArchitecture,
     *,
     tp_rank: int = 0,
@@ -76,12 +63,16 @@ def load_weights(
     A model without an output layer ignores the weights' output layer. Raises `CheckpointError` if
     tensors are missing, unexpected, or have other shapes than the model's.
     """
-    check_names(weights, architecture, "the checkpoint")
-    shapes = expected_shapes(architecture)
+    canonical.check_names(weights, architecture, "the checkpoint")
+    shapes = canonical.expected_shapes(architecture)
     for name, parameter in model_parameters(gpt).items():
-        if name in REWARD_HEAD:
+        if name in canonical.REWARD_HEAD:
             continue
-        source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
+        source = (
+            canonical.EMBEDDING
+            if name == canonical.OUTPUT_LAYER and architecture.tie_embeddings
+            else name
+        )
         if source not in weights:
             raise CheckpointError(
                 f"the checkpoint lacks {name}, which the model needs. Give a checkpoint with an "
@@ -89,22 +80,24 @@ def load_weights(
             )
         # A parameter of global shape is whole, as experts are. The vocabulary is always split: a
         # padded part can have as many rows as the global tensor.
-        is_vocabulary = source in (EMBEDDING, OUTPUT_LAYER)
+        is_vocabulary = source in (canonical.EMBEDDING, canonical.OUTPUT_LAYER)
         is_whole = shapes[source] == parameter.shape and not is_vocabulary
         rank, size = (0, 1) if is_whole else (tp_rank, tp_size)
         if isinstance(weights, LazyWeights):
             tensor = weights.share(source, rank, size)
         else:
             tensor = weights[source]
-            check_shape(source, tensor.shape, shapes[source])
-            tensor = split(source, tensor, architecture, rank, size)
-        check_shape(f"{name} on tensor rank {tp_rank}", tensor.shape, tuple(parameter.shape))
+            canonical.check_shape(source, tensor.shape, shapes[source])
+            tensor = canonical.split(source, tensor, architecture, rank, size)
+        canonical.check_shape(
+            f"{name} on tensor rank {tp_rank}", tensor.shape, tuple(parameter.shape)
+        )
         parameter.copy_(tensor)
     if isinstance(weights, LazyWeights):
         weights.check()  # checksums, which threads computed during the copies
 
 
-class GatheredTensors(LazyTensors):
+class GatheredTensors(canonical.LazyTensors):
     """Global tensors of a parallel model. A tensor is joined from its parts when it is indexed.
 
     All ranks of the model-parallel groups must create the object and index the same names in the
@@ -141,7 +134,7 @@ class GatheredTensors(LazyTensors):
         self._experts = (architecture.num_moe_experts or 0) // ep_size  # of a rank
         self._parts = dict(parts)
         if architecture.tie_embeddings:  # the last stage's copy of the first stage's embedding
-            self._parts.pop(OUTPUT_LAYER, None)
+            self._parts.pop(canonical.OUTPUT_LAYER, None)
         forms = {name: (part.shape, part.dtype) for name, part in self._parts.items()}
         stages = [forms] if self._pp is None else gather_objects(forms, self._pp)
         # Name → pipeline stage that has the tensor, shape and dtype of a part.
@@ -197,7 +190,7 @@ class GatheredTensors(LazyTensors):
         if self._expert(name) is None:
             count = 1 if self._tp is None else self._tp.size()
             parts = [torch.empty(shape, device="meta") for _ in range(count)]
-            shape = merge(name, parts, self._architecture).shape
+            shape = canonical.merge(name, parts, self._architecture).shape
         return torch.empty(shape, dtype=dtype, device=accelerator.device())
 
     def _joined(self, name: str) -> Tensor:
@@ -206,15 +199,15 @@ class GatheredTensors(LazyTensors):
             tensor = part.contiguous() if expert[0] == self._ep.rank() else torch.empty_like(part)
             dist.broadcast(tensor, group=self._ep, group_src=expert[0])
             return tensor
-        if self._tp is None or split_axis(name) is None or name in REWARD_HEAD:
-            return merge(name, [part], self._architecture)  # equal on every rank
+        if self._tp is None or canonical.split_axis(name) is None or name in canonical.REWARD_HEAD:
+            return canonical.merge(name, [part], self._architecture)  # equal on every rank
         parts = [torch.empty_like(part) for _ in range(self._tp.size())]
         dist.all_gather(parts, part.contiguous(), group=self._tp)
-        return merge(name, parts, self._architecture)
+        return canonical.merge(name, parts, self._architecture)
 
     def _expert(self, name: str) -> tuple[int, int] | None:
         """Return an expert's expert-parallel rank and its index there, None for other weights."""
-        match = EXPERT.search(name)
+        match = canonical.EXPERT.search(name)
         return None if match is None or self._ep is None else divmod(int(match[1]), self._experts)
 
     def _local_name(self, name: str) -> str:
@@ -222,7 +215,7 @@ class GatheredTensors(LazyTensors):
         expert = self._expert(name)
         if self._ep is None or expert is None:
             return name
-        return EXPERT.sub(str(self._ep.rank() * self._experts + expert[1]), name)
+        return canonical.EXPERT.sub(str(self._ep.rank() * self._experts + expert[1]), name)
 
 
 class GatheredWeights(GatheredTensors):
@@ -241,5 +234,5 @@ class GatheredWeights(GatheredTensors):
             adapter = adapters.get(parameter)
             return parameter.detach() if adapter is None else adapter.merged_into(parameter)
 
-        names = (*expected_shapes(architecture), *REWARD_HEAD)
+        names = (*canonical.expected_shapes(architecture), *canonical.REWARD_HEAD)
         super().__init__(model_parameters(gpt), names, architecture, **groups, transform=merged)

@@ -23,16 +23,9 @@ from yaml import YAMLError
 
 from aligner.catalog import imported
 from aligner.compat.nemo_aligner import is_inert, remedy
+from aligner.config import parse
 from aligner.config.base import BASES
 from aligner.config.load import Root, load_config, with_built_in_task
-from aligner.config.parse import (
-    arms_of,
-    field_types,
-    keys_below,
-    section_in,
-    type_below,
-    unknown_key,
-)
 from aligner.config.run import BaseRunConfig, RunConfig
 from aligner.errors import AlignerError, ConfigError, raised_as
 from aligner.foreign_keys import table
@@ -106,7 +99,7 @@ def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], l
     for argument in arguments:
         spelled = re.fullmatch(r"\+{0,2}(\w+)=null|~(\w+)(=\w*)?", argument)
         name = (spelled[1] or spelled[2]) if spelled else ""
-        may_be_null = type(None) in get_args(field_types(root).get(name))
+        may_be_null = type(None) in get_args(parse.field_types(root).get(name))
         (removed if may_be_null else remaining).append(name if may_be_null else argument)
     for argument in remaining:
         if argument.lstrip("+~").partition(".")[0] in removed:
@@ -265,8 +258,8 @@ def _accepted(
     # hydra cannot merge lists and mappings.
     kinds = {
         "list" if get_origin(arm) is tuple else "mapping"
-        for arm in arms_of(hint)
-        if get_origin(arm) in (tuple, dict, Mapping) or section_in(arm)
+        for arm in parse.arms_of(hint)
+        if get_origin(arm) in (tuple, dict, Mapping) or parse.section_in(arm)
     }
     given = "list" if isinstance(value, list) else "mapping"
     if isinstance(value, list | dict) and kinds and given not in kinds:
@@ -341,13 +334,13 @@ def check_key(key: str, root: type = RunConfig) -> Any:
     prefix = ""
     for name in key.split("."):
         # `level` is the section of `name`, or None below a value.
-        level, below = section_in(hint), type_below(hint, name)
+        level, below = parse.section_in(hint), parse.type_below(hint, name)
         if below is None:
             text = f"{key}: {prefix} has no keys below it. Give its value as {prefix}=..."
             if level is not None:
                 wrong = key if remedy(key) else f"{prefix}.{name}".lstrip(".")
-                others = [key for key, _ in keys_below(root)]
-                text = unknown_key(wrong, list(field_types(level)), prefix, others)
+                others = [key for key, _ in parse.keys_below(root)]
+                text = parse.unknown_key(wrong, list(parse.field_types(level)), prefix, others)
             raise ConfigError(text)
         hint, prefix = below, f"{prefix}.{name}".lstrip(".")
     return hint

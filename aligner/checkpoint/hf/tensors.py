@@ -9,17 +9,7 @@ import torch
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import (
-    EMBEDDING,
-    EXPERT,
-    LAYER,
-    OUTPUT_LAYER,
-    REWARD_HEAD,
-    LazyTensors,
-    Weights,
-    check_shape,
-    expected_shapes,
-)
+from aligner.checkpoint import canonical
 from aligner.errors import CheckpointError, raised_as
 
 
@@ -260,16 +250,16 @@ GPT2_TABLE: Table = {
     "output_layer": (_COPY, ("lm_head",)),
 }
 # The scalar head of token and sequence classifiers.
-SCORE = dict(zip(REWARD_HEAD, ("score.weight", "score.bias"), strict=True))
+SCORE = dict(zip(canonical.REWARD_HEAD, ("score.weight", "score.bias"), strict=True))
 # Buffers that old transformers versions saved: causal masks and rope frequencies.
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
     # The table has {n} and {e} in place of the numbers of layer and expert.
-    layer, expert = LAYER.match(name), EXPERT.search(name)
+    layer, expert = canonical.LAYER.match(name), canonical.EXPERT.search(name)
     unnumbered = f"decoder.layers.{{n}}.{layer[2]}" if layer else name
-    unnumbered = EXPERT.sub("{e}", unnumbered)
+    unnumbered = canonical.EXPERT.sub("{e}", unnumbered)
     module, _, kind = unnumbered.rpartition(".")
     if unnumbered in table:  # a parameter that is not called weight or bias
         module, kind = unnumbered, "weight"
@@ -305,15 +295,17 @@ def part_rows(
     }
 
 
-class HuggingFaceWeights(LazyTensors):
+class HuggingFaceWeights(canonical.LazyTensors):
     """Canonical weights of a Hugging Face state dict. Its ``score`` layer is the reward head."""
 
-    def __init__(self, state: Weights, table: Table, architecture: GPTArchitecture) -> None:
+    def __init__(
+        self, state: canonical.Weights, table: Table, architecture: GPTArchitecture
+    ) -> None:
         self._state, self._architecture = state, architecture
-        self._shapes = expected_shapes(architecture)
+        self._shapes = canonical.expected_shapes(architecture)
         heads = {name: target for name, target in SCORE.items() if target in state}
         if heads:
-            self._shapes.pop(OUTPUT_LAYER, None)
+            self._shapes.pop(canonical.OUTPUT_LAYER, None)
         self._rows = {name: _row(name, table) for name in self._shapes}
         self._rows |= {name: (_COPY, [target]) for name, target in heads.items()}
         self._actual = self._resolve(table)
@@ -327,7 +319,7 @@ class HuggingFaceWeights(LazyTensors):
             actual[name] = name if name in self._state or shorter not in self._state else shorter
         # Every tensor must be used. Buffers and a copy of the tied output layer are exceptions.
         surplus = set(self._state) - set(actual.values())
-        _, tied_copy = _row(OUTPUT_LAYER, table)
+        _, tied_copy = _row(canonical.OUTPUT_LAYER, table)
         surplus = {n for n in surplus if not _BUFFERS.search(n) and n not in tied_copy}
         # Additional layers that predict further tokens have such a projection. No model uses them.
         predictors = {n.removesuffix("eh_proj.weight") for n in surplus if "eh_proj.weight" in n}
@@ -339,8 +331,10 @@ class HuggingFaceWeights(LazyTensors):
                 f"{sorted(surplus)[:4] or 'none'}. Give the config.json of this model"
             )
         # A stored copy of a tied output layer must equal the embedding.
-        is_tied = not any(name in self._rows for name in (OUTPUT_LAYER, *REWARD_HEAD))
-        (embedding,), (copy,) = self._rows[EMBEDDING][1], tied_copy
+        is_tied = not any(
+            name in self._rows for name in (canonical.OUTPUT_LAYER, *canonical.REWARD_HEAD)
+        )
+        (embedding,), (copy,) = self._rows[canonical.EMBEDDING][1], tied_copy
         if is_tied and copy in self._state:
             if torch.equal(self._state[copy], self._state[actual[embedding]]):
                 return actual
@@ -362,16 +356,18 @@ class HuggingFaceWeights(LazyTensors):
         with raised_as(CheckpointError, f"{shapes} do not fit config.json", RuntimeError):
             tensor = layout.join(parts, self._architecture)
         if name not in SCORE:  # the role checks the shape of a head with a clearer error
-            check_shape(name, tensor.shape, self._shapes[name])
+            canonical.check_shape(name, tensor.shape, self._shapes[name])
         return tensor
 
 
-class HuggingFaceView(LazyTensors):
+class HuggingFaceView(canonical.LazyTensors):
     """Hugging Face name → tensor, converted from canonical ``weights`` when it is indexed."""
 
-    def __init__(self, weights: Weights, table: Table, architecture: GPTArchitecture) -> None:
+    def __init__(
+        self, weights: canonical.Weights, table: Table, architecture: GPTArchitecture
+    ) -> None:
         self._weights, self._architecture = weights, architecture
-        rows = {name: _row(name, table) for name in expected_shapes(architecture)}
+        rows = {name: _row(name, table) for name in canonical.expected_shapes(architecture)}
         rows |= {name: (_COPY, [target]) for name, target in SCORE.items()}
         present = set(weights)
         self._rows = {name: row for name, row in rows.items() if name in present}

@@ -10,17 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import (
-    EXPERT,
-    LAYER,
-    REWARD_HEAD,
-    Shape,
-    Weights,
-    check_names,
-    check_shape,
-    expected_shapes,
-    split,
-)
+from aligner.checkpoint import canonical
 from aligner.checkpoint.durable import atomic_file
 from aligner.checkpoint.nemo.archive import ArchiveReader, ArchiveWriter
 from aligner.checkpoint.nemo.artifacts import (
@@ -90,7 +80,7 @@ def open_nemo(path: str | os.PathLike[str]) -> Iterator[NemoCheckpoint]:
 
 def save_nemo(
     path: str | os.PathLike[str],
-    weights: Weights,
+    weights: canonical.Weights,
     architecture: GPTArchitecture,
     tokenizer_files: Mapping[str, bytes],
     extra_config: Mapping[str, Any] | None = None,
@@ -107,7 +97,7 @@ def save_nemo(
             tokenizer take precedence.
         artifacts: additional files, as dotted key of ``model_config.yaml`` → path.
     """
-    check_names(weights, architecture, "the model to be saved")
+    canonical.check_names(weights, architecture, "the model to be saved")
     config = {**(extra_config or {}), **config_from_architecture(architecture)}
     with atomic_file(path) as stream:
         archive = ArchiveWriter(stream)
@@ -119,17 +109,17 @@ def save_nemo(
 
 
 def _chunks(
-    weights: Weights, architecture: GPTArchitecture
-) -> Iterator[tuple[str, Shape, tuple[int, ...], Tensor]]:
-    shapes = expected_shapes(architecture)
-    for name in [*shapes, *REWARD_HEAD]:
+    weights: canonical.Weights, architecture: GPTArchitecture
+) -> Iterator[tuple[str, canonical.Shape, tuple[int, ...], Tensor]]:
+    shapes = canonical.expected_shapes(architecture)
+    for name in [*shapes, *canonical.REWARD_HEAD]:
         if name not in weights:  # only a head, or the output layer that a head replaces
             continue
         tensor = weights[name]
         if name in shapes:
-            check_shape(name, tensor.shape, shapes[name])
+            canonical.check_shape(name, tensor.shape, shapes[name])
         key, index, stack = _stack_position(name, architecture)
-        part = split(name, tensor, architecture, tp_rank=0, tp_size=1)
+        part = canonical.split(name, tensor, architecture, tp_rank=0, tp_size=1)
         shape = (*stack, *part.shape)
         offset = (*index, *(0 for _ in part.shape))
         yield f"model.{key}", shape, offset, part[(None,) * len(stack)]
@@ -143,12 +133,12 @@ def _stack_position(
     The checkpoint stacks the tensors of all layers, and of all experts, under one key. Returns this
     key, the tensor's index [layer] or [layer, expert] in the stack, and the shape of the stack.
     """
-    match = LAYER.match(name)
+    match = canonical.LAYER.match(name)
     if match is None:
         return name, (), ()
     layer, suffix = "", match[2]
-    index: Shape = (int(match[1]),)
-    stack: Shape = (architecture.num_layers,)
+    index: canonical.Shape = (int(match[1]),)
+    stack: canonical.Shape = (architecture.num_layers,)
     is_dense = int(match[1]) in architecture.layers_without_experts
     if architecture.layers_without_experts:  # layers of two kinds are not stacked
         layer, index, stack = f"{match[1]}.", (), ()
@@ -156,7 +146,7 @@ def _stack_position(
         # megatron-core stores the norms before dense blocks under Transformer Engine's names.
         suffix = suffix.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     suffix = suffix.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-    expert = EXPERT.search(suffix)
+    expert = canonical.EXPERT.search(suffix)
     if expert is not None and architecture.num_moe_experts is not None:
         index += (int(expert[1]),)
         stack += (architecture.num_moe_experts,)

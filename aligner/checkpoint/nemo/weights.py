@@ -10,21 +10,7 @@ import torch
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import (
-    LAYER,
-    OUTPUT_LAYER,
-    REWARD_HEAD,
-    LazyTensors,
-    canonical_name,
-    check_names,
-    check_shape,
-    expected_shapes,
-    merge,
-    origin_of_rows,
-    runs_of_rows,
-    split,
-    split_axis,
-)
+from aligner.checkpoint import canonical
 from aligner.checkpoint.nemo.archive import ArchiveReader
 from aligner.checkpoint.nemo.tensor_file import Record, StoredTensor, load_tensors
 from aligner.checkpoint.nemo.torch_dist import TorchDistSource
@@ -73,7 +59,7 @@ class StackedPart:
 Part = StoredTensor | StackedPart
 
 
-class LazyWeights(LazyTensors):
+class LazyWeights(canonical.LazyTensors):
     """Canonical weights that are read when indexed. Names, shapes and checksums are checked.
 
     Args:
@@ -86,11 +72,11 @@ class LazyWeights(LazyTensors):
     def __init__(
         self, parts: Mapping[str, Sequence[Part]], architecture: GPTArchitecture, source: str
     ) -> None:
-        check_names(parts, architecture, source)
+        canonical.check_names(parts, architecture, source)
         self._architecture = architecture
-        self._shapes = expected_shapes(architecture)
+        self._shapes = canonical.expected_shapes(architecture)
         # The last pipeline stage's copy of a tied embedding is not a separate weight.
-        tied_copy = OUTPUT_LAYER if architecture.tie_embeddings else None
+        tied_copy = canonical.OUTPUT_LAYER if architecture.tie_embeddings else None
         self._parts = {name: parts[name] for name in parts if name != tied_copy}
         self._order = list(self._parts)
         self._positions = {name: position for position, name in enumerate(self._order)}
@@ -110,12 +96,12 @@ class LazyWeights(LazyTensors):
 
     def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
         """Return this rank's part of a tensor (see `split`). Call `check` before using the part."""
-        parts, axis = self._parts[name], split_axis(name)
+        parts, axis = self._parts[name], canonical.split_axis(name)
         first, shapes = parts[0], {tuple(part.shape) for part in parts}
         is_split = axis is not None and axis < len(first.shape) and len(shapes) == 1
         if isinstance(first, StoredTensor) and axis is not None and is_split:
             return self._resplit(name, axis, first.view, tp_rank, tp_size)
-        return split(name, self._joined(name), self._architecture, tp_rank, tp_size)
+        return canonical.split(name, self._joined(name), self._architecture, tp_rank, tp_size)
 
     def check(self) -> None:
         """Raise `CheckpointError` if a part that was read since the last check is damaged."""
@@ -135,15 +121,17 @@ class LazyWeights(LazyTensors):
 
     def _joined(self, name: str) -> Tensor:
         self._check_shape(name)
-        return merge(name, [self._read(part) for part in self._parts[name]], self._architecture)
+        return canonical.merge(
+            name, [self._read(part) for part in self._parts[name]], self._architecture
+        )
 
     def _resplit(self, name: str, axis: int, like: Tensor, tp_rank: int, tp_size: int) -> Tensor:
         """Copy this rank's rows (or columns) from the file's parts, which have ``like``'s shape."""
         self._check_shape(name)
         parts, shape = self._parts[name], like.shape
         ranks = {"tp_rank": tp_rank, "tp_size": tp_size}
-        origin = origin_of_rows(name, shape, len(parts), self._architecture, **ranks)
-        runs = list(runs_of_rows(origin, shape[axis]))
+        origin = canonical.origin_of_rows(name, shape, len(parts), self._architecture, **ranks)
+        runs = list(canonical.runs_of_rows(origin, shape[axis]))
         # Read only the parts that contain rows of this rank's part.
         rows = [
             self._read(parts[part]).narrow(axis, start, length) for _, part, start, length in runs
@@ -158,10 +146,12 @@ class LazyWeights(LazyTensors):
         return result
 
     def _check_shape(self, name: str) -> None:
-        if name not in REWARD_HEAD:  # the role checks the shape of a head with a clearer error
+        if (
+            name not in canonical.REWARD_HEAD
+        ):  # the role checks the shape of a head with a clearer error
             forms = [torch.empty(part.shape, device="meta") for part in self._parts[name]]
-            merged = merge(name, forms, self._architecture)
-            check_shape(name, merged.shape, self._shapes[name])
+            merged = canonical.merge(name, forms, self._architecture)
+            canonical.check_shape(name, merged.shape, self._shapes[name])
 
 
 def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyWeights:
@@ -195,7 +185,7 @@ def _stacked_parts(
     max_counts = (architecture.num_layers + 1, (architecture.num_moe_experts or 0) + 1)
     parts: dict[str, Sequence[Part]] = {}
     for key, shape in source.shapes.items():
-        name = canonical_name(key)
+        name = canonical.canonical_name(key)
         if name is None:
             continue
         # The first axes are layers, unless the name has the layer's number, and experts.
@@ -227,9 +217,9 @@ def _load_rank(archive: ArchiveReader, name: str) -> RankState:
     for key, value in state.items():
         if not isinstance(key, str):
             raise CheckpointError(f"{name} of {str(archive.path)!r} has the non-text key {key!r}")
-        canonical = canonical_name(key)
-        if canonical is not None and isinstance(value, StoredTensor):
-            result[canonical] = value
+        canonical_key = canonical.canonical_name(key)
+        if canonical_key is not None and isinstance(value, StoredTensor):
+            result[canonical_key] = value
     # Old files have separate gate and up projections. Stack them to ``[gate; up]``.
     for up in list(result):
         match = _LEGACY_UP.match(up)
@@ -275,7 +265,7 @@ def _rank_parts(stages: list[list[RankState]]) -> dict[str, Sequence[Part]]:
                     f"{name} is missing in the file of a tensor-parallel rank of pipeline stage "
                     f"{stage}, but not in the file of rank 0. Copy the checkpoint again"
                 )
-            match = LAYER.match(name)
+            match = canonical.LAYER.match(name)
             layers = max(layers, int(match[1]) + 1 if match else 0)
             unique = f"decoder.layers.{int(match[1]) + first_layer}.{match[2]}" if match else name
             parts[unique] = [rank[name] for rank in ranks]

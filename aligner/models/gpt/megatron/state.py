@@ -19,21 +19,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint import canonical
 from aligner.checkpoint.adapters import adapter_shapes
-from aligner.checkpoint.canonical import (
-    EMBEDDING,
-    LORA_A,
-    OUTPUT_LAYER,
-    REWARD_HEAD,
-    Shape,
-    check_names,
-    check_shape,
-    expected_shapes,
-    misfits,
-    origin_of_rows,
-    runs_of_rows,
-    split_axis,
-)
 from aligner.checkpoint.gpt_weights import GatheredWeights, canonical_parameters, load_weights
 from aligner.config import LoraConfig
 from aligner.errors import CheckpointError
@@ -48,14 +35,14 @@ _MAX_PADDING = 128  # maximum padding of the vocabulary, in rows per tensor-para
 
 
 def _part(
-    name: str, shape: torch.Size, shapes: Mapping[str, Shape], parallel: ParallelState
+    name: str, shape: torch.Size, shapes: Mapping[str, canonical.Shape], parallel: ParallelState
 ) -> tuple[int, int]:
     """Return the index of a parameter's part on this rank and the number of parts."""
     size = parallel.config.tensor
     # Heads, and experts with a separate tensor-parallel size, are unsplit next to split layers.
-    is_head = name in REWARD_HEAD
+    is_head = name in canonical.REWARD_HEAD
     is_unsplit_expert = ".experts." in name and shapes[name] == tuple(shape)
-    if size == 1 or split_axis(name) is None or is_head or is_unsplit_expert:
+    if size == 1 or canonical.split_axis(name) is None or is_head or is_unsplit_expert:
         return 0, 1
     return parallel.tp_rank, size
 
@@ -93,7 +80,7 @@ class _SavedRole:
         # Weights of another layout are spread over all files.
         while self._open_next():
             pass
-        if any(name.endswith(LORA_A) for name in self._slices) != (lora is not None):
+        if any(name.endswith(canonical.LORA_A) for name in self._slices) != (lora is not None):
             raise CheckpointError(
                 f"the run state was saved {'without' if lora else 'with'} adapters, but "
                 f"model.peft.peft_scheme is now {'lora' if lora else 'null'}. Set it to "
@@ -101,14 +88,16 @@ class _SavedRole:
             )
         # Without adapters, the state contains all weights of the architecture.
         if lora is None:
-            check_names(
+            canonical.check_names(
                 self._slices,
                 self._architecture,
                 "the run state (a new exp_manager.explicit_log_dir starts a new run)",
             )
             return
-        problems = misfits(
-            set(self._slices), set(adapter_shapes(self._architecture, lora)), set(REWARD_HEAD)
+        problems = canonical.misfits(
+            set(self._slices),
+            set(adapter_shapes(self._architecture, lora)),
+            set(canonical.REWARD_HEAD),
         )
         if problems:
             raise CheckpointError(
@@ -122,25 +111,28 @@ class _SavedRole:
         return [kind for kind in self._pieces(name)[0]["tensors"] if kind != WEIGHT]
 
     def read(
-        self, name: str, kind: str, part: tuple[int, int], shape: Shape, elements: range
+        self, name: str, kind: str, part: tuple[int, int], shape: canonical.Shape, elements: range
     ) -> Tensor:
         """Return ``elements`` of the flattened ``part`` of a tensor, in this run's layout."""
         # The saved layout splits the tensor as this layout does.
         piece = self._pieces(name)[0]
         (rank, size), (_, count) = part, piece["part"]
         surplus = piece["shape"][0] * count - self._architecture.vocab_size
-        is_padded = name in (EMBEDDING, OUTPUT_LAYER) and 0 <= surplus < _MAX_PADDING * count
+        is_padded = (
+            name in (canonical.EMBEDDING, canonical.OUTPUT_LAYER)
+            and 0 <= surplus < _MAX_PADDING * count
+        )
         if count == size and (tuple(piece["shape"]) == shape or not is_padded):
-            check_shape(f"{name} of the run state", piece["shape"], shape)
+            canonical.check_shape(f"{name} of the run state", piece["shape"], shape)
             return self._saved(name, kind, rank, elements)
         # Another split: locate the rows (or columns) of this part in the saved parts.
-        axis, saved_shape = split_axis(name), list(piece["shape"])
+        axis, saved_shape = canonical.split_axis(name), list(piece["shape"])
         assert axis is not None, "an unsplit tensor always has part count 1"
-        origin = origin_of_rows(
+        origin = canonical.origin_of_rows(
             name, saved_shape, count, self._architecture, tp_rank=rank, tp_size=size
         )
         new_shape = [origin.numel() if dim == axis else n for dim, n in enumerate(saved_shape)]
-        check_shape(f"{name} of the run state", new_shape, shape)
+        canonical.check_shape(f"{name} of the run state", new_shape, shape)
         # Copy the rows that contain the elements, run by run, then cut the elements out.
         columns = math.prod(shape[1:])
         rows = range(elements.start // columns, -(-elements.stop // columns))
@@ -148,7 +140,7 @@ class _SavedRole:
         saved_columns = math.prod(saved_shape[1:])
         along_rows = axis == 0
         selected = origin[rows.start : rows.stop] if along_rows else origin
-        for first, index, start, length in runs_of_rows(selected, saved_shape[axis]):
+        for first, index, start, length in canonical.runs_of_rows(selected, saved_shape[axis]):
             if along_rows:
                 source = range(start * saved_columns, (start + length) * saved_columns)
                 target = result[first : first + length]
@@ -241,7 +233,9 @@ class RoleWeights(RoleModel):
         slices: dict[str, Any] = {}
         for name, parameter in canonical_parameters(self.gpt):
             owned_slice = owned.get(parameter)
-            if owned_slice is None or (name == OUTPUT_LAYER and self.architecture.tie_embeddings):
+            if owned_slice is None or (
+                name == canonical.OUTPUT_LAYER and self.architecture.tie_embeddings
+            ):
                 continue
             # Data-parallel replicas save only the slices that they update, and their experts, which
             # other ranks may lack.
@@ -275,14 +269,14 @@ class RoleWeights(RoleModel):
         }
         owned, shapes = self._owned_slices(), self._shapes()
         sources = {
-            name: EMBEDDING if name == OUTPUT_LAYER and tied else name
+            name: canonical.EMBEDDING if name == canonical.OUTPUT_LAYER and tied else name
             for name, parameter in trained.items()
             if parameter in owned or not self._is_distributed
         }
         # If this rank's file does not fit, all files are opened: another layout, or another model.
         saved = _SavedRole(states, self.parallel.rank, self.architecture)
         missing = {*sources.values()} - saved.opened_names
-        unexpected = saved.opened_names - ({*trained} & {*shapes, *REWARD_HEAD})
+        unexpected = saved.opened_names - ({*trained} & {*shapes, *canonical.REWARD_HEAD})
         if missing or unexpected:
             saved.check_names(lora)
         steps = None if optimizer is None else saved.steps
@@ -318,10 +312,10 @@ class RoleWeights(RoleModel):
         """True if each data-parallel rank updates only a slice of the weights."""
         return self.optimizer is not None and self.optimizer.is_distributed
 
-    def _shapes(self) -> dict[str, Shape]:
+    def _shapes(self) -> dict[str, canonical.Shape]:
         """Return full shapes of the saved tensors by canonical name, except the head."""
         if self.settings.lora is None:
-            return expected_shapes(self.architecture)
+            return canonical.expected_shapes(self.architecture)
         return adapter_shapes(self.architecture, self.settings.lora)
 
     def _owned_slices(self) -> dict[Tensor, OwnedSlice]:
@@ -373,7 +367,7 @@ class RoleWeights(RoleModel):
         head = getattr(self.gpt, "rm_head", None)
         if head is None:
             return
-        for name in REWARD_HEAD:
+        for name in canonical.REWARD_HEAD:
             target = head.get_parameter(name.removeprefix("rm_head."))
             if name not in weights:
                 continue
