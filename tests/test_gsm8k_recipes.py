@@ -1,10 +1,10 @@
 """The two GSM8K recipes are one recipe on two backends, and what judges their runs."""
 
-import json
 import re
 
 import pytest
 import recipes
+from loaded import write_rows
 
 from aligner.algorithms.run.identity import flat
 from aligner.config import load_config
@@ -60,13 +60,6 @@ def test_the_settings_are_those_of_nemo_rl_on_both_backends():
     assert len(suffixes) == 1
 
 
-def write_run(folder, *lines):
-    folder.mkdir(exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text)
-    return folder
-
-
 @pytest.fixture
 def run_check(monkeypatch, capsys):
     """The script with these arguments: its status, and what it printed."""
@@ -91,8 +84,8 @@ def test_the_command_of_the_header_judges_a_run(tmp_path, run_check):
 
     def judged(rewards, accuracy):
         line = {"step": 40, names[0]: rewards, names[1]: accuracy}
-        folder = write_run(tmp_path / "run", {"step": 39, names[0]: 0.9}, line)
-        return run_check(folder, "--step", "40", *conditions)
+        write_rows(tmp_path / "metrics.jsonl", [{"step": 39, names[0]: 0.9}, line])
+        return run_check(tmp_path, "--step", "40", *conditions)
 
     status, printed = judged(0.76, 0.66)
     assert status == 0
@@ -104,13 +97,14 @@ def test_the_command_of_the_header_judges_a_run(tmp_path, run_check):
 
 
 def test_what_cannot_be_judged_is_said(tmp_path, run_check):
-    folder = write_run(tmp_path / "run", {"step": 39, "train_rollouts/rewards": 0.9})
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 39, "train_rollouts/rewards": 0.9}])
+    (tmp_path / "empty").mkdir()
     condition = "train_rollouts/rewards > 0.75"
     for arguments, words in (
-        ([str(folder), "--step", "40", condition], "no step 40. The last step is 39"),
-        ([str(folder), "--step", "39", "val_rollouts/accuracy > 0"], "val_check_interval"),
-        ([str(folder), "--step", "39", "accuracy is good"], "not a condition"),
-        ([str(tmp_path), "--step", "39", condition], "does not exist"),
+        ([tmp_path, "--step", "40", condition], "no step 40. The last step is 39"),
+        ([tmp_path, "--step", "39", "val_rollouts/accuracy > 0"], "val_check_interval"),
+        ([tmp_path, "--step", "39", "accuracy is good"], "not a condition"),
+        ([tmp_path / "empty", "--step", "39", condition], "does not exist"),
     ):
         status, printed = run_check(*arguments)
         assert (status, words in printed) == (2, True), printed
