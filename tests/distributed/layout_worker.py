@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.model_source import open_model
+from aligner.checkpoint.run_state.worker_state import save_worker_state
 from aligner.config import (
     CriticConfig,
     DynamicBatchingConfig,
@@ -174,18 +175,19 @@ def gradient_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
     return gradient
 
 
-def handle_of(role: str, config: ModelConfig) -> Policy | Value:
-    """The actor or the critic of a layout, with a head that is not fresh."""
+def handle_of(
+    role: str, config: ModelConfig, critic: str | None = None, backend: str = "megatron"
+) -> Policy | Value:
+    """The actor or the critic of a layout. ``critic``: the file of another model for the critic."""
     cluster = LocalCluster(initialize_parallel(config.parallel))
-    with open_nemo(config.restore_from_path) as checkpoint:
-        if role == "actor":
-            return Policy(cluster, config, checkpoint.tokenizer, run=RUN)
-        section = CriticConfig(
-            micro_batch_size=config.micro_batch_size, global_batch_size=ROWS, optim=config.optim
-        )
-        value = Value(cluster, section, checkpoint.tokenizer, model=config, run=RUN)
-    fill_head(value)
-    return value
+    with open_model(config.restore_from_path) as source:
+        tokenizer = source.tokenizer
+    if role == "actor":
+        return Policy(cluster, config, tokenizer, run=RUN, backend=backend)
+    section = CriticConfig(
+        critic, config.micro_batch_size, global_batch_size=ROWS, optim=config.optim
+    )
+    return Value(cluster, section, tokenizer, model=config, run=RUN, backend=backend)
 
 
 def scores(handle: Policy | Value, batch: BatchedDataDict) -> torch.Tensor:
@@ -201,26 +203,41 @@ def loss_of(handle: Policy | Value) -> PPOPolicyLoss | PPOValueLoss:
     return PPOValueLoss(value_clip=0.2)
 
 
-def reference(handle: Policy | Value, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
-    """What the reference of an actor says."""
-    if not isinstance(handle, Policy):
-        return {}
-    return {"reference": handle.get_reference_policy_logprobs(batch)["reference_logprobs"]}
+def two_updates(
+    handle: Policy | Value, batch: BatchedDataDict, state: Path | None = None, resumes: bool = False
+) -> dict[str, object]:
+    """Scores before and after two updates, what was reported, and the weights along the way.
+
+    ``state``: where the role is saved after the first update, or what it resumes from in place of
+    that update; without ``state`` the gradient of the update is among what is returned.
+    """
+    loss, seen = loss_of(handle), {"before": scores(handle, batch)}
+    if isinstance(handle, Policy):
+        seen["one row"] = scores(handle, batch.slice(0, 1))  # fewer than ranks
+    handle.prepare_for_training()
+    if resumes:
+        handle.load_state(state)
+    else:
+        seen["first"] = reported(handle.train(batch, loss))
+        if state is None:
+            seen["gradient"] = gradient_of(handle)
+        else:
+            save_worker_state(handle.worker_group.worker, str(state))
+    seen["second"] = reported(handle.train(batch, loss))
+    seen["weights"] = weights_of(handle)
+    handle.prepare_for_inference()
+    seen["after"] = scores(handle, batch)
+    if isinstance(handle, Policy):
+        seen["reference"] = handle.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    return seen
 
 
 def learn(role: str, model: str, layout: str) -> dict[str, object]:
-    """Scores before and after two updates, what was reported, and the weights along the way."""
-    batch, handle = make_batch(layout), handle_of(role, model_config(model, layout))
-    loss, seen = loss_of(handle), {"before": scores(handle, batch)}
-    if role == "actor":
-        seen["one row"] = scores(handle, batch.slice(0, 1))  # fewer than ranks
-    handle.prepare_for_training()
-    seen["first"] = reported(handle.train(batch, loss))
-    seen["gradient"] = gradient_of(handle)
-    seen["second"] = reported(handle.train(batch, loss))
-    seen |= {"trained": trained_of(handle), "weights": weights_of(handle)}
-    handle.prepare_for_inference()
-    return {**seen, "after": scores(handle, batch), **reference(handle, batch)}
+    """What `two_updates` returns for a layout, and what was trained."""
+    handle = handle_of(role, model_config(model, layout))
+    if isinstance(handle, Value):
+        fill_head(handle)
+    return {**two_updates(handle, make_batch(layout)), "trained": trained_of(handle)}
 
 
 def fill_head(value: Value) -> None:

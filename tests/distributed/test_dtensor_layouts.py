@@ -19,16 +19,13 @@ from functools import cache
 import pytest
 import torch
 from layout_worker import (
-    OPTIM,
     ROWS,
-    RUN,
     TIED_GPT,
+    handle_of,
     loss_of,
     make_batch,
     model_config,
-    reference,
-    reported,
-    scores,
+    two_updates,
     weights_of,
 )
 from ranks import on_ranks
@@ -36,17 +33,12 @@ from role_checks import assert_near
 from tiny_transformers import tiny_config, tiny_model
 
 from aligner.checkpoint.hf.families import architecture_from_hf
-from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.checkpoint.run_state.worker_state import save_worker_state
-from aligner.config import CriticConfig, LengthParams
+from aligner.config import LengthParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.workers import LocalCluster
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.policy.lm_policy import Policy
-from aligner.models.value.lm_value import Value
-from aligner.parallel.groups import initialize_parallel
 
 ONE, MASKED = "tiny,megatron,1,padded", "tiny,megatron,1,masked"
 RECORDED = "tiny,megatron,1,recorded separate"  # sequences that begin alike, each for itself
@@ -104,14 +96,7 @@ def start(folder, spec):
     config = model_config(model, f"{tensor},1,1,0,{mode}")
     short = dataclasses.replace(config.ppo, length_params=LengthParams(max_length=12))
     config = dataclasses.replace(config, ppo=short)
-    cluster = LocalCluster(initialize_parallel(config.parallel))
-    section = CriticConfig(critic, config.micro_batch_size, global_batch_size=ROWS, optim=OPTIM)
-    with open_model(model) as source:
-        tokenizer = source.tokenizer
-    return (
-        Policy(cluster, config, tokenizer, run=RUN, backend=backend),
-        Value(cluster, section, tokenizer, model=config, run=RUN, backend=backend),
-    )
+    return {role: handle_of(role, config, critic, backend) for role in ("actor", "critic")}
 
 
 def generated(policy, batch):
@@ -131,24 +116,13 @@ def generated(policy, batch):
     return [tokens[:length] for tokens, length in rows] + kept
 
 
-def learn(handle, batch, state, resumed):
-    loss, seen = loss_of(handle), {"before": scores(handle, batch)}
-    if isinstance(handle, Policy):
-        seen["one row"] = scores(handle, batch.slice(0, 1))  # fewer than ranks
-    handle.prepare_for_training()
-    if not resumed:
-        seen["first"] = reported(handle.train(batch, loss))
-        save_worker_state(handle.worker_group.worker, str(state))
-    else:
-        handle.load_state(state)
-    seen["second"] = reported(handle.train(batch, loss))
-    seen["weights"] = weights_of(handle)
-    seen |= {"after": scores(handle, batch), **reference(handle, batch)}
+def learn_and_resume(handle, batch, state, resumed):
+    seen = two_updates(handle, batch, state, resumed)
     if isinstance(handle, Policy):
         seen["generated"] = generated(handle, batch)
     if not resumed:
         handle.load_state(state)
-        handle.train(batch, loss)
+        handle.train(batch, loss_of(handle))
         seen["again"] = weights_of(handle)
     return seen
 
@@ -160,10 +134,9 @@ def learn_all(folder, specs):
         _, _, _, _, *resumed = spec.split(",", 4)
         states = folder / (resumed[0] if resumed else f"{os.environ['WORLD_SIZE']},{spec}")
         states.mkdir(exist_ok=True)
-        handles = dict(zip(("actor", "critic"), start(folder, spec), strict=True))
         seen[spec] = {
-            role: learn(handle, make_batch(spec), states / role, bool(resumed))
-            for role, handle in handles.items()
+            role: learn_and_resume(handle, make_batch(spec), states / role, bool(resumed))
+            for role, handle in start(folder, spec).items()
         }
     return seen
 
