@@ -22,6 +22,7 @@ from hf_models import CASES as FAMILIES
 from hf_models import save_random_model
 from megatron.core.distributed import DistributedDataParallelConfig
 from ranks import on_ranks
+from role_models import load_role
 
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import LengthParams, OptimConfig, ParallelConfig, SamplingParams
@@ -258,16 +259,12 @@ def test_routers_stay_and_all_other_weights_move(role, seen, folder):
 
 
 def test_a_run_state_has_frozen_weights_too(folder):
-    settings = RoleSettings(
-        optim=OptimConfig(lr=1e-2), freeze_moe_router=True, micro_batch_size=8, global_batch_size=8
-    )
-    model = str(folder / "three layers")
+    settings = {"optim": OptimConfig(lr=1e-2), "freeze_moe_router": True}
+    settings |= {"micro_batch_size": 8, "global_batch_size": 8}
     first, second = (
-        load_from_nemo(MegatronGPTActorModel, settings, restore_path=model) for _ in range(2)
+        load_role(MegatronGPTActorModel, PPOPolicyLoss(), folder / "three layers", **settings)
+        for _ in range(2)
     )
-    for role in (first, second):
-        role.setup_training()
-        role.loss_fn = PPOPolicyLoss()
     first.prepare_for_training()
     first.training_update(make_batch())
     state = first.run_state()

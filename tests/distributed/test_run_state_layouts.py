@@ -24,6 +24,7 @@ from layout_worker import TIED_GPT
 from newest_state import newest
 from ranks import on_ranks
 from rich.console import Console
+from role_models import load_role
 
 from aligner.algorithms.run.loop import RunLoop, Schedule, StepResult
 from aligner.checkpoint.nemo.model_file import save_nemo
@@ -37,9 +38,8 @@ from aligner.errors import CheckpointError, DamagedStateError, StorageError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
-from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
+from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel
 from aligner.models.gpt.megatron import state as sharded_state
-from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import gather_objects
 
 LLAMA = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
@@ -61,30 +61,22 @@ FROM_ONE = [("one", layout) for layout in PAIRS]
 HANDOVERS = {"untied": [*FROM_ONE, *AROUND], "tied": AROUND, "critic": AROUND}
 
 
-def write_models(folder):
-    for name, architecture in MODELS.items():
-        weights = random_weights(architecture, scale=0.1)
-        save_nemo(folder / f"{name}.nemo", weights, architecture, byte_level_tokenizer().files())
-
-
 def make_batch():
     return ppo_batch([12, 7, 10, 12], [3] * 4)
 
 
 def build(folder, case, parallel, dropout=None):
     cls, model, precision = CASES[case]
-    settings = RoleSettings(
+    return load_role(
+        cls,
+        PPOValueLoss(value_clip=None) if cls is MegatronGPTCriticModel else PPOPolicyLoss(),
+        folder / f"{model}.nemo",
         parallel=parallel,
         precision=precision,
         optim=OptimConfig(lr=1e-3, eps=1e-3, weight_decay=0.1),
         micro_batch_size=2,
         dropout=dropout,
     )
-    role = load_from_nemo(cls, settings, restore_path=folder / f"{model}.nemo")
-    role.setup_training()
-    is_critic = cls is MegatronGPTCriticModel
-    role.loss_fn = PPOValueLoss(value_clip=None) if is_critic else PPOPolicyLoss()
-    return role
 
 
 def train(role, updates):
@@ -323,7 +315,9 @@ HANDED_OVER = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
-    write_models(folder)
+    for name, architecture in MODELS.items():
+        weights = random_weights(architecture, scale=0.1)
+        save_nemo(folder / f"{name}.nemo", weights, architecture, byte_level_tokenizer().files())
     return folder
 
 
