@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from dry_roles import ROWS, architecture_of, build, facts, rollout, share_of_batch
+from dry_roles import ROWS, architecture_of, build, facts, ready, rollout, share_of_batch
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -17,7 +17,6 @@ from aligner.errors import ConfigError, DryDeviceError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.logprobs import top_k_top_p as kept_set
 from aligner.logprobs.output_layer import VocabShard
-from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt.layers.dot_product import attend_rows
 from aligner.models.gpt.layers.layer_spec import GroupedExperts
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
@@ -35,9 +34,7 @@ EXPERTS = dataclasses.replace(
 
 def updated(architecture, **settings):
     """An actor in bfloat16 after its first update, and the batch of it."""
-    case = {"role": "actor", "precision": "bf16"}
-    role, (data, _) = build(case, architecture, **settings), share_of_batch(case, 0, 1)
-    role.loss_fn = PPOPolicyLoss()
+    role, data, _ = ready({"role": "actor", "precision": "bf16"}, architecture, **settings)
     role.prepare_for_training()
     role.training_update(data)
     return role, data
@@ -105,65 +102,45 @@ def placement(offload):
     return found
 
 
-def experts():
-    found = {}
+def experts(fusions):
+    settings = RoleSettings(precision="bf16", layers=LayerOptions(fusions=fusions))
     with DryDevice() as device:
-        initialize_parallel(RoleSettings().parallel, seed=1)
-        for fusions in (False, True):
-            gpt = build_gpt(
-                EXPERTS,
-                RoleSettings(precision="bf16", layers=LayerOptions(fusions=fusions)),
-                initialize=False,
-            )
-            layer = gpt.decoder.layers[0].mlp.experts
-            assert type(layer) is (GroupedExperts if fusions else SequentialMLP)
-            rows = torch.zeros(320, EXPERTS.hidden_size, dtype=torch.bfloat16, device="cuda")
-            counts = torch.tensor([0, 20] * 16)
-            with device.record() as record:
-                out, _ = layer(rows.requires_grad_(), counts, torch.ones(320, device="cuda"))
-                out.sum().backward()
-            assert all(each.grad is not None for each in layer.parameters())
-            found[str(fusions)] = facts(record)
-    return found
+        initialize_parallel(settings.parallel, seed=1)
+        layer = build_gpt(EXPERTS, settings, initialize=False).decoder.layers[0].mlp.experts
+        assert type(layer) is (GroupedExperts if fusions else SequentialMLP)
+        rows = torch.zeros(320, EXPERTS.hidden_size, dtype=torch.bfloat16, device="cuda")
+        counts = torch.tensor([0, 20] * 16)
+        with device.record() as record:
+            out, _ = layer(rows.requires_grad_(), counts, torch.ones(320, device="cuda"))
+            out.sum().backward()
+        assert all(each.grad is not None for each in layer.parameters())
+    return facts(record)
 
 
 def refusal():
+    settings = RoleSettings(layers=LayerOptions(spec="transformer_engine"))
+    with DryDevice(), pytest.raises(ConfigError) as refused:
+        transformer_config(TINY_ARCHITECTURE, settings)
+    return str(refused.value)
+
+
+def sums_gradients(is_installed):
+    megatron_layers._grad_accum_fusion_available = is_installed
     with DryDevice():
-        try:
-            layers = LayerOptions(spec="transformer_engine")
-            transformer_config(TINY_ARCHITECTURE, RoleSettings(layers=layers))
-        except ConfigError as error:
-            return str(error)
-    return ""
+        return transformer_config(TINY_ARCHITECTURE).gradient_accumulation_fusion
 
 
-def gradient_sums():
-    found = []
+def determinism(asked):
     with DryDevice():
-        for there in (False, True):
-            megatron_layers._grad_accum_fusion_available = there
-            found.append(transformer_config(TINY_ARCHITECTURE).gradient_accumulation_fusion)
-        megatron_layers._grad_accum_fusion_available = False
-    return found
-
-
-def determinism():
-    found = []
-    for asked in (False, True):
-        with DryDevice():
-            if asked:
-                accelerator.make_deterministic()
-            initialize_parallel(RoleSettings().parallel, seed=1)
-            config = transformer_config(TINY_ARCHITECTURE)
-            found.append(
-                [
-                    torch.are_deterministic_algorithms_enabled(),
-                    config.deterministic_mode,
-                    os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-                    os.environ.get("NCCL_ALGO"),
-                ]
-            )
-    return found
+        if asked:
+            accelerator.make_deterministic()
+        initialize_parallel(RoleSettings().parallel, seed=1)
+        return [
+            torch.are_deterministic_algorithms_enabled(),
+            transformer_config(TINY_ARCHITECTURE).deterministic_mode,
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            os.environ.get("NCCL_ALGO"),
+        ]
 
 
 FEW, MANY = 6, 14
@@ -222,10 +199,7 @@ def rollouts(streamed=False, moved=False, **case):
     found, heard = [], []
     listener = (lambda *token: heard.append(token)) if streamed else None
     with DryDevice() as device:
-        role = build(case, length_params=LengthParams(max_length=MANY))
-        batch, passes = share_of_batch(case, 0, 1)
-        role.setup_training()
-        role.loss_fn = PPOPolicyLoss()
+        role, batch, passes = ready(case, length_params=LengthParams(max_length=MANY))
         for number, rows in enumerate((ROWS, ROWS, ROWS, ROWS - 2)):
             if number == 2:
                 if moved:

@@ -198,22 +198,19 @@ def share_of_batch(case, data_rank, data_size):
         "input_lengths_key": "input_lengths",
         "rows_per_group": 2 if case["role"] in IN_PAIRS else 1,
     }
-    batching = case.get("batching", "padded")
-    if batching == "dynamic":
-        dynamic = {**common, "sequence_length_round": 4}
-        shards, _ = data.shard_by_batch_size(data_size, rows, dynamic_batching_args=dynamic)
-    elif batching == "packed":
-        multiple = math.lcm(case.get("tp", 1), 2 * case.get("cp", 1))
-        packed = {
+    options = {}
+    if case.get("batching") == "dynamic":
+        options["dynamic_batching_args"] = {**common, "sequence_length_round": 4}
+    elif case.get("batching") == "packed":
+        options["sequence_packing_args"] = {
             **common,
             "algorithm": "modified_first_fit_decreasing",
-            "sequence_length_pad_multiple": multiple,
+            "sequence_length_pad_multiple": math.lcm(case.get("tp", 1), 2 * case.get("cp", 1)),
         }
-        shards, _ = data.shard_by_batch_size(data_size, rows, sequence_packing_args=packed)
-    else:
-        shards = data.shard_by_batch_size(data_size, rows)
-    share = shards[data_rank].get_batch(0)
-    return passes_over(share, None)
+    shards = data.shard_by_batch_size(data_size, rows, **options)
+    if options:
+        shards, _ = shards  # with the order of the rows
+    return passes_over(shards[data_rank].get_batch(0), None)
 
 
 def build(case, architecture=None, **settings):
@@ -237,6 +234,15 @@ def build(case, architecture=None, **settings):
     if case["role"] == "reference":
         role.keep_reference(case.get("reference", "keep"))
     return role
+
+
+def ready(case, architecture=None, **settings):
+    """The role that a case asks for, set up to train, its rows and its micro-batches."""
+    role = build(case, architecture, **settings)
+    batch, passes = share_of_batch(case, role.parallel.dp_rank, role.parallel.dp_size)
+    role.setup_training()
+    role.loss_fn = ROLES[case["role"]][1]()
+    return role, batch, passes
 
 
 def score(role, case, batch, passes):

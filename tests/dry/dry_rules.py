@@ -77,11 +77,7 @@ def collectives(**case):
                 plain(packet, operands, ranks, is_async)
 
             device.saw_collective = saw
-            role = dry_roles.build({**case, "rank": rank})
-            place = role.parallel
-            batch, passes = dry_roles.share_of_batch(case, place.dp_rank, place.dp_size)
-            role.setup_training()
-            role.loss_fn = dry_roles.ROLES[case["role"]][1]()
+            role, batch, passes = dry_roles.ready(case)
             role.prepare_for_training()
             role.training_update(batch, mbs=passes)
             role.finish_training()

@@ -4,7 +4,7 @@ import gc
 from pathlib import Path
 
 import torch
-from dry_roles import ROLES, build, share_of_batch
+from dry_roles import ready
 from torch.distributed.tensor import DTensor
 
 from aligner.checkpoint.run_state.store import RunStateStore
@@ -78,11 +78,8 @@ def _load(folder, rank, case):
 
 
 def _trained(case):
-    role = build(case)
+    role, batch, passes = ready(case)
     worker = RoleWorker(role, role.parallel)
-    batch, passes = share_of_batch(case, role.parallel.dp_rank, role.parallel.dp_size)
-    role.setup_training()
-    role.loss_fn = ROLES[case["role"]][1]()
 
     def update():
         role.prepare_for_training()

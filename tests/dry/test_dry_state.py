@@ -1,7 +1,5 @@
 """Run states on the dry device: from its memory to files beside training, and back."""
 
-from functools import cache
-
 import pytest
 from variants import extended_except
 
@@ -14,26 +12,17 @@ CASES = {
     "dtensor actor, DP": {"role": "actor", "backend": "dtensor", "world": 2},
     "dtensor critic, TP": {"role": "critic", "backend": "dtensor", "world": 2, "tp": 2},
 }
-EACH = extended_except(("actor, TP, PP", "actor, offload", "dtensor actor, DP"), CASES)
+OFTEN = ("actor, TP, PP", "actor, offload", "dtensor actor, DP")
 ELEMENT = 4  # bytes of a weight, and of each of its two moments
 SAVING_WAITS = 1  # for the copies
 LOADING_WAITS = 5  # of each parameter, at most: its tensors come one by one, and count of steps
 
 
-@pytest.fixture(scope="module")
-def kept(dry, tmp_path_factory):
-    @cache
-    def run(case):
-        folder = str(tmp_path_factory.mktemp("state"))
-        return dry("dry_state:round_trip", folder=folder, **CASES[case])
-
-    return run
-
-
-@pytest.mark.parametrize("case", EACH)
-def test_a_share_is_what_a_process_updates(kept, case):
+@pytest.mark.parametrize("case", extended_except(OFTEN, CASES))
+def test_a_share_is_what_a_process_updates_and_comes_back(dry, case, tmp_path):
     # FSDP2 shares parameters out too, megatron-core's optimizer what it updates alone.
-    shares, copies = kept(case), 2 if case == "actor, DP" else 1
+    shares = dry("dry_state:round_trip", folder=str(tmp_path), **CASES[case])
+    copies = 2 if case == "actor, DP" else 1
     parameters = sum(share["parameters"] for share in shares)
     assert copies * sum(share["owned"] for share in shares) == parameters
     tensors = 1 if "offload" in case else 3  # moments wait on the host
@@ -42,13 +31,9 @@ def test_a_share_is_what_a_process_updates(kept, case):
         assert share["saved_bytes"] == tensors * ELEMENT * share["owned"]
         assert share["left_bytes"] == 0  # on the device
         assert sum(share["saving_waits"].values()) <= SAVING_WAITS, share["saving_waits"]
-
-
-@pytest.mark.parametrize("case", EACH)
-def test_tensors_are_on_the_device_again(kept, case):
     # Where no other process updates the weights, those are copied beside what is updated.
     whole = not case.endswith("DP") and "dtensor" not in case
-    for share in kept(case):
+    for share in shares:
         assert share["places"] == ["cuda:0 torch.float32 True"]
         assert share["loaded_bytes"] == (4 if whole else 3) * ELEMENT * share["owned"]
         assert share["alive_bytes"] == pytest.approx(2 * ELEMENT * share["owned"], rel=0.05)
