@@ -34,6 +34,7 @@ END = 0
 # Tokens of two responses, and what each was sampled from.
 TOKENS = {0: [5, 7, END], 1: [9, 8]}
 KEPT = {0: [[5, 6], [7], [0, 1, 2]], 1: [[9, 3, 4, 1], [2, 8]]}
+ON_GPU = VllmConfig().on_device(has_gpu=True, ahead=False)
 
 
 def output(tokens, sets):
@@ -44,12 +45,16 @@ def output(tokens, sets):
 
 @dataclass
 class Core:
-    """``vllm.LLM().llm_engine`` that samples `TOKENS`; ``when``: a mask comes each time or last."""
+    """A ``vllm.LLM``, its engine too, that samples `TOKENS`; ``when``: a mask each time or last."""
 
     when: str
     kept: dict[int, list[list[int]]] = field(default_factory=lambda: KEPT)
     asked: dict[str, Any] = field(default_factory=dict)
     step_number: int = 0
+
+    @property
+    def llm_engine(self):
+        return self
 
     def add_request(self, request_id, prompt, params):
         self.asked[request_id] = params
@@ -92,20 +97,17 @@ def vllm(monkeypatch):
 @pytest.fixture
 def started(vllm, monkeypatch):
     """An engine that records at most three kept tokens, and what vLLM was given."""
-    given = {}
-    monkeypatch.setattr(
-        vllm_engine, "_start", lambda architecture, ends, arguments: given.update(arguments)
-    )
     monkeypatch.setattr(vllm_engine, "set_environment", lambda settings: None)
 
-    def start(core=None, record_kept=3, stop=None):
+    def start(llm=None, record_kept=3, stop=None, settings=ON_GPU):
+        given = {}
+        monkeypatch.setattr(
+            vllm_engine, "_start", lambda shape, ends, arguments: given.update(arguments) or llm
+        )
         sampling = SamplingParams(top_k=4, top_p=0.9, temperature=0.7)
         changes = {"length": LengthParams(max_length=3), "sampling": sampling}
-        settings = VllmConfig().on_device(has_gpu=True, ahead=False)
         arguments = engine_arguments(settings, record_kept=record_kept, **changes)
-        made = vllm_engine.VllmEngine(arguments, stop)
-        made._llm = SimpleNamespace(llm_engine=core)
-        return made, given
+        return vllm_engine.VllmEngine(arguments, stop), given
 
     return start
 
@@ -253,53 +255,38 @@ class Calls:
         self.calls.append("reset_prefix_cache")
 
 
-@pytest.fixture
-def engine(monkeypatch):
-    monkeypatch.setattr(vllm_engine, "set_environment", lambda settings: None)
-    started = {}
-    llm = Calls()
-    monkeypatch.setattr(
-        vllm_engine, "_start", lambda architecture, ends, given: started.update(given) or llm
-    )
-
-    def make(settings):
-        made = vllm_engine.VllmEngine(engine_arguments(settings))
-        return SimpleNamespace(engine=made, calls=llm.calls, given=started)
-
-    return make
-
-
 def refit(engine):
     engine.begin_refit()
     engine.load_weights([])
     engine.finish_refit()
 
 
-def test_an_engine_wakes_for_weights_and_then_for_its_cache(engine):
-    made = engine(VllmConfig().on_device(has_gpu=True, ahead=False))
-    assert made.given["enable_sleep_mode"] is True
-    assert made.given["enforce_eager"] is False
-    assert made.given["kv_cache_memory_bytes"] is None
+def test_an_engine_wakes_for_weights_and_then_for_its_cache(started):
+    llm = Calls()
+    engine, given = started(llm)
+    assert given["enable_sleep_mode"] is True
+    assert given["enforce_eager"] is False
+    assert given["kv_cache_memory_bytes"] is None
     loading = ["begin_refit", "load_refit_weights", "finish_refit"]
-    refit(made.engine)  # awake
-    assert made.calls == [*loading, "reset_prefix_cache"]
-    made.calls.clear()
-    made.engine.sleep()
-    refit(made.engine)
-    refit(made.engine)
+    refit(engine)  # awake
+    assert llm.calls == [*loading, "reset_prefix_cache"]
+    llm.calls.clear()
+    engine.sleep()
+    refit(engine)
+    refit(engine)
     woken = ["sleep 2", "wake weights", *loading, "wake kv_cache", "reset_prefix_cache"]
-    assert made.calls == [*woken, *loading, "reset_prefix_cache"]
+    assert llm.calls == [*woken, *loading, "reset_prefix_cache"]
 
 
-def test_engines_on_cpu_and_on_several_devices(engine):
-    given = engine(VllmConfig().on_device(has_gpu=False, ahead=False)).given
+def test_engines_on_cpu_and_on_several_devices(started):
+    _, given = started(settings=VllmConfig().on_device(has_gpu=False, ahead=False))
     assert given["enable_sleep_mode"] is False
     assert given["enforce_eager"] is True
     assert given["kv_cache_memory_bytes"] == 1024 * 2**20
     assert given["gpu_memory_utilization"] == 0.5
     assert "tensor_parallel_size" not in given
     settings = VllmConfig(tensor_parallel_size=2)
-    given = engine(settings.on_device(has_gpu=True, ahead=False)).given
+    _, given = started(settings=settings.on_device(has_gpu=True, ahead=False))
     assert given["tensor_parallel_size"] == 2
     assert given["distributed_executor_backend"] == "external_launcher"
 
