@@ -114,9 +114,6 @@ class Does(Echo):
             time.sleep(0.01)
         time.sleep(600)
 
-    def stops(self, turn):
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     def closes_its_pipe(self, turn):
         os.closerange(3, max(open_files()) + 1)
         return turn

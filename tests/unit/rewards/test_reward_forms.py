@@ -13,9 +13,9 @@ CHAT = [{"role": "user", "content": "2+3?"}]
 TRUTHS = ["5", "6"]
 
 
-def scored(function, columns=None, kwargs=None, prompts=("a", "b")):
+def scored(function, columns=None, kwargs=None):
     loaded = LoadedFunction(function, function.__name__, kwargs or {})
-    samples = Samples(list(prompts), ["x5", "y6"], TRUTHS, columns or {})
+    samples = Samples(["a", "b"], ["x5", "y6"], TRUTHS, columns or {})
     return loaded.signature.form, *loaded.score(samples)
 
 

@@ -36,11 +36,10 @@ SAMPLES = [WireSample("1+1=", "2"), WireSample("1+1=", "x"), WireSample("2+2=\n"
 
 
 @contextlib.contextmanager
-def stub(behaviour, port=0, answers=None):
-    """The address of a stub that takes requests."""
-    command = [sys.executable, str(STUB), str(port), behaviour]
-    words = command + ([] if answers is None else [str(answers)])
-    with started(words, r"^(\d+)$", cwd=ROOT, env={}) as (number, _):
+def stub(*words):
+    """The address of a stub that takes requests, by its behaviour and most good answers."""
+    command = [sys.executable, str(STUB), "0", *words]
+    with started(command, r"^(\d+)$", cwd=ROOT, env={}) as (number, _):
         yield f"http://127.0.0.1:{number}"
 
 
@@ -61,17 +60,18 @@ def served(reward_nemo):
 
 
 @pytest.fixture
-def with_token(monkeypatch):
+def asked(served, monkeypatch):
+    """A client of the real model."""
     monkeypatch.setenv("CLIENT_TOKEN", f"{TOKEN}\n")
+    return client(served[0], token_env="CLIENT_TOKEN", timeout_s=60.0)
 
 
-def test_a_served_model_scores_as_it_does_in_process(reward_nemo, served, with_token):
+def test_a_served_model_scores_as_it_does_in_process(reward_nemo, asked):
     model = load_from_nemo(MegatronGPTRewardModel, restore_path=reward_nemo)
     encoder = SequenceEncoder(model.tokenizer, 256)
     batch = encoder.collate([encoder.ids(sample.prompt, sample.response) for sample in SAMPLES])
     assert batch["input_ids"][0].tolist()[-1] == model.tokenizer.pad_id
     expected = model.infer(batch).tolist()
-    asked = client(served[0], token_env="CLIENT_TOKEN", timeout_s=60.0)
     assert asked.check() == ()
     assert asked.score([]) == []
     assert [reward for (reward,) in asked.score(SAMPLES)] == pytest.approx(expected, abs=1e-5)
@@ -99,11 +99,10 @@ def test_a_served_classifier_of_transformers_scores_as_transformers_does(tmp_pat
     assert scores == pytest.approx(logits, abs=1e-5)
 
 
-def test_a_hundred_clients_at_once(served, with_token):
+def test_a_hundred_clients_at_once(served, asked):
     """Each gets its own rewards, whatever they are batched with."""
-    alone = client(served[0], token_env="CLIENT_TOKEN", timeout_s=60.0)
     texts = [WireSample("1+1=", str(number)) for number in range(100)]
-    expected = alone.score(texts)
+    expected = asked.score(texts)
     assert len({row[0] for row in expected}) > 50
 
     def ask(number):
@@ -128,8 +127,7 @@ def test_a_bad_token_is_refused_at_once(served, monkeypatch, caplog):
         client(served[0], token_env="CLIENT_TOKEN")
 
 
-def test_what_cannot_be_scored_is_told_to_its_sender(served, with_token):
-    asked = client(served[0], token_env="CLIENT_TOKEN", timeout_s=60.0)
+def test_what_cannot_be_scored_is_told_to_its_sender(asked):
     with pytest.raises(RewardServerError, match=r"400.*has 304 tokens.* at most 256"):
         asked.score([WireSample("1+1=", "1" * 299)])
     with pytest.raises(RewardServerError, match=r"400.*the prompt is empty"):
@@ -137,13 +135,13 @@ def test_what_cannot_be_scored_is_told_to_its_sender(served, with_token):
     assert len(asked.score(SAMPLES)) == 3  # the server lives on
 
 
-def test_sigterm_ends_the_server(served, with_token):
+def test_sigterm_ends_the_server(served, asked):
     """Last of this server's tests; then its address is one where nobody listens."""
     url, process = served
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 0
     with pytest.raises(RewardServerError, match=f"{url}: .*refused; gave up after") as error:
-        client(url, token_env="CLIENT_TOKEN").check()
+        asked.check()
     assert isinstance(error.value, ConnectionError)
 
 
@@ -188,7 +186,7 @@ def test_what_is_given_up():
         with stub(behaviour) as url, pytest.raises(RewardServerError, match=said):
             client(url).score(SAMPLES)
     # Of eight requests one is refused: the others, to be asked again for long, are left.
-    with stub("digit", answers=3) as url:
+    with stub("digit", "3") as url:
         began = time.monotonic()
         with pytest.raises(RewardServerError, match="gave up after"):
             client(url, samples_per_request=1, concurrent_requests=4).score(SAMPLES * 4)
