@@ -4,9 +4,9 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from documented import ROOT
 
 from aligner.device import accelerator
 from aligner_plan.devices import DEVICES, READ_SECONDS, WIRE_REACHED
@@ -14,7 +14,6 @@ from benchmarks.common import with_repository
 from benchmarks.gpu import machine
 from benchmarks.gpu.__main__ import PARTS, PYTEST, command_of
 
-ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--shape", "tiny", "--repeats", "1", "--warmup", "1"]
 SIZES = {
     "update": ["--tokens", "64", "--sequence", "32"],

@@ -1,26 +1,15 @@
 """GRPO and PPO of models that only transformers builds: rewards rise, stopped runs continue."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from recipes import numbers, run
 from safetensors.torch import load_file
+from test_algorithms_learn import LORA
+from tiny_transformers import tiny_model
 from variants import extended_except
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
-from tiny_transformers import tiny_model
-
 TYPES = ("gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "olmo2", "mamba2", "phi")
-LORA = (
-    "model.peft.peft_scheme=lora",
-    "model.peft.lora_tuning.adapter_dim=8",
-    "model.peft.lora_tuning.alpha=16",
-    "model.optim.lr=1.0e-2",
-)
 TASKS = ("grpo_tiny_cpu", "ppo_tiny_cpu")
 OFTEN = ("gemma3_text", "grpo_tiny_cpu", "dtensor")
 RUNS = [

@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from recipes import ROOT
 
 from aligner.observe.metrics import read_metrics
 
-ROOT = Path(__file__).parents[2]
 PATIENCE_S = 1500
 PIPELINE = """
 title: A tiny model learns to begin with a digit

@@ -8,23 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from recipes import run
+from servers import bound_port, started
+from test_reward_server import ROOT, STUB
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.form_pairs import form_pairs
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.role.reward import SequenceForm
 from aligner.rewards.sequences import SequenceEncoder
-
-UNIT = Path(__file__).parents[1] / "unit"
-sys.path[:0] = [str(UNIT), str(UNIT / "rewards")]
-
-from servers import bound_port, started
-from test_reward_server import ROOT, STUB
 
 
 def train(folder, nemo, *overrides):

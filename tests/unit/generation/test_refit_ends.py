@@ -3,10 +3,10 @@
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from documented import ROOT
 from engine_arguments import engine_arguments
 
 from aligner.errors import ConfigError
@@ -14,7 +14,6 @@ from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import VERSIONS, VllmWorker
 from aligner.refit.ends import RefitEnd, check_ends
 
-ROOT = Path(__file__).parents[3]
 POLICY = [
     RefitEnd(f"policy rank {rank}", f"GPU {rank}", True, "2.13.0+cu130", (2, 29, 3))
     for rank in range(2)

@@ -6,16 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx
 import pytest
-from documented import blocks, commands
+from documented import ROOT, blocks, commands
 from servers import started
 
 pytestmark = pytest.mark.integration
-
-ROOT = Path(__file__).parents[3]
 
 
 def of_page(items, part):
