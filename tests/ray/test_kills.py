@@ -60,14 +60,10 @@ def launch():
             driver.wait()
 
 
-def address_of(ray):
-    return ray.get_runtime_context().gcs_address
-
-
 def test_a_killed_driver_of_a_cluster(tmp_path, tiny_nemo, left_alone, ray, launch):
     """It kills itself while a call is under way, once in each phase (see `dying_driver`)."""
     folder = tmp_path / "run"
-    joined = {**os.environ, "RAY_ADDRESS": address_of(ray)}
+    joined = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     path = os.pathsep.join([str(HERE.parent), joined["PYTHONPATH"]])
     script = HERE / "dying_driver.py"
     for phase in ("1 generate", "2 train", "3 begin_saving"):

@@ -17,6 +17,7 @@ from aligner.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from aligner.errors import DataError, WorkerDiedError, WorkerError
 
 pytestmark = pytest.mark.ray
+PAIR = NamedSharding([0, 1], ["data_parallel"])
 
 
 @pytest.fixture
@@ -28,8 +29,7 @@ def cluster(ray):
 
 def test_threads_are_the_cores_shared_out(cluster, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    pair = NamedSharding([0, 1], ["data_parallel"])
-    group = RayWorkerGroup(cluster, RayWorkerBuilder(TELLER), "pair", sharding_annotations=pair)
+    group = RayWorkerGroup(cluster, RayWorkerBuilder(TELLER), "pair", sharding_annotations=PAIR)
     cores = len(os.sched_getaffinity(0))
     (place, _) = group.run_all_workers_single_data("place").get_results()
     assert place["OMP_NUM_THREADS"] == str(max(1, cores // 2))
@@ -62,17 +62,15 @@ def test_who_is_late_and_who_dies_is_named(cluster):
 
 def test_cleanup_runs_on_each_worker_before_it_ends(cluster, tmp_path):
     builder = RayWorkerBuilder("ray_workers.Closing", folder=tmp_path)
-    pair = NamedSharding([0, 1], ["data_parallel"])
-    group = RayWorkerGroup(cluster, builder, "closing", sharding_annotations=pair)
+    group = RayWorkerGroup(cluster, builder, "closing", sharding_annotations=PAIR)
     group.wait_until_started()
     assert group.shutdown(cleanup_method="shutdown")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 def test_an_interpreter_of_its_own(cluster, python_with_mark):
-    layout = NamedSharding([0, 1], ["data_parallel"])
     group = cluster.start_workers(
-        TELLER, "other", layout=layout, python_executable=python_with_mark, factor=2
+        TELLER, "other", layout=PAIR, python_executable=python_with_mark, factor=2
     )
     places = group.run_all_workers_single_data("place").get_results()
     assert [place["ANOTHER_PYTHON"] for place in places] == ["1", "1"]
