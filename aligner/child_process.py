@@ -30,17 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
+from aligner import process_tree
 from aligner.errors import AlignerError, DataError, error_class
 from aligner.importing import text_of
 from aligner.plain import plain
-from aligner.process_tree import (
-    LONGEST_KILL_S,
-    MARK,
-    adopt_orphans,
-    die_with_parent,
-    kill_marked,
-    kill_tree,
-)
 from aligner.scratch import ScratchFolder
 
 Parsed = TypeVar("Parsed")
@@ -92,7 +85,7 @@ class ChildProcess:
         self._message: bytearray | None = None  # answer that `receive` has not returned yet
         mark, folder = uuid.uuid4().hex, ScratchFolder()
         # Ray's clients search the temporary directory of this process for a running cluster.
-        env = {"RAY_TMPDIR": tempfile.gettempdir(), **os.environ, MARK: mark}
+        env = {"RAY_TMPDIR": tempfile.gettempdir(), **os.environ, process_tree.MARK: mark}
         parent_end, child_end = socket.socketpair()
         self._pipe = _Pipe(parent_end)
         with child_end:
@@ -319,8 +312,8 @@ def serve(descriptor: int, load: Callable[..., tuple[Any, Callable[..., Answers]
     """
     # Let no descendant outlive the parent. If memory is exhausted, the kernel kills this process
     # before others.
-    adopt_orphans()
-    die_with_parent()
+    process_tree.adopt_orphans()
+    process_tree.die_with_parent()
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     # Load the user's code. RLIMIT_DATA does not count shared memory and mapped files.
@@ -418,9 +411,9 @@ def _kill(
         return
     end.close()
     if child.poll() is None:
-        kill_tree(child.pid)
+        process_tree.kill_tree(child.pid)
     else:  # the child is dead, and its descendants have other parents
-        kill_marked(mark)
+        process_tree.kill_marked(mark)
     with suppress(subprocess.TimeoutExpired):
-        child.wait(LONGEST_KILL_S)
+        child.wait(process_tree.LONGEST_KILL_S)
     folder.close()

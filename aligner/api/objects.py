@@ -5,25 +5,38 @@ a function of a notebook, becomes a pickle and a module that loads the pickle. T
 the source as a comment. A run that is continued compares the module, and so notices changed code.
 """
 
+import copyreg
+import dataclasses
 import hashlib
 import importlib
 import inspect
+import io
 import json
 import os
 import sys
+import sysconfig
 import textwrap
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from types import CodeType, FunctionType
-from typing import Any
+from types import CodeType, EllipsisType, FunctionType
+from typing import Any, ClassVar
 
 import cloudpickle
 
 from aligner.errors import ConfigError, DataError, raised_as
 
-_PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
+_NO_SOURCE = ("__dict__", "__weakref__", "__doc__", "__module__")  # members of classes
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles `dataclasses.MISSING` by name, because dataclasses compare with this object."""
+
+    _missing: ClassVar = {type(dataclasses.MISSING): lambda _: "MISSING"}
+    dispatch_table: ClassVar = ChainMap(_missing, cloudpickle.Pickler.dispatch_table)
 
 
 def as_setting(key: str, value: Any, folder: Path) -> Any:
@@ -74,7 +87,7 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
     try:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
-        pickled = cloudpickle.dumps(value)
+        _Pickler(pickled := io.BytesIO()).dump(value)
     except Exception as error:
         raise ConfigError(
             f"{key}: {value!r} cannot be pickled for the run's process: {type(error).__name__}: "
@@ -85,7 +98,7 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
             cloudpickle.unregister_pickle_by_value(module)
     # The pickle, and the module that loads it.
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.pickle").write_bytes(pickled)
+    (folder / f"{stem}.pickle").write_bytes(pickled.getvalue())
     source = textwrap.indent("\n".join(_sources(name, value)), "# ", lambda line: True)
     (folder / f"{stem}.py").write_text(
         f'"""Loads `{name}`, pickled for {key}. The source serves comparisons only."""\n'
@@ -97,54 +110,98 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
 
 
 def _sources(name: str, value: Any) -> Iterator[str]:
-    """Yield the source of ``value`` and of each object it uses, or an importable object's path."""
+    """Yield the source of ``value``, and sources and values of the objects that it uses."""
     # Breadth first, so that the order does not depend on memory addresses.
-    pending, visited = [(name, value)], set[int]()
+    pending, visited = [(name, value)], dict[int, Any]()  # by id, which a living object keeps
     while pending:
         name, item = pending.pop(0)
-        if id(item) in visited and not isinstance(item, _PLAIN):
+        text = _plain_text(item)
+        if text is not None:
+            yield f"{name} = {text}"
+        if text is not None or id(item) in visited:
             continue
-        visited.add(id(item))
-        # Values and importable objects need no source.
-        if isinstance(item, _PLAIN):
-            yield f"{name} = {_plain_text(item)}"
-        elif item is not value and _importable_path(item):
-            yield f"{name} = {_importable_path(item)}"
-        # Parts of functions, methods, classes and other objects.
-        elif isinstance(item, partial):
-            pending += [(f"{name}.func", item.func), (f"{name}.args", item.args)]
-            pending += [(f"{name}.keywords", item.keywords)]
-        elif inspect.ismethod(item):
-            pending += [(f"{name}.function", item.__func__), (f"{name}.self", item.__self__)]
+        visited[id(item)] = item
+        if inspect.ismodule(item) or (item is not value and _importable_path(item)):
+            yield f"{name} = {_importable_path(item) or item.__name__}{_digest_of_module(item)}"
         elif isinstance(item, FunctionType):
             yield f"{name} = {_function_source(item)}"
             pending += sorted(_references(item).items())
-        elif isinstance(item, type):
-            yield f"{name} = class {item.__qualname__}{item.__bases__}"
-            members = sorted(vars(item).items())
-            pending += [
-                (f"{name}.{member}", getattr(part, "__func__", part))
-                for member, part in members
-                if member not in ("__dict__", "__weakref__", "__doc__", "__module__")
-                and not member.startswith("__static")
-            ]
         else:
-            yield f"{name} = a {type(item).__qualname__}"
-            if callable(item):
-                state = sorted(getattr(item, "__dict__", {}).items())
-                pending += [(f"{name}.type", type(item)), *state]
+            is_class = isinstance(item, type)
+            yield f"{name} = " + (f"class {item.__qualname__}" if is_class else f"a {_kind(item)}")
+            pending += [(f"{name}.{key}", part) for key, part in _parts(item)]
 
 
-def _plain_text(value: Any) -> str:
-    """Return ``value`` as JSON. JSON of over 1000 characters is replaced by its SHA-256 digest."""
+def _parts(item: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each part of an object that is not a function, in a fixed order."""
+    if isinstance(item, Mapping):
+        named = ((_plain_text(key) or _kind(key), part) for key, part in item.items())
+        yield from sorted(named, key=itemgetter(0))
+    elif isinstance(item, list | tuple | set | frozenset):
+        members = sorted(item, key=repr) if isinstance(item, set | frozenset) else item
+        yield from ((str(index), part) for index, part in enumerate(members))
+    elif isinstance(item, partial):
+        yield from (("func", item.func), ("args", item.args), ("keywords", item.keywords))
+    elif inspect.ismethod(item):
+        yield from (("function", item.__func__), ("self", item.__self__))
+    elif isinstance(item, property):
+        yield from (("get", item.fget), ("set", item.fset))
+    elif isinstance(item, type):
+        yield from (("base", base) for base in item.__bases__ if base is not object)
+        for member, part in sorted(vars(item).items()):
+            if member not in _NO_SOURCE and not member.startswith("__static"):
+                yield member, getattr(part, "__func__", part)
+    elif hasattr(item, "detach"):  # a tensor, whose pickle contains addresses
+        flat = item.detach().cpu().contiguous().flatten().view(sys.modules["torch"].uint8)
+        yield "value", (str(item.dtype), *item.shape, flat.numpy().tobytes())
+    else:
+        # The type, and the state that a pickle contains.
+        yield "type", type(item)
+        if _kind(item) in ("Random", "Generator", "RandomState"):
+            return  # the state differs between processes
+        with suppress(Exception):  # descriptors of a class have none
+            reduce = copyreg.dispatch_table.get(type(item))
+            reduced = item.__reduce_ex__(4) if reduce is None else reduce(item)
+            state = (reduced,) if isinstance(reduced, str) else reduced[1:3]
+            items = () if isinstance(reduced, str) else map(list, filter(None, reduced[3:5]))
+            yield from ((f"state{index}", part) for index, part in enumerate((*state, *items)))
+
+
+def _kind(item: Any) -> str:
+    return type(item).__qualname__
+
+
+def _digest_of_module(item: Any) -> str:
+    """Return a digest of the file that defines ``item``, or '' for an installed package."""
+    module = item if inspect.ismodule(item) else sys.modules.get(item.__module__)
+    path = getattr(module, "__file__", None)
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    folders.append(str(Path(__file__).parents[1]))  # this library
+    if path is None or any(Path(path).is_relative_to(folder) for folder in folders):
+        return ""
+    return f" sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
+
+
+def _plain_text(value: Any) -> str | None:
+    """Return numbers, text, bytes and containers of them as JSON or its digest, else None."""
     try:
-        text = json.dumps(value, sort_keys=True, default=lambda item: type(item).__qualname__)
-    except (TypeError, ValueError):  # keys of several types, or a circle
-        return f"a {type(value).__qualname__}"
+        text = json.dumps(value, sort_keys=True, default=_as_text)
+    except (TypeError, ValueError, RecursionError):  # also keys of several types, or a circle
+        return None
     return text if len(text) <= 1000 else hashlib.sha256(text.encode()).hexdigest()
 
 
-def _function_source(function: FunctionType) -> str:
+def _as_text(item: Any) -> Any:
+    if isinstance(item, set | frozenset):
+        return sorted(json.dumps(member, default=_as_text) for member in item)
+    if isinstance(item, CodeType):
+        return "code"  # with `_codes`
+    if isinstance(item, bytes | bytearray | complex | EllipsisType):
+        return repr(item)
+    raise TypeError(_kind(item))
+
+
+def _function_source(function: FunctionType) -> str | None:
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
@@ -166,7 +223,6 @@ def _references(function: FunctionType) -> dict[str, Any]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not assigned yet
             outer[name] = cell.cell_contents
-    outer = {name: item for name, item in outer.items() if not inspect.ismodule(item)}
     defaults = {"__defaults__": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
     return {**outer, **{name: item for name, item in defaults.items() if item is not None}}
 

@@ -38,11 +38,7 @@ class Result:
         return list(steps.values())
 
     def to_pandas(self) -> "pd.DataFrame":
-        """Return `metrics` as a table, one row per step. Needs pandas.
-
-        Raises:
-            MissingPackageError: pandas is not installed.
-        """
+        """Return `metrics` as a pandas table with a row per step. Raises `MissingPackageError`."""
         remedy = "Run: pip install pandas"
         with raised_as(MissingPackageError, "Result.to_pandas()", ImportError, remedy=remedy):
             import pandas as pd

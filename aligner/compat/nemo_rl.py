@@ -166,10 +166,8 @@ def published_role(values: Section, name: Literal["policy", "value"] = "policy")
     """Convert NeMo-RL's settings of a policy or value model. See `PolicyConfig`, `ValueConfig`.
 
     Keys that only tune the implementation are ignored. A warning and the start-up report list them.
-
-    Raises:
-        ConfigError: a key or value is not supported (the message has a table of all of them), or
-            not exactly one backend is enabled.
+    Raises `ConfigError`, with a table of all unsupported keys and values, or if not exactly one
+    backend is enabled.
     """
     role, notes = read_role(values, name)
     if role is None:

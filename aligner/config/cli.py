@@ -117,10 +117,9 @@ def check_overrides(
     hydra's flags are returned unchanged. ``conf_dir``: folder with a subfolder for each config
     group. If None, options of groups are not checked.
 
-    Raises:
-        ConfigError: an argument is not ``key=value``, sets an unknown key, or selects an option
-            that its config group does not contain or that this script does not support. The
-            defaults of ``--config-name`` are checked, too. The error lists all invalid arguments.
+    Raises `ConfigError` if an argument is not ``key=value``, sets an unknown key, or selects an
+    option that its config group does not contain or that this script does not support. The defaults
+    of ``--config-name`` are checked, too. The error lists all invalid arguments.
     """
     # The folders that hydra searches, ``conf_dir`` first. None if some are unknown.
     folders: list[Path] = []

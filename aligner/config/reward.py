@@ -7,16 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import StrictBool, StrictFloat, StrictStr
 
+from aligner.config import fields
 from aligner.config.environment import WITHOUT_ENVIRONMENT
-from aligner.config.fields import (
-    REQUIRED_BY_SCRIPTS,
-    Count,
-    FilePath,
-    Function,
-    ModelPath,
-    Seconds,
-    not_empty,
-)
 from aligner.foreign_keys import shown
 
 
@@ -24,16 +16,16 @@ from aligner.foreign_keys import shown
 class RewardModelConfig:
     """A frozen reward model on workers of the run, in the policy's layout."""
 
-    restore_from_path: ModelPath
+    restore_from_path: fields.ModelPath
     """A `.nemo` file with a reward head, or a directory of a sequence or token classifier."""
 
-    micro_batch_size: Count = 16
+    micro_batch_size: fields.Count = 16
     """Sequences per forward pass, per data-parallel rank."""
 
     add_bos: StrictBool | None = None
     """Begin sequences with the BOS token. `null` means as in the reward model's training."""
 
-    workers: Count | None = None
+    workers: fields.Count | None = None
     """On Ray: number of separate workers. `null` means the policy's workers."""
 
     offload_weights: StrictBool = False
@@ -90,25 +82,25 @@ class RewardModelConfig:
 class RewardServerConfig:
     """A server with the HTTP protocol of `examples/serve_reward_model.py`."""
 
-    url: Annotated[StrictStr, not_empty("one such as http://host:5555")]
+    url: Annotated[StrictStr, fields.not_empty("one such as http://host:5555")]
     """Address of the server, such as `http://host:5555`."""
 
     token_env: StrictStr | None = None
     """Environment variable with the bearer token. `null` means no variable."""
 
-    token_file: FilePath | None = None
+    token_file: fields.FilePath | None = None
     """File with the bearer token, instead of `token_env`."""
 
-    timeout_s: Seconds = 60.0
+    timeout_s: fields.Seconds = 60.0
     """Longest wait for one answer, in seconds."""
 
-    retry_for_s: Seconds = 300.0
+    retry_for_s: fields.Seconds = 300.0
     """Seconds for which requests without an answer are repeated. The run then stops."""
 
-    samples_per_request: Count = 64
+    samples_per_request: fields.Count = 64
     """Maximum number of samples in one request."""
 
-    concurrent_requests: Count = 4
+    concurrent_requests: fields.Count = 4
     """Number of requests at the same time."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
@@ -131,7 +123,7 @@ class RewardConfig:
     kind: Literal["function", "model", "server", "environment"] = "function"
     """Source of rewards: `function`, `model`, `server` (docs/reward.md) or `environment`."""
 
-    function: Annotated[Function | None, REQUIRED_BY_SCRIPTS] = None
+    function: Annotated[fields.Function | None, fields.REQUIRED_BY_SCRIPTS] = None
     """Function that scores, `package.module:function` or `path/to/file.py:function`. See
     docs/ppo.md#the-reward-function. `null` means no function. With another kind the function is a
     verifier, whose result is only the metric `accuracy`."""
@@ -139,13 +131,13 @@ class RewardConfig:
     kwargs: Annotated[Mapping[str, Any], WITHOUT_ENVIRONMENT] = field(default_factory=dict)
     """Additional keyword arguments of the function."""
 
-    time_limit_s: Annotated[Seconds, WITHOUT_ENVIRONMENT] = 60.0
+    time_limit_s: Annotated[fields.Seconds, WITHOUT_ENVIRONMENT] = 60.0
     """Time limit of the function for a batch, in seconds."""
 
     timeout_reward: Annotated[StrictFloat | None, WITHOUT_ENVIRONMENT] = 0.0
     """Reward of a sample that is not scored in time. `null` ends the run instead."""
 
-    max_concurrency: Count = 1
+    max_concurrency: fields.Count = 1
     """Number of processes, each of which scores a part of a batch."""
 
     model: RewardModelConfig | None = None

@@ -6,15 +6,8 @@ from typing import Any, Self
 
 from aligner.config import AskedDataConfig, DataConfig, ExampleDataConfig, PromptSourceConfig
 from aligner.config.data import PromptColumns
+from aligner.data import chat
 from aligner.data.batches import Prompt
-from aligner.data.chat import (
-    MESSAGES,
-    check_all_used,
-    parse_messages,
-    parse_tools,
-    render,
-    with_system,
-)
 from aligner.data.dataset import Dataset, check_section
 from aligner.data.readers import DataRow, take
 from aligner.data.special_tokens import treat_special_tokens
@@ -23,7 +16,7 @@ from aligner.errors import ConfigError, DataError, raised_as
 
 # Names of the reward function's arguments and of the trainer's columns, not allowed in data.
 RESERVED_COLUMNS = frozenset(
-    {"prompts", "responses", "ground_truths", "is_end", "response_lengths", MESSAGES}
+    {"prompts", "responses", "ground_truths", "is_end", "response_lengths", chat.MESSAGES}
 )
 
 
@@ -152,7 +145,7 @@ def make_prompt(
                 "Rename the columns"
             )
         # Render and tokenize the prompt.
-        messages = None if isinstance(raw, str) else parse_messages(raw)
+        messages = None if isinstance(raw, str) else chat.parse_messages(raw)
         text = _render(messages or raw, columns, tokenizer, data)
         ids = tokenizer.encode(text)
         ids = with_bos(tokenizer, ids) if data.add_bos else ids
@@ -171,11 +164,11 @@ def _render(
         return raw
     # Render chats, and plain text as a message of the user.
     tools = treat_special_tokens(
-        tokenizer, parse_tools(columns, data.tools_column), policy, "tools"
+        tokenizer, chat.parse_tools(columns, data.tools_column), policy, "tools"
     )
-    messages = with_system(parse_messages(raw), data.system_prompt)
-    check_all_used(tokenizer, messages, tools)
-    return render(tokenizer, messages, tools)
+    messages = chat.with_system(chat.parse_messages(raw), data.system_prompt)
+    chat.check_all_used(tokenizer, messages, tools)
+    return chat.render(tokenizer, messages, tools)
 
 
 def check_plain_text(data: PromptColumns) -> None:

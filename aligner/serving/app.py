@@ -25,22 +25,14 @@ from aligner.http.application import Bodies, Routes, blame_sender, check_bearer,
 from aligner.http.listening import MAX_CONNECTIONS
 from aligner.http.queue import JobQueue
 from aligner.http.results import Results
+from aligner.serving import requests
 from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from aligner.serving.exchange import Exchange, refusal
-from aligner.serving.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    RewardRequest,
-    SessionRequest,
-    TokenizeRequest,
-    read_request,
-)
 from aligner.serving.served import Served
 from aligner.serving.sessions import Session, Sessions
 
 Kind = TypeVar("Kind", bound=BaseModel)
-_Sampled = ChatRequest | CompletionRequest
+_Sampled = requests.ChatRequest | requests.CompletionRequest
 
 
 @dataclass
@@ -74,36 +66,36 @@ class Service:
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """Return the tokens of a text or a chat."""
 
-        def encode(body: TokenizeRequest) -> list[int]:
+        def encode(body: requests.TokenizeRequest) -> list[int]:
             served, text = self.served, body.text_prompt
             if text is not None:
                 return served.encoded(served.prompt(text))
             tools, kwargs = body.tools, body.chat_template_kwargs
             return served.encoded(served.chat(body.messages or [], tools, kwargs))
 
-        async with self._read(request, TokenizeRequest) as body:
+        async with self._read(request, requests.TokenizeRequest) as body:
             tokens = await run_in_threadpool(blame_sender, encode, body)
         positions = self.served.positions
         return {"tokens": tokens, "count": len(tokens), "max_model_len": positions}
 
     async def detokenize(self, request: Request) -> dict[str, str]:
         """Return the text of tokens."""
-        async with self._read(request, DetokenizeRequest) as body:
+        async with self._read(request, requests.DetokenizeRequest) as body:
             blame_sender(self.served.check_ids, body.tokens)
             return {"prompt": self.served.tokenizer.decode(body.tokens)}
 
     async def chat(self, request: Request) -> Response:
         """Answer ``/v1/chat/completions``."""
-        return await self._sample(request, ChatRequest, ChatAnswer)
+        return await self._sample(request, requests.ChatRequest, ChatAnswer)
 
     async def completions(self, request: Request) -> Response:
         """Answer ``/v1/completions``."""
-        return await self._sample(request, CompletionRequest, CompletionAnswer)
+        return await self._sample(request, requests.CompletionRequest, CompletionAnswer)
 
     async def begin_session(self, request: Request) -> dict[str, str]:
         """Begin a session. Return its id and key. Answers to requests with the key are recorded."""
         check_bearer(request, self.token)
-        async with self._read(request, SessionRequest) as body:
+        async with self._read(request, requests.SessionRequest) as body:
             session = self.sessions.begin(body.seed)
         if session is None:
             raise HTTPException(429, "there are too many sessions. End some of them")
@@ -125,7 +117,7 @@ class Service:
         session = self._authorised(request)
         if session is None:
             raise HTTPException(400, "a reward belongs to a session. Send the session's key")
-        async with self._read(request, RewardRequest) as body:
+        async with self._read(request, requests.RewardRequest) as body:
             blame_sender(session.set_reward, body.reward)
         return {"reward": session.reward}
 
@@ -151,7 +143,7 @@ class Service:
     async def _read(self, request: Request, kind: type[Kind]) -> AsyncIterator[Kind]:
         """Async context manager: check key and model of a request, and yield its parsed body."""
         self._authorised(request)
-        async with self._bodies.read(request, partial(read_request, kind)) as body:
+        async with self._bodies.read(request, partial(requests.read_request, kind)) as body:
             self._check_model(getattr(body, "model", None))
             yield body
 
@@ -168,7 +160,7 @@ class Service:
         async with self._read(request, kind) as body:
             prompts = await run_in_threadpool(blame_sender, self._prompts, body, session)
         # Each answer has a row, from which the engine samples, and a choice, which formats it.
-        has_tools = isinstance(body, ChatRequest) and body.offered_tools
+        has_tools = isinstance(body, requests.ChatRequest) and body.offered_tools
         form = self.served.form if has_tools else None
         body = self.served.adapted(body)
         rows = blame_sender(self._rows, body, prompts, session)
@@ -195,15 +187,17 @@ class Service:
         return await exchange.response(self.queue, request, stream=body.stream)
 
     def _prompts(self, body: _Sampled, session: Session | None) -> list[list[int]]:
-        prompts = body.prompts if isinstance(body, CompletionRequest) else [body]
+        prompts = body.prompts if isinstance(body, requests.CompletionRequest) else [body]
         answers, limit = body.n * len(prompts), self.queue.max_items
         if answers > limit:
             raise HTTPException(413, f"{answers} answers, but the limit of a request is {limit}")
         return [self._tokens(prompt, session) for prompt in prompts]
 
-    def _tokens(self, prompt: ChatRequest | str | list[int], session: Session | None) -> list[int]:
+    def _tokens(
+        self, prompt: requests.ChatRequest | str | list[int], session: Session | None
+    ) -> list[int]:
         served = self.served
-        if isinstance(prompt, ChatRequest):
+        if isinstance(prompt, requests.ChatRequest):
             tools, kwargs = prompt.offered_tools, prompt.chat_template_kwargs
             prompt = served.chat(prompt.messages, tools, kwargs, session is not None)
         elif isinstance(prompt, str):
@@ -221,15 +215,15 @@ class Service:
         """Return ``n`` adjacent rows for each prompt, and reserve their answers in the session."""
         seed_parts: tuple[object, ...] = ("request", next(self._numbers))
         # Reserve the answers in the session, and release them if the request is refused.
-        requests: Sequence[int | None] = [None] * (len(prompts) * body.n)
+        admitted: Sequence[int | None] = [None] * (len(prompts) * body.n)
         if session is not None:
             longest = body.longest or self.served.defaults.length.max_length
-            requests = session.admit(prompts, longest, body.n)
+            admitted = session.admit(prompts, longest, body.n)
         try:
             options = [self.served.options(body, ids) for ids in prompts]
         except AlignerError:
             if session is not None:
-                session.withdraw(prompts, requests)
+                session.withdraw(prompts, admitted)
             raise
         # The seed of the request overrides the seed of the session.
         if session is not None:
@@ -237,7 +231,7 @@ class Service:
         if body.seed is not None:
             seed_parts = ("seed", body.seed)
         return [
-            Row(ids, text_hash(*seed_parts, sample), row_options, requests[index * body.n + sample])
+            Row(ids, text_hash(*seed_parts, sample), row_options, admitted[index * body.n + sample])
             for index, (ids, row_options) in enumerate(zip(prompts, options, strict=True))
             for sample in range(body.n)
         ]

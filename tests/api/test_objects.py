@@ -4,6 +4,8 @@ import functools
 import importlib.util
 import json
 import math
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -144,6 +146,104 @@ def test_an_object_that_cannot_be_pickled_is_refused(tmp_path):
         as_setting("reward.function", lambda prompts, responses, **c: lock, tmp_path)
 
 
+READS = "\ndef reward(prompts, responses, **columns):\n    return [VALUE(r) for r in responses]\n"
+CHANGES = {
+    "pattern": ("import re\nVALUE = re.compile(@).search", "'4'", "'5'"),
+    "set": ("VALUE = {'a', @}", "'b'", "'c'"),
+    "frozenset": ("VALUE = frozenset({'a', @})", "'b'", "'c'"),
+    "bytes": ("VALUE = @", "b'4'", "b'5'"),
+    "array": ("import numpy as np\nVALUE = np.array([@])", "1.0", "2.0"),
+    "tensor": ("import torch\nVALUE = torch.tensor([@])", "1.0", "2.0"),
+    "bfloat16": ("import torch\nVALUE = torch.tensor(@).bfloat16()", "1.0", "2.0"),
+    "fraction": ("from fractions import Fraction\nVALUE = Fraction(@)", "1", "2"),
+    "path": ("from pathlib import Path\nVALUE = Path(@)", "'a'", "'b'"),
+    "dataclass": (
+        "from dataclasses import dataclass\n@dataclass\nclass C:\n    x: int\nVALUE = C(@)",
+        "1",
+        "2",
+    ),
+    "namespace": ("from types import SimpleNamespace as N\nVALUE = N(x=[{@}])", "1", "2"),
+    "slots": ("class C:\n    __slots__ = ('x',)\nVALUE = C()\nVALUE.x = @", "1", "2"),
+    "method": ("class C:\n    def f(self): return @\nVALUE = C()", "1", "2"),
+    "base": ("class B:\n    def f(self): return @\nclass VALUE(B): pass", "1", "2"),
+    "property": ("class VALUE:\n    @property\n    def f(self): return 1 + @", "1", "2"),
+    "staticmethod": ("class VALUE:\n    @staticmethod\n    def f(): return @", "1", "2"),
+    "classmethod": ("class VALUE:\n    @classmethod\n    def f(cls): return @", "1", "2"),
+    "functions": ("def f(r): return @\nVALUE = [f]", "1", "2"),
+    "patterns": ("import re\nVALUE = {'a': re.compile(@)}", "'4'", "'5'"),
+    "enum": ("import enum\nclass VALUE(enum.Enum):\n    A = @", "1", "2"),
+    "default": ("import re\ndef VALUE(r, p=re.compile(@)): return 1", "'4'", "'5'"),
+    "constants": ("def VALUE(r): return r in {'a', @}", "'4'", "'5'"),
+    "partial": ("import functools, re\nVALUE = functools.partial(print, @)", "{4}", "{5}"),
+    "closure": ("def f(x): return lambda r: r in x\nVALUE = f({@})", "4", "5"),
+    "wrapper": (
+        "import functools\ndef f(g): return functools.wraps(g)(lambda r: g(r) * @)\nVALUE = f(len)",
+        "1",
+        "2",
+    ),
+    "list": ("import types\nclass L(list): pass\nVALUE = L([types, @])", "1", "2"),
+    "circle": ("VALUE = [{'a'}]\nVALUE.append(VALUE)\nVALUE.append(@)", "1", "2"),
+    "keys": ("VALUE = {('a', 1): {@}, 2: 3}", "4", "5"),
+}
+
+
+def described(cell, folder, name="reward"):
+    path = as_setting("key", as_notebook(cell, name), folder)
+    return Path(path.rpartition(":")[0]).read_text()
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_changed_value_changes_the_file(tmp_path, kind, caplog):
+    cell, first, second = CHANGES[kind]
+    cells = [_filled(cell, value) for value in (first, second)]
+    texts = [described(text + READS, tmp_path) for text in (cells[0], cells[0], cells[1])]
+    assert texts[0] == texts[1] != texts[2]
+    assert not caplog.records
+
+
+def _filled(cell, value):
+    return re.sub(r"@(?!property|staticmethod|classmethod|dataclass)", lambda _: value, cell)
+
+
+def test_equal_files_in_processes_with_other_hashes(tmp_path):
+    (tmp_path / "helpers.py").write_text("import re\nLIMIT = {'x', 'y'}\ndef f(r): return LIMIT\n")
+    lines = ["import sys, helpers", "from pathlib import Path"]
+    lines += ["from aligner.api.objects import as_setting"]
+    for index, kind in enumerate(CHANGES):
+        lines += [_filled(*CHANGES[kind][:2]).replace("VALUE", f"VALUE_{index}")]
+    values = ", ".join(f"VALUE_{index}" for index in range(len(CHANGES)))
+    lines += [f"def reward(prompts, responses, **c): return [{values}, helpers.f]"]
+    lines += ["as_setting('key', reward, Path(sys.argv[1]))"]
+    script, texts = tmp_path / "script.py", []
+    script.write_text("\n".join(lines))
+    for seed in ("1", "2", "helper"):
+        if seed == "helper":
+            helper = tmp_path / "helpers.py"
+            helper.write_text(helper.read_text().replace("'y'", "'zz'"))
+        paths = [
+            str(Path(aligner.__file__).parents[1]),
+            *os.environ.get("PYTHONPATH", "").split(":"),
+        ]
+        environment = {**os.environ, "PYTHONHASHSEED": seed.replace("helper", "1")}
+        environment["PYTHONPATH"] = ":".join(filter(None, paths))
+        words = [sys.executable, str(script), str(tmp_path / seed)]
+        done = subprocess.run(words, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        texts.append((tmp_path / seed / "key.py").read_text())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_dataclass_of_a_notebook_keeps_its_fields(tmp_path):
+    cell = "import dataclasses\n@dataclasses.dataclass\nclass C:\n    x: int\n    y: int = 2\n"
+    path = as_setting("generation.backend", as_notebook(cell, "C"), tmp_path)
+    program = (
+        f"import runpy, dataclasses\nC = runpy.run_path({path.rpartition(':')[0]!r})['C']\n"
+        "print([f.default is dataclasses.MISSING for f in dataclasses.fields(C)], C(1).y)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[True, False] 2\n", done.stderr
+
+
 ROWS = [{"prompt": "a", "level": np.int64(3)}, {"prompt": "b", "scores": np.ones(2)}]
 
 
@@ -185,7 +285,6 @@ TEXTS = ["plain", "a/b-c.nemo", "results/ä ö", "null", "True", "1e3", "", "a, 
 TEXTS += ["it's", 'say "x"', "back\\slash", "C:\\new", "ends\\", "it's \\' so", "don't\n"]
 TEXTS += ["line\nbreak\ttab", "a=b", "#x"]
 OTHERS = [None, True, 3, -1.5, 6e-3, [1, "a b", None], {"size": 3, "text": "a, b"}, [], {}]
-OTHERS += [np.float64(1e-4), np.float32(0.5), np.int64(3), np.bool_(True)]
 
 
 @pytest.mark.parametrize("value", [*TEXTS, *OTHERS])

@@ -16,14 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aligner.algorithms.rollout.inputs import (
-    Prompts,
-    RewardSource,
-    load_prompts,
-    load_reward,
-    open_environments,
-    start_generation,
-)
+from aligner.algorithms.rollout import inputs
 from aligner.algorithms.rollout.rollout import (
     ConversationsAhead,
     RolloutSource,
@@ -153,7 +146,7 @@ class SamplingTrainer(Learner):
     policy: Policy
     value: Value | None = None
     reward: RewardInterface
-    prompts: Prompts
+    prompts: inputs.Prompts
     sampler: PromptSampler
     generation: GenerationInterface  # the policy, or separate sampling engines
     pad_id: int
@@ -201,24 +194,26 @@ class SamplingInputs:
     """Prompts, reward and environments of a run, checked before models are built."""
 
     config: SamplingRunConfig
-    prompts: Prompts
-    reward: RewardSource
+    prompts: inputs.Prompts
+    reward: inputs.RewardSource
     environments: RolloutSource | None
 
     @classmethod
     def load(cls, run: Run[SamplingRunConfig]) -> "SamplingInputs":
         """Read the prompts, load the reward and start the environments, until the run ends."""
         config, tokenizer, architecture = run.config, run.tokenizer, run.architecture
-        prompts = load_prompts(run)
+        prompts = inputs.load_prompts(run)
         names = prompts.train.column_names
-        reward = load_reward(config, run.engine, tokenizer, names, run.closing)
+        reward = inputs.load_reward(config, run.engine, tokenizer, names, run.closing)
         # Environments receive the columns of all sets.
         sets = {"data.train": prompts.train, "data.validation": prompts.validation}
         sets |= {f"validation.sets.{name}": prompts for name, prompts in prompts.sets.items()}
         columns = columns_of_rows(sets)
-        environments = open_environments(config, tokenizer, architecture, columns, run.closing)
+        environments = inputs.open_environments(
+            config, tokenizer, architecture, columns, run.closing
+        )
         if config.dry_run:
-            prompts = Prompts(longest_set(config, prompts.train, tokenizer, architecture))
+            prompts = inputs.Prompts(longest_set(config, prompts.train, tokenizer, architecture))
         return cls(config, prompts, reward, environments)
 
     def sampler_and_steps(self) -> tuple[PromptSampler, int]:
@@ -239,7 +234,7 @@ class SamplingInputs:
         **options: Any,
     ) -> Trainer:
         """Start sampling engines and reward, and construct a trainer ``kind`` with ``options``."""
-        engines = start_generation(self.config, workers, policy, self.prompts.max_length)
+        engines = inputs.start_generation(self.config, workers, policy, self.prompts.max_length)
         trainer = kind(
             config=self.config,
             policy=policy,

@@ -9,17 +9,7 @@ from typing import Any
 from aligner.checkpoint.durable import atomic_file
 from aligner.observe.diagnostics import ROUNDING_GAPS, gap_verdict
 from aligner.observe.metrics import MetricInfo, Sample, describe, read_metrics, read_samples
-from aligner.observe.report.chart import (
-    Bar,
-    Change,
-    ChartCard,
-    Series,
-    bars,
-    collect_series,
-    drawn,
-    lines_of,
-    short_number,
-)
+from aligner.observe.report import chart
 from aligner.observe.report.page import render
 
 
@@ -106,7 +96,7 @@ def write_report(folder: Path, run: RunRecord) -> Path:
 
 def render_report(run: RunRecord) -> str:
     """Return the report as HTML."""
-    series = collect_series(run.metrics)
+    series = chart.collect_series(run.metrics)
     constants = {name: s.constant for name, s in sorted(series.items()) if s.constant is not None}
     last = max((int(line["step"]) for line in run.metrics), default=0)
     return render(
@@ -131,7 +121,9 @@ def render_report(run: RunRecord) -> str:
     )
 
 
-def _tile(series: Mapping[str, Series], metric: str, label: str, better: int) -> dict[str, Any]:
+def _tile(
+    series: Mapping[str, chart.Series], metric: str, label: str, better: int
+) -> dict[str, Any]:
     values, steps = series[metric].values, series[metric].steps
     first, last = values[0], values[-1]
     note = f"step {steps[0]} → {steps[-1]}"
@@ -139,18 +131,23 @@ def _tile(series: Mapping[str, Series], metric: str, label: str, better: int) ->
     count = series.get("val_rollouts/num_samples")
     if metric == "val_rollouts/accuracy" and count is not None and 0 <= last <= 1:
         error = math.sqrt(last * (1 - last) / max(count.values[-1], 1))
-        note += f", standard error {short_number(round(error, 3))}"
+        note += f", standard error {chart.short_number(round(error, 3))}"
     ends = {"first": _rounded(first, last), "last": _rounded(last, first)}
-    return {"label": label, **ends, "change": Change.between(first, last, better), "note": note}
+    return {
+        "label": label,
+        **ends,
+        "change": chart.Change.between(first, last, better),
+        "note": note,
+    }
 
 
 def _rounded(value: float, neighbour: float) -> str:
     """Format ``value``, as 0 if it is below 0.05 % of ``neighbour``, the value beside it."""
     is_negligible = math.isfinite(neighbour) and abs(value) < 5e-4 * abs(neighbour)
-    return short_number(0.0 if is_negligible else value, 3)
+    return chart.short_number(0.0 if is_negligible else value, 3)
 
 
-def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
+def _overview(series: Mapping[str, chart.Series]) -> list[chart.ChartCard]:
     cards = []
     for name, heading, lead in _OVERVIEW:
         if name == _LOSS and f"val_optim/{_LOSS}" not in series:
@@ -158,21 +155,23 @@ def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
         if name == "accuracy" and not _ROLLOUT_ACCURACIES & series.keys():
             info = describe("val_optim/accuracy")
             lead = f"{info.meaning} Should rise." if info else lead
-        cards.append(ChartCard(heading, lead, lead, lines_of(series, name, "validation")))
-    return drawn(cards)
+        cards.append(
+            chart.ChartCard(heading, lead, lead, chart.lines_of(series, name, "validation"))
+        )
+    return chart.drawn(cards)
 
 
-def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, str]] | None:
+def _gap(series: Mapping[str, chart.Series], precision: str) -> tuple[str, dict[str, str]] | None:
     """Return the sampler's log-prob gap as (text, table rows), or None if it was not measured."""
     gaps = series.get("sampler/logprob_gap_mean")
     if gaps is None:
         return None
     rows = {
-        f"this run, step {gaps.steps[0]}": short_number(gaps.values[0]),
-        f"this run, step {gaps.steps[-1]}": short_number(gaps.values[-1]),
-        "this run, largest": short_number(max(gaps.values)),
+        f"this run, step {gaps.steps[0]}": chart.short_number(gaps.values[0]),
+        f"this run, step {gaps.steps[-1]}": chart.short_number(gaps.values[-1]),
+        "this run, largest": chart.short_number(max(gaps.values)),
         **{
-            f"rounding in {rounding.name}": f"below {short_number(rounding.limit)}"
+            f"rounding in {rounding.name}": f"below {chart.short_number(rounding.limit)}"
             for rounding in ROUNDING_GAPS.values()
         },
     }
@@ -207,20 +206,20 @@ def _training_samples(samples: Sequence[Sample]) -> list[tuple[str, int, list[Sa
     ]
 
 
-def _phases(series: Mapping[str, Series]) -> list[Bar]:
+def _phases(series: Mapping[str, chart.Series]) -> list[chart.Bar]:
     phases = {
         name.removeprefix("timers/").replace("_", " "): sum(timer.values)
         for name, timer in series.items()
         if name.startswith("timers/") and name != "timers/total" and "per_second" not in name
     }
-    return bars(list(phases.items()))
+    return chart.bars(list(phases.items()))
 
 
 def _info(name: str) -> MetricInfo:
     return describe(name) or MetricInfo("", "")
 
 
-def _groups(series: Mapping[str, Series]) -> list[tuple[str, bool, list[ChartCard]]]:
+def _groups(series: Mapping[str, chart.Series]) -> list[tuple[str, bool, list[chart.ChartCard]]]:
     """Return (heading, whether it is unfolded, charts) for each group of metrics."""
     groups = []
     for group, heading in _GROUPS.items():
@@ -230,7 +229,9 @@ def _groups(series: Mapping[str, Series]) -> list[tuple[str, bool, list[ChartCar
             if prefix == group:
                 info = _info(name)
                 tooltip = f"{name}: {info.meaning} Over: {info.over}"
-                cards.append(ChartCard(metric, info.meaning, tooltip, [values], is_single=True))
-        if shown := drawn(cards):
+                cards.append(
+                    chart.ChartCard(metric, info.meaning, tooltip, [values], is_single=True)
+                )
+        if shown := chart.drawn(cards):
             groups.append((f"{heading}: {group}/", group != "timers", shown))
     return groups

@@ -32,14 +32,7 @@ from aligner.parallel.collectives import on_rank_zero
 from aligner.rewards.function.runner import ScoredResponses
 from aligner.rewards.interface import check_weights, rated_responses
 from aligner.rewards.sequences import scored_texts
-from aligner.rewards.server.wire import (
-    HEALTH,
-    SCORE,
-    HealthAnswer,
-    WireSample,
-    parse_error,
-    parse_rewards,
-)
+from aligner.rewards.server import wire
 
 log = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # otherwise a line for every request
@@ -63,10 +56,10 @@ class _RewardRequest:
         return f"{self.method} {self.path}"
 
 
-def _score_request(samples: Sequence[WireSample], width: int) -> _RewardRequest:
+def _score_request(samples: Sequence[wire.WireSample], width: int) -> _RewardRequest:
     body = json.dumps({"samples": list(map(asdict, samples))}).encode()
-    parse = partial(parse_rewards, count=len(samples), width=width)
-    return _RewardRequest("POST", SCORE, body, parse)
+    parse = partial(wire.parse_rewards, count=len(samples), width=width)
+    return _RewardRequest("POST", wire.SCORE, body, parse)
 
 
 class RewardClient:
@@ -91,11 +84,11 @@ class RewardClient:
 
     def check(self) -> tuple[str, ...]:
         """Wait until the server is ready and accepts the token. Return its reward attributes."""
-        health = _RewardRequest("GET", HEALTH, b"", partial(validated, HealthAnswer))
-        answer: HealthAnswer = self._send_all([health, _score_request([], 1)])[0]
+        health = _RewardRequest("GET", wire.HEALTH, b"", partial(validated, wire.HealthAnswer))
+        answer: wire.HealthAnswer = self._send_all([health, _score_request([], 1)])[0]
         return tuple(answer.attributes)
 
-    def score(self, samples: Sequence[WireSample], width: int = 1) -> list[list[float]]:
+    def score(self, samples: Sequence[wire.WireSample], width: int = 1) -> list[list[float]]:
         """Return the server's scores: ``width`` numbers per sample, one for each attribute.
 
         Raises `RewardServerError` if the server was unavailable for ``retry_for_s`` seconds,
@@ -172,7 +165,7 @@ class RewardClient:
             except DataError as error:
                 raise _TryAgainError(f"{request} was answered with {error}") from error
         is_proxy_page = status == 404 and not answer.lstrip().startswith(b"{")
-        message = f"{status} {response.reason_phrase} to {request}: {parse_error(answer)}"
+        message = f"{status} {response.reason_phrase} to {request}: {wire.parse_error(answer)}"
         if status in _TEMPORARY or is_proxy_page:
             raise _TryAgainError(message)
         if status in (401, 403):
@@ -220,7 +213,7 @@ class RemoteReward:
 
         def score() -> tuple[list[str], list[list[float]]]:
             responses, texts = scored_texts(self.tokenizer, data, self.end_strings)
-            samples = list(map(WireSample, data["prompts"], texts))
+            samples = list(map(wire.WireSample, data["prompts"], texts))
             return responses, self._client.score(samples, max(1, len(self.attributes)))
 
         responses, rows = on_rank_zero(score)

@@ -78,9 +78,8 @@ def check_that_all_learn(
     parallel: ParallelState,
 ) -> None:
     """Check that every adapter has a gradient. Call this on all ranks, after a backward pass.
-
-    Raises:
-        ConfigError: the model's code does not call an adapted layer, or no output depends on it.
+    Raises `ConfigError` if the model's code does not call an adapted layer, or no output depends on
+    the layer.
     """
     gradients = {shard.name: shard.gradient for shard in shards}
     # Matrix B stands for its adapter, because the output depends on A through B only.

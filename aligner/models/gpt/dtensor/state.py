@@ -47,9 +47,7 @@ def load_shard_state(
     states: Sequence[Mapping[str, Any]],
 ) -> None:
     """Restore this process's weights and optimizer state from all `shard_state`, in rank order.
-
-    Raises:
-        CheckpointError: another model or backend saved the states, or a slice is missing.
+    Raises `CheckpointError` if another model or backend saved the states, or a slice is missing.
     """
     rank = shards[0].parallel.rank if shards else 0
     state = states[rank if rank < len(states) else 0]

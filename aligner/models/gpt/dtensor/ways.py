@@ -85,10 +85,8 @@ def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
     """Find the fastest `Way` and decoder of a model, by comparing log-probs on the CPU.
 
     ``model``: a float32 causal language model in evaluation mode. ``samples``: whether the role
-    samples, and thus needs a decoder.
-
-    Raises:
-        CheckpointError: a token's log-probs depend on later tokens.
+    samples, and thus needs a decoder. Raises `CheckpointError` if a token's log-probs depend on
+    later tokens.
     """
     register()
     sequences = [_random_tokens(model, length, seed) for seed, length in enumerate(_LENGTHS)]

@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.logprobs.output_layer import OutputLayerBypass, ValueHead
 from aligner.losses.interfaces import PublishedLoss
-from aligner.models.gpt.forward.schedule import (
-    ForwardStep,
-    Microbatch,
-    MicroBatches,
-    forward_step,
-    full_hidden_states,
-    loss_head,
-    split_microbatches,
-)
+from aligner.models.gpt.forward import schedule
 from aligner.models.gpt.forward.token_layout import LayoutRules, framed_outputs
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.model import ValueModel
@@ -57,14 +49,14 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
             gpt.rm_head = head.to(next(gpt.parameters()).device)
 
     def token_outputs(
-        self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
+        self, gpt: GPTModel, hidden: Tensor, microbatch: schedule.Microbatch, with_entropy: bool
     ) -> TokenOutputs:
         """Compute the head's outputs for every token (see `framed_outputs`)."""
         assert not with_entropy  # only a policy has an entropy
-        outputs = gpt.rm_head(full_hidden_states(gpt, hidden, vocab_parallel=False))
+        outputs = gpt.rm_head(schedule.full_hidden_states(gpt, hidden, vocab_parallel=False))
         return framed_outputs(outputs, microbatch.layout, right_shift=self.right_shift)
 
-    def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
+    def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> schedule.ForwardStep:
         """Bind `forward_step_value` to this role's head and loss."""
         return partial(
             forward_step_value,
@@ -77,13 +69,13 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
         )
 
     def get_values(
-        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
+        self, batch: Mapping[str, Tensor], micro_batches: schedule.MicroBatches | None = None
     ) -> Tensor:
         """Compute values (see `ValueModel`). An update may reuse the pass (see `ForwardReuse`)."""
         if micro_batches is not None or not self._trains_in_one_pass(batch):
             return super().get_values(batch, micro_batches)
 
-        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
+        def head(hidden: Tensor, microbatch: schedule.Microbatch) -> tuple[Tensor]:
             self.forward_reuse.keep(microbatch, hidden)
             with torch.no_grad():
                 outputs = self.token_outputs(self.gpt, hidden, microbatch, False)
@@ -125,7 +117,7 @@ def forward_step_value(
     state: Any,
     global_valid_seqs: Tensor,
     global_valid_toks: Tensor,
-    data_iterator: Iterator[Microbatch | Mapping[str, Tensor]],
+    data_iterator: Iterator[schedule.Microbatch | Mapping[str, Tensor]],
     model: nn.Module,
     *,
     value_head: nn.Module | None,
@@ -155,27 +147,31 @@ def forward_step_value(
     and metrics from the last stage's output.
     """
 
-    def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
+    def outputs(hidden: Tensor, microbatch: schedule.Microbatch) -> TokenOutputs:
         assert value_head is not None, "the last stage contains the head"
-        rows = full_hidden_states(unwrap_model(model), hidden, vocab_parallel=False)
+        rows = schedule.full_hidden_states(unwrap_model(model), hidden, vocab_parallel=False)
         return framed_outputs(value_head(rows), microbatch.layout, right_shift=right_shift)
 
     del state, defer_fp32_logits, policy_cfg
     denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)
     loss_fn = loss_fn if isinstance(loss_fn, LossFunction) else PublishedLoss(loss_fn)
-    head = loss_head(outputs, loss_fn, denominators)
+    head = schedule.loss_head(outputs, loss_fn, denominators)
     factor = 1 if cp_normalize else parallel_state.get_context_parallel_world_size()
 
-    def multiplied_head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def multiplied_head(
+        hidden: Tensor, microbatch: schedule.Microbatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = head(hidden, microbatch)
         return loss * factor, {**metrics, "loss": metrics["loss"] * factor}
 
     microbatch = next(data_iterator)
-    if not isinstance(microbatch, Microbatch):
+    if not isinstance(microbatch, schedule.Microbatch):
         # All rows as one micro-batch, in the layout of this process's groups.
         is_split = unwrap_model(model).config.sequence_parallel
         parallel = joined_parallel(sequence_parallel=is_split)
         rules = LayoutRules.of(parallel, packed=pack_sequences, sequence_length_round=1)
         rows = microbatch["input_ids"].shape[0]
-        (microbatch,) = split_microbatches(microbatch, [(0, rows)], rules)
-    return forward_step(iter([microbatch]), model, head=head if factor == 1 else multiplied_head)
+        (microbatch,) = schedule.split_microbatches(microbatch, [(0, rows)], rules)
+    return schedule.forward_step(
+        iter([microbatch]), model, head=head if factor == 1 else multiplied_head
+    )

@@ -25,16 +25,7 @@ from aligner.config import TrainedModelConfig, as_omegaconf, check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.losses.interfaces import AnyLossFunction
-from aligner.models.gpt.forward.schedule import (
-    ForwardStep,
-    Head,
-    Microbatch,
-    MicroBatches,
-    forward_step,
-    infer_microbatches,
-    loss_head,
-    run_microbatches,
-)
+from aligner.models.gpt.forward import schedule
 from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer, wrap_for_training
@@ -56,10 +47,10 @@ class ForwardReuse:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._microbatch: Microbatch | None = None
+        self._microbatch: schedule.Microbatch | None = None
         self._versions: list[int] = []
 
-    def keep(self, microbatch: Microbatch, hidden: Tensor) -> None:
+    def keep(self, microbatch: schedule.Microbatch, hidden: Tensor) -> None:
         """Store ``hidden``, float [n, L, H], the model's output for ``microbatch``."""
         self._microbatch = dataclasses.replace(microbatch, hidden=hidden)
         self._versions = self._weight_versions()
@@ -68,7 +59,7 @@ class ForwardReuse:
         """Free the stored hidden states and their graph."""
         self._microbatch = None
 
-    def take(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    def take(self, microbatches: Sequence[schedule.Microbatch]) -> list[schedule.Microbatch]:
         """Return ``microbatches``, with the stored hidden states if rows and weights are the same.
 
         This object drops the stored hidden states in either case.
@@ -149,14 +140,16 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     def add_head(self, gpt: GPTModel) -> None:
         """Replace the output layer by the role's head, if any."""
 
-    def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
+    def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> schedule.ForwardStep:
         """Return megatron-core's forward step that computes the loss and its metrics."""
         gpt = self.gpt
 
-        def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
+        def outputs(hidden: Tensor, microbatch: schedule.Microbatch) -> TokenOutputs:
             return self.loss_outputs(gpt, hidden, microbatch, loss_fn)
 
-        return partial(forward_step, head=loss_head(outputs, loss_fn, denominators))
+        return partial(
+            schedule.forward_step, head=schedule.loss_head(outputs, loss_fn, denominators)
+        )
 
     # The model -------------------------------------------------------------------------------
 
@@ -199,9 +192,9 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     def infer_frames(
         self,
         batch: Mapping[str, Tensor],
-        head: Head,
+        head: schedule.Head,
         frames: Sequence[Tensor],
-        micro_batches: MicroBatches | None = None,
+        micro_batches: schedule.MicroBatches | None = None,
         model: GPTModel | None = None,
         *,
         with_graph: bool = False,
@@ -209,8 +202,10 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         """See `RoleModel.infer_frames`. ``with_graph``: see `infer_microbatches`."""
         # Forward passes, whose results only the last pipeline stage returns.
         microbatches = self.split(batch, micro_batches or self.settings.forward_micro_batch_size)
-        step = partial(forward_step, head=head)
-        results = infer_microbatches(model or self.gpt, microbatches, step, with_graph=with_graph)
+        step = partial(schedule.forward_step, head=head)
+        results = schedule.infer_microbatches(
+            model or self.gpt, microbatches, step, with_graph=with_graph
+        )
         if self.parallel.is_last_stage:
             start = 0
             for parts in results:
@@ -232,7 +227,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         batch: Mapping[str, Tensor],
         forward_only: bool,
         loss_fn: AnyLossFunction | None = None,
-        mbs: MicroBatches | None = None,
+        mbs: schedule.MicroBatches | None = None,
     ) -> dict[str, float]:
         """See `RoleModel.run_batch`."""
         # The dropout of adapters changes with every update.
@@ -242,9 +237,13 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         step = self.loss_step(self.require_loss(loss_fn), denominators)
         microbatches = self.split(batch, mbs or self.settings.micro_batch_size)
         if forward_only:
-            results = [metrics for _, metrics in infer_microbatches(self.gpt, microbatches, step)]
+            results = [
+                metrics for _, metrics in schedule.infer_microbatches(self.gpt, microbatches, step)
+            ]
         else:
-            results = run_microbatches(self.model, self.forward_reuse.take(microbatches), step)
+            results = schedule.run_microbatches(
+                self.model, self.forward_reuse.take(microbatches), step
+            )
         # Only the last stage has the metrics. It sends them to all stages.
         reduced = None
         if self.parallel.is_last_stage:
