@@ -71,8 +71,7 @@ ALGORITHMS = {
 }
 BY_SCRIPT = {entry.script: entry for entry in ALGORITHMS.values()}
 
-# Rollout engine → class of its section ``generation.NAME``, a subclass of `EngineConfig`, which its
-# module imports from `aligner.config.engine`, because `aligner.config` imports the classes.
+# Rollout engine → subclass of `aligner.config.engine.EngineConfig`, the section ``generation.NAME``.
 ENGINES = {"vllm": "aligner.generation.vllm.settings:VllmConfig"}
 
 # ``environment.kind`` → subclass of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A program

@@ -121,14 +121,19 @@ def _sources(name: str, value: Any) -> Iterator[str]:
         if text is not None or id(item) in visited:
             continue
         visited[id(item)] = item
-        if inspect.ismodule(item) or (item is not value and _importable_path(item)):
-            yield f"{name} = {_importable_path(item) or item.__name__}{_digest_of_module(item)}"
+        if inspect.ismodule(item):
+            if digest := _digest_of_module(item):
+                yield f"{name} = module{digest}"
+        elif item is not value and _importable_path(item):
+            yield f"{name} = {_importable_path(item)}{_digest_of_module(item)}"
         elif isinstance(item, FunctionType):
             yield f"{name} = {_function_source(item)}"
             pending += sorted(_references(item).items())
         else:
-            is_class = isinstance(item, type)
-            yield f"{name} = " + (f"class {item.__qualname__}" if is_class else f"a {_kind(item)}")
+            if isinstance(item, type):
+                yield f"{name} = class {item.__qualname__}{item.__bases__}"
+            elif not (isinstance(item, partial) or inspect.ismethod(item)):
+                yield f"{name} = a {_kind(item)}"
             pending += [(f"{name}.{key}", part) for key, part in _parts(item)]
 
 
@@ -175,8 +180,10 @@ def _digest_of_module(item: Any) -> str:
     """Return a digest of the file that defines ``item``, or '' for an installed package."""
     module = item if inspect.ismodule(item) else sys.modules.get(item.__module__)
     path = getattr(module, "__file__", None)
-    folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    folders.append(str(Path(__file__).parents[1]))  # this library
+    folders = [
+        *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+        Path(__file__).parents[1],
+    ]
     if path is None or any(Path(path).is_relative_to(folder) for folder in folders):
         return ""
     return f" sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}"

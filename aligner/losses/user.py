@@ -127,10 +127,7 @@ def user_policy_loss(
 
 
 def _construct(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
-    remedy = (
-        "Its arguments are the keys of model.ppo.loss_kwargs. Options of the built-in loss are "
-        "passed automatically"
-    )
+    remedy = "Set arguments in model.ppo.loss_kwargs. Options of the built-in loss are passed on"
     loss = construct(factory, options, f"{KEY}={name}", remedy)
     remedy = "Write it as __call__(self, outputs, batch, denominators)"
     if not callable(loss):

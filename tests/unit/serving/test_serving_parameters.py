@@ -14,7 +14,6 @@ from test_serving import (
     TOKENIZER,
     USER,
     ask,
-    refused,
     served,  # noqa: F401 - a fixture
 )
 
@@ -50,7 +49,9 @@ class Asked:
         return [choice["token_ids"] for choice in self.choices(**more)]
 
     def is_refused(self, name, **more):
-        _, error = refused(self.server, self.path, json.dumps(self.body(more)))
+        answer = self.server.client.post(self.path, content=json.dumps(self.body(more)))
+        assert set(answer.json()) == {"error"}
+        error = answer.json()["error"]
         assert error["message"].startswith(name), error
         return True
 
