@@ -71,7 +71,7 @@ ALGORITHMS = {
 }
 BY_SCRIPT = {entry.script: entry for entry in ALGORITHMS.values()}
 
-# Rollout engine → subclass of `aligner.config.engine.EngineConfig`, the section ``generation.NAME``.
+# Rollout engine → subclass of `aligner.config.engine.EngineConfig`, its section ``generation.X``.
 ENGINES = {"vllm": "aligner.generation.vllm.settings:VllmConfig"}
 
 # ``environment.kind`` → subclass of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A program

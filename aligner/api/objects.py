@@ -179,12 +179,9 @@ def _kind(item: Any) -> str:
 def _digest_of_module(item: Any) -> str:
     """Return a digest of the file that defines ``item``, or '' for an installed package."""
     module = item if inspect.ismodule(item) else sys.modules.get(item.__module__)
-    path = getattr(module, "__file__", None)
-    folders = [
-        *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
-        Path(__file__).parents[1],
-    ]
-    if path is None or any(Path(path).is_relative_to(folder) for folder in folders):
+    path = getattr(module, "__file__", None) or ""
+    installed = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    if not os.path.isfile(path) or path.startswith((*installed, str(Path(__file__).parents[1]))):
         return ""
     return f" sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
 
