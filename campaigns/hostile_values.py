@@ -117,7 +117,7 @@ def run_campaign(campaign: Campaign) -> None:
 def _from_an_environment(
     campaign: Campaign, value: str, position: str, classes: str
 ) -> tuple[bool, str]:
-    """Check that the run ends well and that the conversation is a sample or restarted."""
+    """Check that the conversation is a sample or restarted, or that a wrong type is refused."""
     marker = campaign.folder / "was_said"
     marker.unlink(missing_ok=True)
     body = f"V = {value}; {_PLACES[position]}\n{classes}"
@@ -126,6 +126,7 @@ def _from_an_environment(
         campaign, "values", body, bad=campaign.rng.randrange(8), at=at, marker=str(marker)
     )
     good = outcome.verdict == "ok" and len(samples) == 8 and sum(counted.values()) <= 1
+    good |= outcome.verdict == "refused" and "values.py:Game" in outcome.last
     return good, f"call {at}: {outcome.verdict}, {counted}; {outcome.last}"
 
 
