@@ -218,6 +218,11 @@ def names(*columns):
     return check
 
 
+def both(*checks):
+    """Each of ``checks`` reads the table."""
+    return lambda table: [problem for check in checks for problem in check(table)]
+
+
 def api_functions(table):
     for function, script, _ in table.rows:
         name, keywords = code(function)[0].removeprefix("aligner."), {"model", "data", "overrides"}
@@ -320,7 +325,7 @@ def versions(table):
 
 # First cells of a header: the check of the rows.
 TABLES = {
-    ("function", "script", "data"): api_functions,
+    ("function", "script", "data"): both(api_functions, names(2)),
     ("attribute", "content"): words_in(lambda: dir(aligner.Result), 0),
     ("key", "default", "meaning"): written,
     ("key", "meaning"): names(0, 1),
@@ -340,7 +345,7 @@ TABLES = {
     ("layer", "modules"): layers,
     ("stage", "computed by"): words_in((ROOT / "aligner" / "types.py").read_text, 2),
     ("algorithm", "functions"): paths(1),
-    ("message",): messages,
+    ("message",): both(messages, names(2)),
     ("file", "what it holds"): names(0, 1),
     ("family", "`model_type`"): equal_to(1, lambda: FAMILIES),
     ("NeMo", "here"): names(1),
