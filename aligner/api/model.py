@@ -127,7 +127,7 @@ class Model(_Loaded):
             top_p: sample from the fewest most probable tokens with a total of at least ``top_p``.
             top_k: number of most probable tokens to sample from. 0 means all tokens.
             greedy: always select the most probable token.
-            stop: strings that end a response.
+            stop: a string or strings that end a response.
             seed: random seed. The same seed and prompts give the same responses.
 
         Raises:
@@ -140,7 +140,7 @@ class Model(_Loaded):
             "top_p": top_p,
             "top_k": top_k,
             "use_greedy": greedy,
-            "end_strings": list(stop),
+            "end_strings": [stop] if isinstance(stop, str) else list(stop),
         }
         options = SamplingOptions(
             build(LengthParams, {"max_length": max_new_tokens, "min_length": 1}, "generate"),
@@ -179,7 +179,7 @@ class Model(_Loaded):
 
         Returns ``path``. Raises `ConfigError` if ``path`` exists.
         """
-        target = Path(path)
+        target = Path(path).expanduser()
         if target.exists():
             raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
         if target.suffix == ".nemo" or not self._loaded.architecture.suffix:
@@ -258,7 +258,7 @@ def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
 def _open(
     path: str | os.PathLike[str], closing: ExitStack, download: bool = False
 ) -> InferenceModel:
-    model = {"restore_from_path": os.fspath(path)}
+    model = {"restore_from_path": os.path.expanduser(os.fspath(path))}
     values = {"model": model, "sampling": {"max_length": 1}, "download": download}
     closing.enter_context(_groups())
     return open_model(build(AskConfig, values, ""), closing)

@@ -99,7 +99,7 @@ class Result:
         """
         from aligner.checkpoint.convert import nemo_to_hf
 
-        source, target = Path(os.fspath(self)), Path(path)
+        source, target = Path(os.fspath(self)), Path(path).expanduser()
         if target.exists():
             raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
         if source.is_dir():  # a model without a .nemo form

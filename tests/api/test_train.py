@@ -90,6 +90,10 @@ def test_the_policy_generates_scores_and_is_saved(result, tmp_path):
     answers = result.generate(prompts, max_new_tokens=4, seed=7)
     assert answers == result.generate(prompts, max_new_tokens=4, seed=7)
     assert answers[0] != answers[1]
+    first = answers[0][:1]
+    options = {"max_new_tokens": 4, "seed": 7}
+    stopped = [result.generate(prompts, stop=stop, **options) for stop in (first, [first])]
+    assert stopped[0] == stopped[1] != answers
     logprobs = result.policy.logprobs(["1 + 1 = "] * 2, ["23", "4"])
     assert [len(row) for row in logprobs] == [2, 1]
     assert result.policy.logprobs([], []) == []
