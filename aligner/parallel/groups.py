@@ -156,5 +156,7 @@ def shutdown_parallel() -> None:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    for suffix in ("", "_GLOO"):  # groups that megatron-core keeps, with open ports
+        setattr(parallel_state, f"_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP{suffix}", None)
     if dist.is_initialized():
         dist.destroy_process_group()

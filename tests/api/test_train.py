@@ -111,6 +111,22 @@ def test_the_policy_generates_scores_and_is_saved(result, tmp_path):
         result.save(tmp_path / "hf")
 
 
+PORTS = """
+import gc, sys
+import aligner, psutil
+with aligner.load_model(sys.argv[1]) as model:
+    pass
+del model
+gc.collect()
+print([each for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"])
+"""
+
+
+def test_no_port_is_open_after_the_last_model(tiny_nemo):
+    done = subprocess.run([sys.executable, "-c", PORTS, str(tiny_nemo)], capture_output=True)
+    assert done.stdout.splitlines()[-1] == b"[]", done.stderr
+
+
 def test_the_groups_of_this_process_end_with_the_last_model(result):
     with aligner.load_model(os.fspath(result)):
         assert torch.distributed.is_initialized()
