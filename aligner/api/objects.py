@@ -16,7 +16,7 @@ import os
 import sys
 import sysconfig
 import textwrap
-from collections import ChainMap
+from collections import ChainMap, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -112,9 +112,10 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
 def _sources(name: str, value: Any) -> Iterator[str]:
     """Yield the source of ``value``, and sources and values of the objects that it uses."""
     # Breadth first, so that the order does not depend on memory addresses.
-    pending, visited = [(name, value)], dict[int, Any]()  # by id, which a living object keeps
+    pending = deque([(name, value)])
+    visited = dict[int, Any]()  # by id, which a living object keeps
     while pending:
-        name, item = pending.pop(0)
+        name, item = pending.popleft()
         text = _plain_text(item)
         if text is not None:
             yield f"{name} = {text}"
@@ -180,8 +181,9 @@ def _digest_of_module(item: Any) -> str:
     """Return a digest of the file that defines ``item``, or '' for an installed package."""
     module = item if inspect.ismodule(item) else sys.modules.get(item.__module__)
     path = getattr(module, "__file__", None) or ""
-    installed = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
-    if not os.path.isfile(path) or path.startswith((*installed, str(Path(__file__).parents[1]))):
+    installed = [*map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))]
+    library = str(Path(__file__).parents[1])
+    if not os.path.isfile(path) or any(Path(path).is_relative_to(f) for f in (*installed, library)):
         return ""
     return f" sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
 

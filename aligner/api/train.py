@@ -369,10 +369,10 @@ def _undone_if_refused(folder: Path) -> Iterator[None]:
 
     files, earlier, record = folder / "python", folder / ".python.earlier", folder / RUN_FILE
     is_new = not folder.exists()
+    if (folder / LOCK_FILE).exists():
+        RunLock(folder).release()
     # A run that begins or continues writes its record.
     written = record.stat().st_mtime_ns if record.exists() else None
-    if written is not None:
-        RunLock(folder).release()
     if files.exists():
         shutil.rmtree(earlier, ignore_errors=True)
         files.rename(earlier)

@@ -135,17 +135,23 @@ def test_the_groups_of_this_process_end_with_the_last_model(result):
     assert not torch.distributed.is_initialized()
 
 
-def test_a_changed_reward_is_refused_and_the_same_call_continues(result, tiny_nemo, capsys):
+def test_a_changed_reward_is_refused_and_the_same_call_continues(
+    result, tiny_nemo, tmp_path, capsys
+):
     stored = stored_files(result.folder)
     with pytest.raises(ConfigError, match=r"reward\.function.*different content"):
         train(tiny_nemo, result.folder, lambda p, r, **k: [0.0] * len(p), max_steps=4)
     assert stored_files(result.folder) == stored
-    # Neither are the files of a run that another process continues.
-    command = [sys.executable, "-c", OWNER, str(result.folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout.readline() == b"locked\n"
-        with pytest.raises(StorageError, match="another process"):
-            train(tiny_nemo, result.folder, by_lambda, max_steps=4)
+    # Neither are the files of a run that another process continues, or starts.
+    (tmp_path / "python").mkdir()
+    capsys.readouterr()
+    for folder in (result.folder, tmp_path):
+        command = [sys.executable, "-c", OWNER, str(folder)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+            assert owner.stdout.readline() == b"locked\n"
+            with pytest.raises(StorageError, match="another process"):
+                train(tiny_nemo, folder, by_lambda, max_steps=4)
+    assert "command line" not in capsys.readouterr().out  # printed after the files are written
     assert stored_files(result.folder) == stored
     longer = train(tiny_nemo, result.folder, by_lambda, max_steps=4)
     assert [line["step"] for line in longer.metrics] == [0, 1, 2, 3, 4]

@@ -341,16 +341,12 @@ def report(
     # Columns: parts of a GPU's memory, or without GPUs the resident memory of the largest process.
     if has_gpu:
         memory, place = ["allocated", "reserved", "beside", "of card"], device
-        legend = (
-            "allocated: tensors. reserved: PyTorch's memory for tensors. beside: contexts, NCCL "
-        )
-        legend += "and other programs. of card: sum of reserved and beside"
+        legend = "allocated: tensors. reserved: PyTorch's memory for tensors. beside: contexts, "
+        legend += "NCCL and other programs. of card: sum of reserved and beside"
     else:
         memory, place = ["resident", "of memory"], "the machine"
-        legend = (
-            "resident: the largest process, including libraries and memory that earlier phases "
-        )
-        legend += "have freed. of memory: all processes of the machine"
+        legend = "resident: the largest process, including libraries and memory that earlier "
+        legend += "phases have freed. of memory: all processes of the machine"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
     for column in ("role", "phase", *memory, "rank", "s"):
         table.add_column(column, justify="left" if column in ("role", "phase") else "right")

@@ -146,9 +146,8 @@ class LazyWeights(canonical.LazyTensors):
         return result
 
     def _check_shape(self, name: str) -> None:
-        if (
-            name not in canonical.REWARD_HEAD
-        ):  # the role checks the shape of a head with a clearer error
+        # The role checks the shape of a head with a clearer error.
+        if name not in canonical.REWARD_HEAD:
             forms = [torch.empty(part.shape, device="meta") for part in self._parts[name]]
             merged = canonical.merge(name, forms, self._architecture)
             canonical.check_shape(name, merged.shape, self._shapes[name])
