@@ -139,6 +139,7 @@ def test_a_changed_reward_is_refused_and_the_same_call_continues(
     result, tiny_nemo, tmp_path, capsys
 ):
     stored = stored_files(result.folder)
+    assert len(result.metrics) == 4  # read before the run continues
     with pytest.raises(ConfigError, match=r"reward\.function.*different content"):
         train(tiny_nemo, result.folder, lambda p, r, **k: [0.0] * len(p), max_steps=4)
     assert stored_files(result.folder) == stored
