@@ -6,8 +6,8 @@ python examples/translate.py grpo_math_1B.yaml
 import argparse
 from pathlib import Path
 
-from aligner.compat.translate import translate
 from aligner.config.cli import reported_errors
+from aligner.config.translation.command import translate
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(

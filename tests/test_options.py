@@ -9,8 +9,8 @@ from documented import ROOT, tables
 from test_conf import ROOTS
 from test_docs_tables import SCRIPT_OF, code, takes
 
-from aligner.compat.nemo_rl import PolicyConfig
 from aligner.config.parse import arms_of, build, keys_below
+from aligner.config.translation.nemo_rl import PolicyConfig
 from aligner.errors import ConfigError
 from aligner.examples.pipeline_config import PipelineConfig, StageConfig
 from aligner_plan.options import PlanConfig

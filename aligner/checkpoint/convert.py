@@ -10,9 +10,9 @@ from aligner.checkpoint.adapters import Adapters, MergedWeights, backend_of, rea
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.durable import readable_bytes
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
-from aligner.checkpoint.hf.peft import save_peft
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.checkpoint.peft import save_peft
 from aligner.config.fields import ModelPath
 from aligner.config.parse import build
 from aligner.errors import ConfigError

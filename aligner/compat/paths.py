@@ -80,7 +80,7 @@ PATHS = {
             "policy_worker",
         )
     },
-    "models.value.config": "compat.nemo_rl",
+    "models.value.config": "config.translation.nemo_rl",
     "models.value.interfaces": "models.interfaces",
     "models.value.workers.dtensor_value_worker_v2": "models.value.lm_value losses.value",
     "models.value.workers.megatron_value_worker": (
@@ -99,9 +99,10 @@ PATHS = {
     "cluster.ray.virtual_cluster": "distributed.virtual_cluster",
     "cluster.ray.worker_group": "distributed.worker_groups",
     "cluster.worker_groups": "distributed.worker_groups distributed.workers",
+    "config.elsewhere.nemo_aligner": "compat.nemo_aligner",
+    **{f"{name}.nemo_rl": "config.translation.nemo_rl" for name in ("compat", "config.elsewhere")},
     **{
-        f"config.elsewhere.{name}": f"compat.{name}"
-        for name in ("nemo_aligner", "nemo_rl", "translate")
+        f"{name}.translate": "config.translation.command" for name in ("compat", "config.elsewhere")
     },
     **{
         name.replace("distributed.model_utils", "logprobs.published"): name for name in _MODEL_UTILS

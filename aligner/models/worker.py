@@ -22,8 +22,8 @@ from aligner.checkpoint.run_state.worker_state import (
     save_optimizer_state,
     save_tokenizer,
 )
-from aligner.compat.nemo_rl import PublishedRole, published_role
 from aligner.config import ParallelConfig
+from aligner.config.translation.nemo_rl import PublishedRole, published_role
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from aligner.compat.nemo_rl import published_role, read_role
+from aligner.config.translation.nemo_rl import published_role, read_role
 from aligner.errors import ConfigError
 
 # One section of a policy, with the keys and values of a published configuration.

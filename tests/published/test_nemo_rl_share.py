@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from aligner.compat.nemo_rl import read_role
 from aligner.config.roles.policy import check_policy_backend
+from aligner.config.translation.nemo_rl import read_role
 from aligner.errors import ConfigError
 
 KEYS = Path(__file__).parents[3] / "shared" / "data" / "nemo_rl_policy_keys.json"

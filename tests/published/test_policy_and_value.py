@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.compat.nemo_rl import published_role
+from aligner.config.translation.nemo_rl import published_role
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import AXES, NamedSharding
 from aligner.distributed.workers import LocalCluster, LocalFuture

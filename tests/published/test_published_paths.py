@@ -43,11 +43,13 @@ batches.sharding: DynamicBatchingArgs SequencePackingArgs
 cluster.named_sharding: NamedSharding
 cluster.ray.worker_group: RayWorkerGroup
 config.elsewhere.nemo_rl: PolicyConfig ValueConfig
+compat.nemo_rl: PolicyConfig ValueConfig
 logprobs.published.logits_logprob: DistributedLogprob
 cluster.ray.session: ray_session
 cluster.ray.virtual_cluster: RayVirtualCluster
 cluster.worker_groups: LocalCluster RayWorkerGroup
 config.elsewhere.translate: translate
+compat.translate: translate
 data.labelled: LabelledDataset
 data.ratings: RatedDataset
 distributed.accelerator: device

@@ -10,9 +10,9 @@ from recipes import ROOT, composed
 from test_nemo_rl_sections import section
 
 from aligner.catalog import ALGORITHMS
-from aligner.compat.translate import translate
 from aligner.config.cli import check_overrides
 from aligner.config.load import load_config
+from aligner.config.translation.command import translate
 from aligner.errors import ConfigError
 
 OURS = ["data.train.source=d.jsonl", "reward.function=r.py:f"]

@@ -1,5 +1,5 @@
 """The policy: its handle `Policy` and its workers."""
 
-from aligner.compat.nemo_rl import PolicyConfig
+from aligner.config.translation.nemo_rl import PolicyConfig
 
 __all__ = ["PolicyConfig"]

@@ -1,5 +1,5 @@
 """The critic: its handle `Value` and its workers."""
 
-from aligner.compat.nemo_rl import ValueConfig
+from aligner.config.translation.nemo_rl import ValueConfig
 
 __all__ = ["ValueConfig"]

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.archive import path_given_by
-from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
+from aligner.config.translation.nemo_rl import PublishedRole
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict

@@ -22,8 +22,8 @@ from aligner.checkpoint.adapters import (
 )
 from aligner.checkpoint.convert import convert
 from aligner.checkpoint.hf.model_folder import save_hf
-from aligner.checkpoint.hf.peft import save_peft
 from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.peft import save_peft
 from aligner.config import CriticConfig, LoraConfig, ModelConfig, OptimConfig, PeftConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster

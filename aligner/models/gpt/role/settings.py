@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 
 from aligner.checkpoint.adapters import adapters_beside
-from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import (
     LAYOUT_KEYS,
     CriticConfig,
@@ -25,6 +24,7 @@ from aligner.config import (
     section_of,
 )
 from aligner.config.roles.model import STAGE_KEYS
+from aligner.config.translation.nemo_rl import PublishedRole
 from aligner.errors import ConfigError
 
 Precision = Literal["32", "bf16"]

@@ -1,7 +1,7 @@
 """Conversion of NeMo-RL's `PolicyConfig` and `ValueConfig` to sections of this library.
 
-`aligner.compat.nemo_rl_values` decides whether keys that this library lacks are ignored or refused.
-The section of the disabled backend is ignored.
+`nemo_rl_values` decides whether keys that this library lacks are ignored or refused. The section of
+the disabled backend is ignored.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import StrictBool, StrictStr
 from typing_extensions import TypedDict
 
-from aligner.compat.nemo_rl_values import Notes, judge, torch_schedule
 from aligner.config.fields import Count, ModelPath, Natural, NonNegative
 from aligner.config.parse import build, type_below
 from aligner.config.roles.model import LAYOUT_KEYS, STAGE_KEYS, CriticConfig, ModelConfig
 from aligner.config.roles.optim import OptimConfig
+from aligner.config.translation.nemo_rl_values import Notes, judge, torch_schedule
 from aligner.errors import ConfigError
 from aligner.foreign_keys import IGNORED, table
 

@@ -12,11 +12,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aligner.catalog import ALGORITHMS
 from aligner.compat.nemo_aligner import is_inert
-from aligner.compat.nemo_rl import PublishedRole, read_role
-from aligner.compat.nemo_rl_values import Notes, is_off
 from aligner.config.cli import check_key
 from aligner.config.combinations import changed_keys
 from aligner.config.roles.model import CriticConfig, ModelConfig
+from aligner.config.translation.nemo_rl import PublishedRole, read_role
+from aligner.config.translation.nemo_rl_values import Notes, is_off
 from aligner.errors import ConfigError, raised_as
 from aligner.foreign_keys import IGNORED, as_override, table
 
