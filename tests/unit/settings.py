@@ -1,6 +1,7 @@
 """Configurations of training runs from a few settings."""
 
 import copy
+import re
 
 import yaml
 
@@ -40,3 +41,12 @@ def tree(settings="", root=RunConfig):
 def parsed(settings="", root=RunConfig):
     """The configuration of `tree`."""
     return parse_config(tree(settings, root), root)
+
+
+def rows_of(table):
+    """Cells of the rows of a text, with " | " between cells.
+
+    A row may go on in lines with an indentation; lines that begin with # are left out.
+    """
+    lines = re.sub(r"\n +", " ", table.strip()).splitlines()
+    return [line.split(" | ") for line in lines if not line.startswith("#")]

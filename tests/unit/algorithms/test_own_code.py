@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from settings import rows_of
 from test_credit import assign, credit, rollout
 from user_code import configured, directory_with
 
@@ -25,7 +26,6 @@ import torch
 from aligner.algorithms.callbacks import Callback
 from aligner.losses.policy import PPOPolicyLoss
 
-
 class Base:
     def __init__(self, ratio_eps_low, weight=1.0):
         self.low, self.weight = ratio_eps_low, weight
@@ -38,117 +38,41 @@ class Base:
     def loss(self, counts, gain, denominators):
         return -self.weight * torch.where(counts, gain, 0).sum() / denominators.valid_tokens
 
-
-def with_loss(loss):
-    return type("Loss", (Base,), {"loss": loss})
-
-
-def no_column(self, counts, gain, denominators):
-    raise KeyError("no such column")
-
-
-Local = with_loss(lambda self, counts, gain, _: -torch.where(counts, gain, 0).sum() / counts.sum())
-AllTokens = with_loss(lambda self, counts, gain, total: -gain.sum() / total.valid_tokens)
-NoGradient = with_loss(lambda *arguments: Base.loss(*arguments).detach())
-NotANumber = with_loss(lambda *arguments: Base.loss(*arguments) * float("nan"))
-NotAScalar = with_loss(lambda self, counts, gain, denominators: gain)
-Raises = with_loss(no_column)
-
-
-class NoPair(Base):
-    def __call__(self, outputs, batch, denominators):
-        return super().__call__(outputs, batch, denominators)[0]
-
-
-class BadMetric(Base):
-    def __call__(self, outputs, batch, denominators):
-        return super().__call__(outputs, batch, denominators)[0], {"words": "many"}
-
-
-class TwoArguments(Base):
-    def __call__(self, outputs, batch):
-        return None
-
+def derived(base, **methods):
+    return type("Own", (base,), methods)
 
 class Foreign:
     pass
-
 
 class Unbuildable(Base, Callback):
     def __init__(self):
         raise ValueError("no weights here")
 
-
 class Whole(PPOPolicyLoss):
     """Gets every option."""
-
-
-def plain(outputs, batch, denominators):
-    return None
-
-
-def good(rewards, groups, token_mask, scale=1.0):
-    return scale * rewards[:, None] * token_mask
-
-
-def spread(rewards):
-    return rewards
-
-
-def writes(rewards, token_mask):
-    token_mask.fill_(5.0)
-    return rewards
-
-
-def everything(**given):
-    return torch.full_like(given["token_mask"], float(len(given)))
-
-
-def wants_more(rewards, difficulty):
-    return rewards
-
-
-def wants_values(values):
-    return values
-
-
-def wrong_shape(rewards, token_mask):
-    return token_mask[:, 1:]
-
-
-def not_finite(rewards):
-    return rewards / 0
-
-
-def raises(rewards):
-    raise KeyError("gone")
-
-
-def pair(rewards):
-    return rewards, rewards
-
 
 class Journal(Callback):
     def __init__(self, limit=3):
         self.limit = limit
 
+def good(rewards, groups, token_mask, scale=1.0):
+    return scale * rewards[:, None] * token_mask
 
-class Misspelt(Callback):
-    def on_step_ends(self, run, step, metrics):
-        pass
+def spread(rewards):
+    return rewards
 
+def writes(rewards, token_mask):
+    token_mask.fill_(5.0)
+    return rewards
 
-class TooFew(Callback):
-    def on_step_end(self, run, step):
-        pass
-
-
-def vanilla(loss, ratio, advantages, logprobs, mean):
-    return -advantages * logprobs, {"ppo_ratio_clamped": mean(ratio)}
-
+def everything(**given):
+    return torch.full_like(given["token_mask"], float(len(given)))
 
 def doubled(rewards, scale=2.0):
     return scale * rewards
+
+def vanilla(loss, ratio, advantages, logprobs, mean):
+    return -advantages * logprobs, {"ppo_ratio_clamped": mean(ratio)}
 '''
 LOSS, ESTIMATOR = "model__ppo__loss", "trainer__ppo__advantage__estimator"
 
@@ -170,56 +94,66 @@ def load(key, entry):
     return make_policy_loss(config) if key == "model.ppo.loss" else make_estimator(config)
 
 
+# In each row: a name of own.py or its definition | words of the refusal | ...
+REFUSED = {
+    "model.ppo.loss": """
+Los | has no class 'Los' | Whole
+Foreign | Foreign cannot be called | __call__
+Unbuildable | ValueError: no weights here | own.py, line
+plain = lambda outputs, batch, denominators: None
+    | missing a required argument | model.ppo.loss_kwargs
+TwoArguments = derived(Base, __call__=lambda self, outputs, batch: None)
+    | too many positional | batch, denominators
+Raises = derived(Base, loss=lambda *given: {}["no such column"])
+    | KeyError | no such column | advantages, generation_logprobs
+NoPair = derived(Base, __call__=lambda *given: Base.__call__(*given)[0])
+    | returned a Tensor | (loss, metrics)
+NotAScalar = derived(Base, loss=lambda self, counts, gain, denominators: gain)
+    | a tensor of shape [4, 6] as the loss | scalar
+BadMetric = derived(Base, __call__=lambda *given: (Base.__call__(*given)[0], {"words": "many"}))
+    | words='many'
+NoGradient = derived(Base, loss=lambda *given: Base.loss(*given).detach())
+    | no gradient | detach
+NotANumber = derived(Base, loss=lambda *given: Base.loss(*given) * float("nan")) | the loss is nan
+Local = derived(Base, loss=lambda self, counts, gain, _: -(counts * gain).sum() / counts.sum())
+    | split into micro-batches | denominators.valid_tokens
+AllTokens = derived(Base, loss=lambda self, counts, gain, all: -gain.sum() / all.valid_tokens)
+    | reads masked tokens | token_mask
+""",
+    "trainer.ppo.advantage.estimator": """
+gone | has no function 'gone' | good
+wants_more = lambda rewards, difficulty: rewards
+    | difficulty | trainer.ppo.advantage.kwargs | rewards
+wants_values = lambda values: values | values | only in a run with a critic
+wrong_shape = lambda rewards, token_mask: token_mask[:, 1:]
+    | shape [4, 5] for 4 responses | float [4, 6]
+not_finite = lambda rewards: rewards / 0 | response 0 of 4 is NaN or infinite
+raises = lambda rewards: {}["gone"] | KeyError | own.py, line | arguments rewards
+pair = lambda rewards: (rewards, rewards) | returned tuple. Return a tensor
+""",
+    "trainer.callbacks[1]=": """
+Bad | has no class 'Bad' | Journal
+Foreign | Foreign is not derived from | callbacks.Callback
+Misspelt = derived(Callback, on_step_ends=lambda self, run, step, metrics: None)
+    | on_step_ends | Did you mean on_step_end?
+TooFew = derived(Callback, on_step_end=lambda self, run, step: None)
+    | on_step_end(self, run, step, metrics)
+Unbuildable | ValueError: no weights here
+""",
+}
+
+
 @pytest.mark.parametrize(
-    ("key", "name", "words"),
-    [
-        *(
-            ("model.ppo.loss", f"own.py:{name}", words)
-            for name, words in [
-                ("Los", ["has no class 'Los'", "Local"]),
-                ("plain", ["missing a required argument", "model.ppo.loss_kwargs"]),
-                ("Foreign", ["Foreign cannot be called", "__call__"]),
-                ("TwoArguments", ["too many positional", "batch, denominators"]),
-                ("Unbuildable", ["ValueError: no weights here", "own.py, line"]),
-                ("Raises", ["KeyError", "no such column", "advantages, generation_logprobs"]),
-                ("NoPair", ["returned a Tensor", "(loss, metrics)"]),
-                ("NotAScalar", ["a tensor of shape [4, 6] as the loss", "scalar"]),
-                ("BadMetric", ["words='many'"]),
-                ("NoGradient", ["no gradient", "detach"]),
-                ("NotANumber", ["the loss is nan"]),
-                ("Local", ["split into micro-batches", "denominators.valid_tokens"]),
-                ("AllTokens", ["reads masked tokens", "token_mask"]),
-            ]
-        ),
-        ("trainer.ppo.advantage.estimator", "grppo", ["Did you mean grpo", "package.module:func"]),
-        *(
-            ("trainer.ppo.advantage.estimator", f"own.py:{name}", words)
-            for name, words in [
-                ("gone", ["has no function 'gone'", "good"]),
-                ("wants_more", ["difficulty", "trainer.ppo.advantage.kwargs", "rewards"]),
-                ("wants_values", ["values", "only in a run with a critic"]),
-                ("wrong_shape", ["shape [4, 5] for 4 responses", "float [4, 6]"]),
-                ("not_finite", ["response 0 of 4 is NaN or infinite"]),
-                ("raises", ["KeyError", "own.py, line", "arguments rewards"]),
-                ("pair", ["returned tuple. Return a tensor"]),
-            ]
-        ),
-        *(
-            ("trainer.callbacks[1]=", f"own.py:{name}", words)
-            for name, words in [
-                ("Bad", ["has no class 'Bad'", "Journal"]),
-                ("Foreign", ["Foreign is not derived from", "callbacks.Callback"]),
-                ("Misspelt", ["on_step_ends", "Did you mean on_step_end?"]),
-                ("TooFew", ["on_step_end(self, run, step, metrics)"]),
-                ("Unbuildable", ["ValueError: no weights here"]),
-            ]
-        ),
-    ],
+    ("key", "row"), [(key, row) for key, table in REFUSED.items() for row in rows_of(table)]
 )
-def test_what_cannot_work_is_refused(key, name, words):
+def test_what_cannot_work_is_refused(key, row, tmp_path):
+    definition, *words = row
+    name, is_new, _ = definition.partition(" = ")
+    if is_new:
+        (tmp_path / "own.py").write_text(f"{OWN}\n{definition}\n")
     with pytest.raises(ConfigError) as caught:
-        load(key, name)
-    for word in (key, name, *words):
+        load(key, f"own.py:{name}")
+    for word in (key, f"own.py:{name}", *words):
         assert word in str(caught.value)
 
 
@@ -345,7 +279,13 @@ def test_an_estimator_is_a_row_and_a_function():
     assert algorithm_of(config.as_dict()).name == "Toy estimator"
 
 
-@pytest.mark.parametrize("key", ["model.ppo.surrogate", "trainer.ppo.advantage.estimator"])
-def test_an_unknown_name_lists_the_rows(key):
-    with pytest.raises(ConfigError, match=rf"{key}.*toys(.|\n)*Did you mean toy\?"):
+@pytest.mark.parametrize(
+    ("key", "last"),
+    [
+        ("model.ppo.surrogate", "toy"),
+        ("trainer.ppo.advantage.estimator", "toy, package.module:function"),
+    ],
+)
+def test_an_unknown_name_lists_the_rows(key, last):
+    with pytest.raises(ConfigError, match=rf"{key}: .*, {last}, got 'toys'.* Did you mean toy\?"):
         configured(**{key.replace(".", "__"): "toys"})

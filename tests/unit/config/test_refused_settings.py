@@ -1,12 +1,11 @@
 """Every bad key or value is refused with its full dotted name and a remedy."""
 
 import math
-import re
 import sys
 
 import pytest
 import toy_kind
-from settings import parsed, tree
+from settings import parsed, rows_of, tree
 
 from aligner.config import (
     DistillRunConfig,
@@ -40,7 +39,7 @@ GAME = "reward.kind=environment reward.function= environment.factory=a.b:Game"
 AGENT = "reward.kind=environment reward.function= environment.kind=endpoint"
 KEPT = "model.ppo.record_kept_tokens=8 model.ppo.sampling_params.top_p=0.8"
 TOP_K = "model.ppo.sampling_params.top_k"
-# In each row: settings | words of the message | ... A row may go on in lines with an indentation.
+# In each row: settings | words of the message | ...
 REFUSED = {
     RunConfig: rf"""
 # Keys and kinds of values.
@@ -196,11 +195,6 @@ model.distill.length_params.max_length=2 model.distill.length_params.min_length=
     | model.distill.length_params.min_length=3 exceeds
 """,
 }
-
-
-def rows_of(table):
-    lines = re.sub(r"\n +", " ", table.strip()).splitlines()
-    return [re.split(r" \| ", line) for line in lines if not line.startswith("#")]
 
 
 @pytest.mark.parametrize(
