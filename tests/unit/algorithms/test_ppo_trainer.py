@@ -19,21 +19,30 @@ PAD = 0
 RESPONSES = 2  # tokens of every response
 
 
-class Recorder:
-    def __init__(self, log):
-        self.log = log
+class Handle:
+    """A role that notes its calls, with rows or folder; ``answers``: what its methods return."""
 
-    def __getattr__(self, name):
-        if name.startswith(("prepare_for", "finish_", "weights_changed")):
+    def __init__(self, log, name, **answers):
+        self.log, self.name, self.answers, self.trained = log, name, answers, []
+
+    def __getattr__(self, method):
+        if method.startswith(("prepare_for", "finish_", "weights_changed")):
             return lambda *_, **__: True
-        raise AttributeError(name)
+
+        def call(given, *_):
+            self.log.append((f"{self.name}.{method}", getattr(given, "size", given)))
+            if method == "train":
+                self.trained.append(given)
+            return self.answers[method](given) if method in self.answers else None
+
+        return call
 
 
-class FakePolicy(Recorder):
+class FakePolicy(Handle):
     """Two tokens to every prompt; even sample ids end properly. Log-prob -1, reference -1.5."""
 
     def generate(self, data, greedy=False, *, seed=0, sampling_options=None):
-        self.log.append(("generate", data["sample_ids"].tolist(), seed))
+        self.log.append(("policy.generate", data["sample_ids"].tolist(), seed))
         rows, width = data["input_ids"].shape
         lengths = data["input_lengths"] + RESPONSES
         position = torch.arange(width + RESPONSES)
@@ -49,59 +58,20 @@ class FakePolicy(Recorder):
             }
         )
 
-    def get_logprobs(self, data):
-        self.log.append(("logprobs", data.size))
-        return BatchedDataDict({"logprobs": torch.full(data["input_ids"].shape, -1.0)})
 
-    def get_reference_policy_logprobs(self, data):
-        self.log.append(("reference", data.size))
-        shape = data["input_ids"].shape
-        return BatchedDataDict({"reference_logprobs": torch.full(shape, -1.5)})
-
-    def train(self, data, loss_fn):
-        self.log.append(("train_policy", data.size, "prev_logprobs" in data))
-        self.trained = data
-        metrics = {"loss": 1.0, "ppo_ratio": 1.0, "logprob_gap_mean": 0.1, "logprob_gap_max": 0.2}
-        return result(**metrics)
-
-    def save_state(self, folder):
-        self.log.append(("save", folder))
-
-    def load_state(self, folder):
-        self.log.append(("load", folder))
+def column(name, value):
+    return lambda data: BatchedDataDict({name: torch.full(data["input_ids"].shape, value)})
 
 
-class FakeValue(Recorder):
-    def get_values(self, data):
-        self.log.append(("values", data.size))
-        return BatchedDataDict({"values": torch.full(data["input_ids"].shape, 0.5)})
-
-    def train(self, data, loss_fn):
-        self.log.append(("train_critic", data.size))
-        self.trained = data
-        return result(loss=2.0, clip_fraction=0.0)
-
-    save_state, load_state = FakePolicy.save_state, FakePolicy.load_state
-
-
-class FakeReward(Recorder):
-    def get_rewards(self, data):
-        self.log.append(("reward", data.size))
-        return ScoredResponses(["r"] * data.size, data["is_end"].float() * 2, {"x": [1.0, 3.0]})
-
-
-class AlternatingReward:
-    """Responses to the prompts with even numbers differ in reward."""
-
-    def get_rewards(self, data):
-        differ = [float(int(prompt[1:]) % 2 == 0) for prompt in data["prompts"]]
-        rewards = torch.arange(data.size) % 2 * torch.tensor(differ)
-        return ScoredResponses(["r"] * data.size, rewards, {})
+def rewards(data):
+    return ScoredResponses(["r"] * data.size, data["is_end"].float() * 2, {"x": [1.0, 3.0]})
 
 
 def result(**metrics):
+    """What an update returns."""
     steps = {"grad_norm": 1.0, "lr": 1e-3, "skipped": 0.0, **metrics}
-    return {"loss": metrics["loss"], "all_mb_metrics": {k: [v] for k, v in steps.items()}}
+    found = {"loss": metrics["loss"], "all_mb_metrics": {k: [v] for k, v in steps.items()}}
+    return lambda data: found
 
 
 def trainer(log=None, *, prompts=4, ppo=None, loop=None, global_batch_size=1):
@@ -117,12 +87,18 @@ def trainer(log=None, *, prompts=4, ppo=None, loop=None, global_batch_size=1):
     rows = [Prompt(i, f"p{i}", [1] * (1 + i % 2), str(i), {}) for i in range(prompts)]
     dataset = PromptDataset(rows)
     per_step = config.model.ppo.num_rollout_samples // config.model.ppo.num_rollouts_per_prompt
-    policy = FakePolicy(log)
+    policy = FakePolicy(
+        *(log, "policy"),
+        get_logprobs=column("logprobs", -1.0),
+        get_reference_policy_logprobs=column("reference_logprobs", -1.5),
+        train=result(loss=1.0, ppo_ratio=1.0, logprob_gap_mean=0.1, logprob_gap_max=0.2),
+    )
+    updated = result(loss=2.0, clip_fraction=0.0)
     return PPOTrainer(
         config=config,
         policy=policy,
-        value=FakeValue(log),
-        reward=FakeReward(log),
+        value=Handle(log, "value", get_values=column("values", 0.5), train=updated),
+        reward=Handle(log, "reward", get_rewards=rewards),
         prompts=Prompts(dataset, dataset),
         sampler=PromptSampler(prompts, per_step, seed=5, shuffle=False),
         generation=policy,
@@ -137,19 +113,17 @@ def names(log):
 
 
 def test_passes_that_nobody_needs_are_not_made():
-    log = []
-    trainer(log).step(1, PhaseTimers())
-    assert ("logprobs", 1) in log  # the second mini-batch alone
-    assert "reference" not in names(log)
-    assert [e for e in log if e[0] == "train_policy"] == [
-        ("train_policy", 1, False),
-        ("train_policy", 1, True),
+    t = trainer()
+    t.step(1, PhaseTimers())
+    assert ("policy.get_logprobs", 1) in t.policy.log  # the second mini-batch alone
+    assert "policy.get_reference_policy_logprobs" not in names(t.policy.log)
+    assert [(data.size, "prev_logprobs" in data) for data in t.policy.trained] == [
+        *((1, False), (1, True))
     ]
     t = trainer(global_batch_size=2)
-    log = t.policy.log
     t.step(1, PhaseTimers())
-    assert "logprobs" not in names(log)
-    assert [e for e in log if e[0] == "train_policy"] == [("train_policy", 2, False)]
+    assert "policy.get_logprobs" not in names(t.policy.log)
+    assert [(data.size, "prev_logprobs" in data) for data in t.policy.trained] == [(2, False)]
 
 
 KL = {"initial_policy_kl_penalty": 0.1}
@@ -182,16 +156,17 @@ def test_stages_in_order():
     log = []
     t = trainer(log, loop={"critic_warmup_steps": 1})
     check_names(t.step(1, PhaseTimers()).metrics)
-    assert names(log) == ["generate", "reward", "values", "train_critic"]
+    drawn = ["policy.generate", "reward.get_rewards", "value.get_values"]
+    assert names(log) == [*drawn, "value.train"]
     log.clear()
     t.step(2, PhaseTimers())
-    assert "train_policy" in names(log)
+    assert "policy.train" in names(log)
     log = []
     t = trainer(log, loop=KL, ppo={"ppo_epochs": 2})
     check_names(t.step(1, PhaseTimers()).metrics)
     assert names(log) == [
-        *["generate", "reward", "values", "logprobs", "reference"],
-        *["train_critic", "train_policy"] * 2,
+        *(*drawn, "policy.get_logprobs", "policy.get_reference_policy_logprobs"),
+        *["value.train", "policy.train"] * 2,
     ]
 
 
@@ -200,10 +175,10 @@ def test_advantages_and_returns_by_hand():
     t = trainer(loop={"normalize_advantages": False})
     t.step(1, PhaseTimers())
     # The critic saw both rows: the return of every generated token is the reward.
-    assert t.value.trained["returns"].tolist() == [[0, 2, 2, 0], [0, 0, 0, 0]]
-    assert t.value.trained["token_mask"].tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    assert t.value.trained[-1]["returns"].tolist() == [[0, 2, 2, 0], [0, 0, 0, 0]]
+    assert t.value.trained[-1]["token_mask"].tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
     # The policy's last mini-batch was row 1: advantage = return - value.
-    assert t.policy.trained["advantages"].tolist() == [[0, 0, -0.5, -0.5]]
+    assert t.policy.trained[-1]["advantages"].tolist() == [[0, 0, -0.5, -0.5]]
 
 
 def test_kl_is_charged_per_token():
@@ -211,7 +186,7 @@ def test_kl_is_charged_per_token():
     loop = {**KL, "normalize_advantages": False}
     t = trainer(loop=loop, ppo=REPETITION)  # so that log-probs are computed
     metrics = t.step(1, PhaseTimers()).metrics
-    returns = t.value.trained["returns"]
+    returns = t.value.trained[-1]["returns"]
     torch.testing.assert_close(returns[0], torch.tensor([0, 1.9, 1.95, 0]))
     assert metrics["train_rollouts/init_policy_kl"] == pytest.approx(0.5)
     assert metrics["train_rollouts/init_policy_kl_per_sample"] == pytest.approx(1.0)
@@ -220,8 +195,8 @@ def test_kl_is_charged_per_token():
     # Row 0 by the sampler: k1 = -1.25 - -1.5 = 0.25; row 1 by a pass: 0.5.
     t = trainer(loop=loop)
     t.step(1, PhaseTimers())
-    assert ("logprobs", 1) in t.policy.log
-    returns = t.value.trained["returns"]
+    assert ("policy.get_logprobs", 1) in t.policy.log
+    returns = t.value.trained[-1]["returns"]
     torch.testing.assert_close(returns[0], torch.tensor([0, 1.95, 1.975, 0]))
 
 
@@ -249,42 +224,18 @@ def test_sample_ids_go_on_and_validation_draws_the_same_numbers():
     t = trainer(log, ppo={"num_rollouts_per_prompt": 2})
     t.step(1, PhaseTimers())
     t.step(2, PhaseTimers())
-    assert [e[1:] for e in log if e[0] == "generate"] == [([0, 1], 5), ([2, 3], 5)]
-    assert t.value.trained["input_ids"].tolist() == [[1, 1, 7, 7], [1, 1, 7, 7]]  # prompt 1
+    assert [e[1:] for e in log if e[0] == "policy.generate"] == [([0, 1], 5), ([2, 3], 5)]
+    assert t.value.trained[-1]["input_ids"].tolist() == [[1, 1, 7, 7], [1, 1, 7, 7]]  # prompt 1
     log = []
     t = trainer(log, prompts=3)
     first, second = t.validate(0, PhaseTimers()), t.validate(9, PhaseTimers())
-    drawn = [e[1:] for e in log if e[0] == "generate"]
+    drawn = [e[1:] for e in log if e[0] == "policy.generate"]
     assert drawn[:2] == drawn[2:]
     assert [ids for ids, _ in drawn[:2]] == [[0, 1], [2]]
     assert all(seed != 5 for _, seed in drawn)
     assert first.metrics["val_rollouts/num_samples"] == 3
     check_names(first.metrics)
     assert second.samples[0].step == 9
-
-
-@pytest.mark.parametrize("stop_after", [None, 1, 2])
-def test_dynamic_sampling_ends_with_the_epoch(stop_after):
-    """Prompt 2k has signal, 2k + 1 has none: of 15 prompts 8 teach, two a step."""
-    options = {"dynamic_sampling": {"enabled": True, "max_rollouts": 8}, "max_epochs": 1}
-    samples = {"num_rollout_samples": 4, "num_rollouts_per_prompt": 2}
-
-    def begin():
-        t = trainer(loop=options, ppo=samples, prompts=15)
-        t.reward = AlternatingReward()
-        return t
-
-    t, steps, taught = begin(), 0, []
-    while not t.is_out_of_data:
-        steps += 1
-        metrics = t.step(steps, PhaseTimers()).metrics
-        taught.append(metrics["train_rollouts/samples_drawn"])
-        if steps == stop_after:
-            state, t = t.state_dict(), begin()
-            t.load(state, Path("state"))
-    assert (steps, taught) == (4, [6, 8, 8, 8])
-    assert t.consumed_samples == 30
-    assert t.sampler.epoch * 15 + t.sampler.position == 15
 
 
 def test_adaptive_kl_coefficient_moves_with_the_policy_and_survives_a_resume():
@@ -302,4 +253,6 @@ def test_adaptive_kl_coefficient_moves_with_the_policy_and_survives_a_resume():
     assert again.kl_controller.value == t.kl_controller.value
     assert again.consumed_samples == 2
     assert again.sampler.next_batch() == t.sampler.next_batch()
-    assert again.policy.log == [("load", Path("state/policy")), ("load", Path("state/value"))]
+    assert again.policy.log == [
+        *(("policy.load_state", Path("state/policy")), ("value.load_state", Path("state/value")))
+    ]
