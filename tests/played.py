@@ -18,11 +18,11 @@ def answers_of(pool, calls):
     return [sent if isinstance(sent, Failure) else pool.receive(call, sent) for call, sent in pairs]
 
 
-def write_files(folder):
-    """The files that the page shows, under their names."""
+def write_files(folder, page=PAGE):
+    """The files that a page shows, under their names."""
     for block in blocks():
         named = re.match(r"# (\w+\.py)\n", block.text)
-        if block.page == PAGE and named:
+        if block.page == page and named:
             (folder / named[1]).write_text(block.text)
 
 
@@ -34,11 +34,15 @@ def kwargs_of(module):
 
 
 class Game:
-    """One conversation with an environment in its process; a context manager."""
+    """One conversation with an environment in its process; a context manager.
+
+    A name without a point is one of `aligner_environments`.
+    """
 
     def __init__(self, name, kwargs, columns=None, seed=1):
         self.columns, self.seed = columns or {}, seed
-        self.pool = EnvironmentPool(f"{ADAPTERS}.{name}", kwargs, list(self.columns))
+        factory = name if "." in name else f"{ADAPTERS}.{name}"
+        self.pool = EnvironmentPool(factory, kwargs, list(self.columns))
 
     def __enter__(self):
         return self

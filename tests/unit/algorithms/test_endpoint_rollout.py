@@ -14,7 +14,7 @@ import pytest
 import torch
 import user_agents
 from conversations import MOST, TOKENIZER, Babble, configuration, prompts_of, same
-from documented import ROOT
+from played import write_files
 
 from aligner.algorithms.rollout.driver import Driver, Episode
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
@@ -241,10 +241,8 @@ def test_an_engine_that_always_fails_and_a_rollout_without_any_reward_are_errors
 
 
 def test_the_agent_of_the_page(tmp_path):
-    page = (ROOT / "docs" / "environments.md").read_text()
-    source = "# my_agent.py" + page.split("# my_agent.py", 1)[1].split("```", 1)[0]
-    assert len(source.splitlines()) <= 30
-    (tmp_path / "my_agent.py").write_text(source)
+    write_files(tmp_path, "docs/environments.md")
+    assert len((tmp_path / "my_agent.py").read_text().splitlines()) <= 30
     command = (sys.executable, str(tmp_path / "my_agent.py"))
     columns = ("prompt", "ground_truth")
     batch = collected([{"prompt": "1+1=", "ground_truth": "2"}], columns, command=command)

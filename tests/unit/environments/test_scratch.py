@@ -8,9 +8,9 @@ import time
 from contextlib import closing
 
 import pytest
-from played import answers_of
+from played import Game
 
-from aligner.environments.pool import Call, EnvironmentPool, Failure
+from aligner.environments.pool import Failure
 from aligner.errors import RewardTimeoutError
 from aligner.rewards.function.runner import RewardFunction
 from aligner.scratch import ScratchFolder
@@ -54,13 +54,6 @@ def here(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.fixture
-def user(tmp_path):
-    path = tmp_path / "user.py"
-    path.write_text(USER)
-    return path
-
-
 def is_emptied(folder):
     deadline = time.monotonic() + 30
     while list(folder.iterdir()) and time.monotonic() < deadline:
@@ -101,21 +94,18 @@ def test_chains_of_any_depth_and_closed_folders_are_removed(here):
     assert is_emptied(here)
 
 
-def test_killed_functions_and_environments_leave_no_files(here, user):
+def test_killed_functions_and_environments_leave_no_files(here, tmp_path):
+    user = tmp_path / "user.py"
+    user.write_text(USER)
     with closing(RewardFunction(f"{user}:reward", time_limit_s=3.0)) as function:
         function(["p"], ["good"], [None])
         assert list(here.glob("aligner-scratch-*/*/held"))
         with pytest.raises(RewardTimeoutError):
             function(["p"], ["hang"], [None])
         assert is_emptied(here)
-    pool = EnvironmentPool(f"{user}:Hangs", {}, ["prompt"])
-    try:
-        answers_of(pool, [Call(0, "begin", (0, {"prompt": "p"}), 60.0)])
+    with Game(f"{user}:Hangs", {}, {"prompt": "p"}) as game:
+        game.begin()
         assert list(here.glob("aligner-scratch-*/*"))
-        message = {"role": "assistant", "content": "x"}
-        (failure,) = answers_of(pool, [Call(0, "step", message, 1.0)])
-        assert isinstance(failure, Failure)
+        assert isinstance(game.call("step", {"content": "x"}, 1.0), Failure)
         assert is_emptied(here)
-    finally:
-        pool.close()
     assert is_emptied(here)

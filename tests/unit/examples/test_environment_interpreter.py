@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from played import answers_of
+from played import Game
 from reward_cases import gone
 
-from aligner.environments.pool import Call, EnvironmentPool, Failure
+from aligner.environments.pool import Failure
 from aligner.errors import ConfigError
 from aligner.examples.tasks import sandbox, sandbox_process
 from aligner.examples.tasks.python_tool import Interpreter
@@ -271,21 +271,11 @@ def test_numbers_are_those_of_the_system(column):
 def test_a_program_is_killed_with_its_environment(isolation):
     kwargs = {"form": "plain", "isolation": isolation, "timeout_s": 60.0}
     columns = {"prompt": "1+1=", "ground_truth": "2"}
-    name = "aligner.examples.tasks.python_tool:Programming"
-    pool = EnvironmentPool(name, kwargs, list(columns))
-
-    def call(name, argument, limit_s=60.0):
-        return answers_of(pool, [Call(0, name, argument, limit_s)])[0]
-
-    def program(code, limit_s=60.0):
-        text = f'call python {{"code": "{code}"}}'
-        return call("step", {"role": "assistant", "content": text}, limit_s)
-
-    try:
-        call("begin", (0, columns))
-        (said,) = program("6 * 7").value.messages
+    with Game("aligner.examples.tasks.python_tool:Programming", kwargs, columns) as game:
+        game.begin()
+        (said,) = game.say('call python {"code": "6 * 7"}').messages
         assert said["content"] == "result of python: 42"
-        worker, found = psutil.Process(pool.pid(0)), []
+        worker, found = psutil.Process(game.pool.pid(0)), []
 
         def look():
             deadline = time.monotonic() + 30
@@ -295,9 +285,8 @@ def test_a_program_is_killed_with_its_environment(isolation):
 
         looking = threading.Thread(target=look)
         looking.start()
-        assert isinstance(program("import time; time.sleep(60)", 1.0), Failure)
+        sleeps = 'call python {"code": "import time; time.sleep(60)"}'
+        assert isinstance(game.call("step", {"content": sleeps}, 1.0), Failure)
         looking.join()
         assert len(found) == 1
         assert gone(found[0])
-    finally:
-        pool.close()
