@@ -34,7 +34,7 @@ from tiny_transformers import tiny_config, tiny_model
 
 from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.config import LengthParams
+from aligner.config import LengthParams, OptimConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
@@ -74,6 +74,10 @@ CASES = [
     for spec in specs
     if "dtensor" in spec
 ]
+# With an eps above the gradients Adam is nearly plain descent, and an update is as exact as its
+# gradient. A smaller eps enlarges the rounding of small gradients more than it does large updates.
+# Biases begin at 0, and show the rounding, because differences are then relative to updates alone.
+OPTIM = OptimConfig(lr=1e-2, eps=1.0)
 # What tensor parallelism has to get right beyond plain Llama: norms of a rank's own heads, tied
 # embeddings, biases that are added once, a sliding window.
 TWO_LAYERS = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
@@ -95,7 +99,7 @@ def start(folder, spec):
         model = critic = str(folder / family)
     config = model_config(model, f"{tensor},1,1,0,{mode}")
     short = dataclasses.replace(config.ppo, length_params=LengthParams(max_length=12))
-    config = dataclasses.replace(config, ppo=short)
+    config = dataclasses.replace(config, ppo=short, optim=OPTIM)
     return {role: handle_of(role, config, critic, backend) for role in ("actor", "critic")}
 
 
@@ -189,6 +193,6 @@ def test_a_layout_equals_one_megatron_process(run, spec, seen):
         for ours, theirs in zip(one.get("generated", []), other.get("generated", []), strict=True):
             assert torch.equal(ours, theirs)
         keys = one.keys() - {"again", "generated", *(["first"] if resumed else [])}
-        assert_near(*({key: each[key] for key in keys} for each in (one, other)), role, 1e-3)
+        assert_near(*({key: each[key] for key in keys} for each in (one, other)), role)
         for name, weight in other.get("again", {}).items():  # from the run state, the same bits
             assert torch.equal(weight, other["weights"][name]), name
