@@ -59,6 +59,8 @@ class _Loaded:
         self.close()
 
     def _prompts(self, prompts: Sequence[Text]) -> list[Prompt]:
+        if not self._end.alive:
+            raise ConfigError("the model is closed. Load it again with aligner.load_model")
         if isinstance(prompts, str):
             raise DataError("prompts is a single text. Give a list of texts: [prompt]")
         columns = self._loaded.run.data
@@ -88,6 +90,11 @@ class _Loaded:
             for ids, response in zip(heads, responses, strict=True)
         ]
         ids = pad_sequence(rows, batch_first=True, padding_value=self.tokenizer.pad_id)
+        positions = self._loaded.architecture.max_position_embeddings
+        if (length := ids.shape[1]) > positions:
+            raise ConfigError(
+                f"{length} tokens exceed the model's {positions} positions. Cut texts"
+            )
         starts, ends = torch.tensor([*map(len, heads)]), torch.tensor([*map(len, rows)])
         position = torch.arange(ids.shape[1])
         mask = (position >= starts[:, None]) & (position < ends[:, None])
@@ -177,12 +184,11 @@ class Model(_Loaded):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a ``.nemo`` file if ``path`` ends in ``.nemo``, else a Hugging Face directory.
 
-        Returns ``path``. Raises `ConfigError` if ``path`` exists.
+        Returns ``path``. Raises `ConfigError` if ``path`` exists, or the model has no such form.
         """
-        target = Path(path).expanduser()
-        if target.exists():
-            raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
-        if target.suffix == ".nemo" or not self._loaded.architecture.suffix:
+        suffix = self._loaded.architecture.suffix
+        target = new_path(path, has_nemo_form=bool(suffix))
+        if suffix in ("", target.suffix):
             self._policy.save_checkpoint(str(target))
             return target
         with tempfile.TemporaryDirectory() as folder:
@@ -210,6 +216,17 @@ class CriticModel(_Loaded):
             return self._value.get_values(batch)["values"]
 
         return self._token_values(self._value, compute, prompts, responses)
+
+
+def new_path(path: str | os.PathLike[str], *, has_nemo_form: bool) -> Path:
+    """Expand ``~`` and create the parents of ``path``. Raises `ConfigError` if ``path`` exists."""
+    target = Path(path).expanduser()
+    if target.exists():
+        raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
+    if target.suffix == ".nemo" and not has_nemo_form:
+        raise ConfigError(f"path={target}: the model has no .nemo form. Remove the ending .nemo")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
 
 
 def load_model(path: str | os.PathLike[str], *, download: bool = False) -> Model:

@@ -42,6 +42,8 @@ class Result:
         remedy = "Run: pip install pandas"
         with raised_as(MissingPackageError, "Result.to_pandas()", ImportError, remedy=remedy):
             import pandas as pd
+        if not self.metrics:
+            raise ConfigError(f"{self.folder} has no metrics, as the run made no step. Train again")
         return pd.DataFrame(self.metrics).set_index("step")
 
     @property
@@ -95,13 +97,13 @@ class Result:
 
         Raises:
             CheckpointNotFoundError: the run was stopped before its end.
-            ConfigError: ``path`` exists.
+            ConfigError: ``path`` exists, or the model cannot be a ``.nemo`` file.
         """
+        from aligner.api.model import new_path
         from aligner.checkpoint.convert import nemo_to_hf
 
-        source, target = Path(os.fspath(self)), Path(path).expanduser()
-        if target.exists():
-            raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
+        source = Path(os.fspath(self))
+        target = new_path(path, has_nemo_form=not source.is_dir())
         if source.is_dir():  # a model without a .nemo form
             shutil.copytree(source, target)
         elif target.suffix == ".nemo":

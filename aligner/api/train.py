@@ -61,10 +61,11 @@ def _named(function: Callable[P, Result]) -> Callable[P, Result]:
     def call(*args: P.args, **keywords: P.kwargs) -> Result:
         for name in keywords:
             if name not in parameters:
-                near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}? " if near else ""
+                similar = {"learning_rate": "lr"}.get(name, name)
+                near = difflib.get_close_matches(similar, parameters, n=1, cutoff=0.5)
+                hint = f"; did you mean {near[0]}?" if near else "."
                 raise TypeError(
-                    f"{function.__name__}() has no keyword {name!r}; {hint}Its keywords are "
+                    f"{function.__name__}() has no keyword {name!r}{hint} Its keywords are "
                     f"{', '.join(parameters)}. Set any other configuration key by overrides, "
                     "for example overrides={'model.ppo.ratio_eps': 0.1}"
                 )
@@ -319,18 +320,30 @@ def _train(
     ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``keywords``: arguments of the training
     function. ``settings``: values of further configuration keys.
     """
-    folder = Path(os.fspath(keywords["output_dir"])).expanduser()
+    if not isinstance(keywords["output_dir"], str | os.PathLike):
+        raise ConfigError(f"output_dir={keywords['output_dir']!r} is no path. Name a directory")
+    folder = Path(keywords["output_dir"]).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir={folder} is a file. Give the name of a directory")
     files = folder / "python"
     loop = {"reinforce": "ppo", "reward": "reward_model"}.get(algorithm, algorithm)
-    overrides = dict(keywords.get("overrides") or {})
+    overrides = keywords.get("overrides") or {}
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"overrides={overrides!r} is no mapping. Give a dict from key to value")
     choices = {**_reward_group(keywords), **(settings or {})}
     values = {
         key.format(loop=loop, rollout=loop): keywords[name]
         for name, key in KEYS.items()
         if keywords.get(name) is not None
     }
-    if clash := ", ".join(sorted(values.keys() & overrides.keys())):
+    if clash := ", ".join(sorted(values.keys() & {*_names(overrides)})):
         raise ConfigError(f"overrides sets {clash}, which a keyword sets, too. Remove one of them")
+    for key, value in values.items():
+        if key.endswith("restore_from_path") and isinstance(value, str | os.PathLike):
+            values[key] = os.path.expanduser(os.fspath(value))
+        has_rows = callable(value) or isinstance(value, Iterable | os.PathLike)
+        if key.endswith(".source") and not has_rows:
+            raise ConfigError(f"{key}={value!r} has no rows. Give rows or the path of a file")
     with _undone_if_refused(folder):
         # Rows become files, and objects become files that the run imports.
         columns: list[set[str]] = []
@@ -357,6 +370,14 @@ def _train(
         print(f"same run from the command line: {command}", flush=True)
         run_script(f"train-{algorithm}", arguments)
     return Result(folder, command)
+
+
+def _names(settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Yield the dotted name of each setting, also of those in nested mappings."""
+    for name, value in settings.items():
+        yield f"{section}{name}"
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{section}{name}.")
 
 
 @contextmanager
