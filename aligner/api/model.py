@@ -19,6 +19,7 @@ from aligner.algorithms.ask.model import InferenceModel, open_model
 from aligner.algorithms.rollout.validation import sample_responses
 from aligner.algorithms.run.engine import run_settings
 from aligner.api.quiet import quiet
+from aligner.api.result import new_path
 from aligner.checkpoint.convert import nemo_to_hf
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import AskConfig, LengthParams, RunConfig, SamplingOptions, SamplingParams
@@ -58,9 +59,12 @@ class _Loaded:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _prompts(self, prompts: Sequence[Text]) -> list[Prompt]:
+    def _refuse_if_closed(self) -> None:
         if not self._end.alive:
             raise ConfigError("the model is closed. Load it again with aligner.load_model")
+
+    def _prompts(self, prompts: Sequence[Text]) -> list[Prompt]:
+        self._refuse_if_closed()
         if isinstance(prompts, str):
             raise DataError("prompts is a single text. Give a list of texts: [prompt]")
         columns = self._loaded.run.data
@@ -91,10 +95,12 @@ class _Loaded:
         ]
         ids = pad_sequence(rows, batch_first=True, padding_value=self.tokenizer.pad_id)
         positions = self._loaded.architecture.max_position_embeddings
-        if (length := ids.shape[1]) > positions:
-            raise ConfigError(
-                f"{length} tokens exceed the model's {positions} positions. Cut texts"
-            )
+        for index, row in enumerate(rows):
+            if len(row) > positions:
+                raise DataError(
+                    f"prompts[{index}] and responses[{index}] have {len(row)} tokens, and the "
+                    f"model has {positions} positions. Shorten the texts"
+                )
         starts, ends = torch.tensor([*map(len, heads)]), torch.tensor([*map(len, rows)])
         position = torch.arange(ids.shape[1])
         mask = (position >= starts[:, None]) & (position < ends[:, None])
@@ -186,6 +192,7 @@ class Model(_Loaded):
 
         Returns ``path``. Raises `ConfigError` if ``path`` exists, or the model has no such form.
         """
+        self._refuse_if_closed()
         suffix = self._loaded.architecture.suffix
         target = new_path(path, has_nemo_form=bool(suffix))
         if suffix in ("", target.suffix):
@@ -218,17 +225,6 @@ class CriticModel(_Loaded):
         return self._token_values(self._value, compute, prompts, responses)
 
 
-def new_path(path: str | os.PathLike[str], *, has_nemo_form: bool) -> Path:
-    """Expand ``~`` and create the parents of ``path``. Raises `ConfigError` if ``path`` exists."""
-    target = Path(path).expanduser()
-    if target.exists():
-        raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
-    if target.suffix == ".nemo" and not has_nemo_form:
-        raise ConfigError(f"path={target}: the model has no .nemo form. Remove the ending .nemo")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target
-
-
 def load_model(path: str | os.PathLike[str], *, download: bool = False) -> Model:
     """Load a ``.nemo`` file, a Hugging Face directory, or the newest state of a run's directory.
 
@@ -245,7 +241,7 @@ def load_model(path: str | os.PathLike[str], *, download: bool = False) -> Model
 
 def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
     """Load the critic from a run's newest state. Returns None if the run has no critic."""
-    states = RunStateStore(Path(folder) / "run_state").states()
+    states = RunStateStore(Path(folder).expanduser() / "run_state").states()
     if not states or not (states[-1].path / "value").is_dir():
         return None
     state = states[-1].path

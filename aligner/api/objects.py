@@ -17,12 +17,12 @@ import sys
 import sysconfig
 import textwrap
 from collections import ChainMap, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from operator import itemgetter
 from pathlib import Path
-from types import CodeType, EllipsisType, FunctionType
+from types import CodeType, EllipsisType, FunctionType, MappingProxyType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -32,11 +32,31 @@ from aligner.errors import ConfigError, DataError, raised_as
 _NO_SOURCE = ("__dict__", "__weakref__", "__doc__", "__module__")  # members of classes
 
 
-class _Pickler(cloudpickle.Pickler):
-    """Pickles `dataclasses.MISSING` by name, because dataclasses compare with this object."""
+def _with_cache(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
+    return lru_cache(**parameters)(function)
 
-    _missing: ClassVar = {type(dataclasses.MISSING): lambda _: "MISSING"}
-    dispatch_table: ClassVar = ChainMap(_missing, cloudpickle.Pickler.dispatch_table)
+
+def _reduced_cache(cached: Any) -> Any:
+    """Return the name of a function with `lru_cache`, or the parts that create the function."""
+    if _importable_path(cached):
+        return cached.__qualname__
+    return _with_cache, (cached.__wrapped__, cached.cache_parameters())
+
+
+_CACHED = type(lru_cache(_with_cache))
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles functions with `lru_cache`, and `dataclasses.MISSING` by name.
+
+    Dataclasses compare with the object `dataclasses.MISSING`.
+    """
+
+    _reductions: ClassVar = {
+        type(dataclasses.MISSING): lambda _: "MISSING",
+        _CACHED: _reduced_cache,
+    }
+    dispatch_table: ClassVar = ChainMap(_reductions, cloudpickle.Pickler.dispatch_table)
 
 
 def as_setting(key: str, value: Any, folder: Path) -> Any:
@@ -47,12 +67,12 @@ def as_setting(key: str, value: Any, folder: Path) -> Any:
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if callable(value):
+        return _importable_path(value) or _write_object(key, value, folder)
     if isinstance(value, Mapping):
         return {name: as_setting(f"{key}.{name}", item, folder) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_setting(f"{key}.{i}", item, folder) for i, item in enumerate(value)]
-    if callable(value):
-        return _importable_path(value) or _write_object(key, value, folder)
     return value
 
 
@@ -140,16 +160,18 @@ def _sources(name: str, value: Any) -> Iterator[str]:
 
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:
     """Yield name and value of each part of an object that is not a function, in a fixed order."""
-    if isinstance(item, Mapping):
+    if type(item) in (dict, MappingProxyType):
         named = ((_plain_text(key) or _kind(key), part) for key, part in item.items())
         yield from sorted(named, key=itemgetter(0))
-    elif isinstance(item, list | tuple | set | frozenset):
+    elif type(item) in (list, tuple, set, frozenset):
         members = sorted(item, key=repr) if isinstance(item, set | frozenset) else item
         yield from ((str(index), part) for index, part in enumerate(members))
     elif isinstance(item, partial):
         yield from (("func", item.func), ("args", item.args), ("keywords", item.keywords))
     elif inspect.ismethod(item):
         yield from (("function", item.__func__), ("self", item.__self__))
+    elif isinstance(item, _CACHED):
+        yield "function", item.__wrapped__
     elif isinstance(item, property):
         yield from (("get", item.fget), ("set", item.fset))
     elif isinstance(item, type):
@@ -165,6 +187,9 @@ def _parts(item: Any) -> Iterator[tuple[str, Any]]:
         yield "type", type(item)
         if _kind(item) in ("Random", "Generator", "RandomState"):
             return  # the state differs between processes
+        if isinstance(item, set | frozenset):  # a subclass, whose members have no fixed order
+            yield from (("members", {*item}), ("attributes", getattr(item, "__dict__", {})))
+            return
         with suppress(Exception):  # descriptors of a class have none
             reduce = copyreg.dispatch_table.get(type(item))
             reduced = item.__reduce_ex__(4) if reduce is None else reduce(item)
@@ -191,10 +216,20 @@ def _digest_of_module(item: Any) -> str:
 def _plain_text(value: Any) -> str | None:
     """Return numbers, text, bytes and containers of them as JSON or its digest, else None."""
     try:
+        if not _is_plain(value):
+            return None
         text = json.dumps(value, sort_keys=True, default=_as_text)
     except (TypeError, ValueError, RecursionError):  # also keys of several types, or a circle
         return None
     return text if len(text) <= 1000 else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether no object in ``value`` has a class with methods of its own."""
+    if type(value) in (list, tuple, set, frozenset, dict):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return all(map(_is_plain, parts))
+    return type(value).__module__ == "builtins"
 
 
 def _as_text(item: Any) -> Any:
@@ -238,12 +273,15 @@ def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
 
     ``rows``: a list, ``datasets.Dataset`` or generator of mappings from column to value, or a
     ``pandas.DataFrame``. ``key``: the configuration key, which gives the file's name. Raises
-    `DataError` if there are no rows, or a row cannot be written as JSON.
+    `ConfigError` if ``rows`` has another type, and `DataError` if there are no rows, or a row
+    cannot be written as JSON.
     """
     if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):
         rows = rows.to_dict("records")
     folder.mkdir(parents=True, exist_ok=True)
     path, columns = folder / f"{key.replace('.', '_')}.jsonl", set[str]()
+    with raised_as(ConfigError, f"{key}={rows!r} is no path and has no rows", TypeError):
+        rows = iter(rows)
     index = -1
     with path.open("w", encoding="utf-8") as file:
         for index, row in enumerate(rows):

@@ -8,6 +8,7 @@
     signals ◄── SIGINT ──  the first KeyboardInterrupt (a second, or the caller's end, kills)
 """
 
+import json
 import os
 import re
 import signal
@@ -15,8 +16,8 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import IO, TextIO
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, TextIO
 
 from aligner.errors import AlignerError, WorkerError, error_class
 from aligner.process_tree import kill_tree
@@ -26,6 +27,11 @@ _MAX_LINES = 2000
 _PROGRAM = (
     "from aligner.process_tree import die_with_parent; die_with_parent(); "
     "from aligner.commands import main; main()"
+)
+_COLUMNS = (
+    "import json, sys; from aligner.importing import load_function; "
+    "rows = load_function(sys.argv[1], key='data')(**json.loads(sys.argv[2])); "
+    "print(); print(json.dumps([*next(iter(rows))]))"
 )
 
 
@@ -38,9 +44,7 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
         KeyboardInterrupt: the user pressed Ctrl-C. The run has saved its state.
     """
     has_terminal = _is_terminal(sys.stdout)
-    # The run imports the caller's modules, also from entries that the caller added to sys.path.
-    added = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(added)}
+    environment = _environment()
     if not has_terminal:  # notebooks set it, and the progress bar needs a terminal
         environment.pop("FORCE_COLOR", None)
     process = subprocess.Popen(
@@ -82,6 +86,25 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
             kind, first = report
             raise kind((first + "".join(lines[index + 1 :])).rstrip("\n"))
     raise WorkerError(f"the run ended with exit status {status}. See its last lines above")
+
+
+def columns_of_generator(function: str, arguments: Mapping[str, Any]) -> set[str]:
+    """Return the columns of the first row that a generator function yields.
+
+    ``function``: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``. Another process calls the
+    function, as a call may change the caller's state. Returns an empty set if the call fails.
+    """
+    program = [sys.executable, "-c", _COLUMNS, function, json.dumps(arguments, default=str)]
+    done = subprocess.run(
+        program, capture_output=True, stdin=subprocess.DEVNULL, env=_environment(), check=False
+    )
+    return set() if done.returncode else {*json.loads(done.stdout.splitlines()[-1])}
+
+
+def _environment() -> dict[str, str]:
+    """Return variables with which a process imports the modules that the caller can import."""
+    added = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(added)}
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from aligner.api.objects import as_setting, has_ground_truth, is_rows, write_rows
-from aligner.api.process import run_script
+from aligner.api.process import columns_of_generator, run_script
 from aligner.api.result import Result
 from aligner.errors import ConfigError
 from aligner.foreign_keys import as_override
@@ -323,36 +323,38 @@ def _train(
     if not isinstance(keywords["output_dir"], str | os.PathLike):
         raise ConfigError(f"output_dir={keywords['output_dir']!r} is no path. Name a directory")
     folder = Path(keywords["output_dir"]).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir={folder} is a file. Give the name of a directory")
+    if file := next(filter(Path.is_file, (folder, *folder.parents)), None):
+        raise ConfigError(f"output_dir={folder}: {file} is a file. Give the name of a directory")
     files = folder / "python"
     loop = {"reinforce": "ppo", "reward": "reward_model"}.get(algorithm, algorithm)
     overrides = keywords.get("overrides") or {}
     if not isinstance(overrides, Mapping):
         raise ConfigError(f"overrides={overrides!r} is no mapping. Give a dict from key to value")
+    set_by_overrides = dict(_nested(overrides))
     choices = {**_reward_group(keywords), **(settings or {})}
     values = {
         key.format(loop=loop, rollout=loop): keywords[name]
         for name, key in KEYS.items()
         if keywords.get(name) is not None
     }
-    if clash := ", ".join(sorted(values.keys() & {*_names(overrides)})):
+    if clash := ", ".join(sorted(values.keys() & set_by_overrides.keys())):
         raise ConfigError(f"overrides sets {clash}, which a keyword sets, too. Remove one of them")
     for key, value in values.items():
         if key.endswith("restore_from_path") and isinstance(value, str | os.PathLike):
-            values[key] = os.path.expanduser(os.fspath(value))
-        has_rows = callable(value) or isinstance(value, Iterable | os.PathLike)
-        if key.endswith(".source") and not has_rows:
-            raise ConfigError(f"{key}={value!r} has no rows. Give rows or the path of a file")
+            values[key] = os.path.expanduser(value)
     with _undone_if_refused(folder):
         # Rows become files, and objects become files that the run imports.
+        has_rewards = algorithm in ("ppo", "reinforce", "rs")
         columns: list[set[str]] = []
         for key, value in values.items():
             if key.endswith(".source") and is_rows(value):
                 values[key], names = write_rows(key, value, files)
                 columns.append(names)
-        has_rewards = algorithm in ("ppo", "reinforce", "rs")
-        if columns and has_rewards and not any(map(has_ground_truth, columns)):
+            elif key.endswith(".source") and callable(value) and has_rewards:
+                values[key] = as_setting(key, value, files)
+                keywords_of_call = _below(key.replace("source", "arguments"), set_by_overrides)
+                columns.append(columns_of_generator(values[key], keywords_of_call))
+        if has_rewards and any(columns) and not any(map(has_ground_truth, columns)):
             values["data.ground_truth_column"] = None
         if "environment.tools" in values and "reward.function" in values:
             values["environment.kwargs.reward"] = values.pop("reward.function")
@@ -372,12 +374,18 @@ def _train(
     return Result(folder, command)
 
 
-def _names(settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
-    """Yield the dotted name of each setting, also of those in nested mappings."""
+def _below(section: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of ``section`` without those of its nested sections."""
+    split = ((*name.rpartition("."), value) for name, value in settings.items())
+    return {name: value for parent, _, name, value in split if parent == section}
+
+
+def _nested(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted name and value of each setting, also of settings in nested mappings."""
     for name, value in settings.items():
-        yield f"{section}{name}"
+        yield f"{section}{name}", value
         if isinstance(value, Mapping):
-            yield from _names(value, f"{section}{name}.")
+            yield from _nested(value, f"{section}{name}.")
 
 
 @contextmanager

@@ -140,6 +140,29 @@ def test_classes_keep_their_name_and_change_with_their_methods(tmp_path):
     assert len(texts) == 3
 
 
+CACHED = """
+import functools
+@functools.lru_cache(maxsize=None)
+def fibonacci(n):
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+def reward(prompts, responses, **columns):
+    return [fibonacci(len(response)) for response in responses]
+class Table(dict):
+    def __call__(self, prompts, responses, **columns):
+        return [self[response] for response in responses]
+table = Table(abc=2)
+"""
+
+
+@pytest.mark.parametrize("name", ["reward", "table"])
+def test_functions_with_a_cache_and_mappings_that_are_called(tmp_path, name):
+    path = as_setting("reward.function", as_notebook(CACHED, name), tmp_path)
+    file, _, name = path.rpartition(":")
+    program = f"import runpy; print(runpy.run_path({file!r})[{name!r}](['p'], ['abc']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[2]\n", done.stderr
+
+
 def test_an_object_that_cannot_be_pickled_is_refused(tmp_path):
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"reward\.function.*inside the function"):
@@ -182,6 +205,15 @@ CHANGES = {
         "2",
     ),
     "list": ("import types\nclass L(list): pass\nVALUE = L([types, @])", "1", "2"),
+    "list class": ("class L(list):\n    def f(self): return @\nVALUE = L([1])", "1", "2"),
+    "dict class": ("class D(dict):\n    def f(self): return @\nVALUE = {1: D(a=1)}", "1", "2"),
+    "text class": ("class S(str):\n    def f(self): return @\nVALUE = [S('a')]", "1", "2"),
+    "set class": ("class S(set): pass\nVALUE = S(['a', 'b', @])", "'c'", "'d'"),
+    "fields": (
+        "from typing import NamedTuple\nclass N(NamedTuple):\n  x: int\nVALUE = N(@)",
+        *"12",
+    ),
+    "cache": ("import functools\ndef f(r): return @\nVALUE = functools.cache(f)", "1", "2"),
     "circle": ("VALUE = [{'a'}]\nVALUE.append(VALUE)\nVALUE.append(@)", "1", "2"),
     "keys": ("VALUE = {('a', 1): {@}, 2: 3}", "4", "5"),
 }

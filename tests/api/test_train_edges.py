@@ -3,8 +3,9 @@
 import pytest
 
 import aligner
+from aligner.api import train
 from aligner.api.result import Result
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, DataError
 
 ROWS = [{"prompt": "1 + 2 = ", "response": "3"}]
 
@@ -18,10 +19,13 @@ def model(tiny_nemo):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"data": 5}, r"data\.train\.source=5 has no rows"),
+        ({"data": 5}, r"data\.train\.source=5 is no path and has no rows"),
         ({"overrides": ["seed=1"]}, r"overrides=\['seed=1'\] is no mapping"),
         ({"output_dir": None}, "output_dir=None is no path"),
-        ({"output_dir": __file__}, r"output_dir=.*test_train_edges\.py is a file"),
+        *(
+            ({"output_dir": f"{__file__}{end}"}, r"output_dir=.*test_train_edges\.py is a file")
+            for end in ("", "/run/1")
+        ),
         *(
             ({"lr": 1e-3, "overrides": clash}, r"overrides sets model\.optim\.lr, which a keyword")
             for clash in ({"model.optim.lr": 1e-4}, {"model": {"optim": {"lr": 1e-4}}})
@@ -65,8 +69,11 @@ def test_models_are_found_and_written_in_the_home_directory(tiny_nemo, tmp_path,
 def test_a_model_without_a_nemo_form_is_not_written_to_a_nemo_file(tmp_path):
     (tmp_path / "policy").mkdir()
     with pytest.raises(ConfigError, match=r"path=.*x\.nemo: the model has no \.nemo form"):
-        Result(tmp_path, "").save(tmp_path / "x.nemo")
-    assert not (tmp_path / "x.nemo").exists()
+        Result(tmp_path, "").save(tmp_path / "new" / "x.nemo")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"path=.*Not a directory|path=.*File exists"):
+        Result(tmp_path, "").save(tmp_path / "file" / "x")
 
 
 def test_a_table_needs_a_step(tmp_path):
@@ -82,12 +89,30 @@ def test_a_stop_text_is_one_string(model):
 
 
 def test_more_tokens_than_positions_are_refused(model):
-    with pytest.raises(ConfigError, match=r"\d+ tokens exceed the model's \d+ positions"):
-        model.logprobs(["1"], ["2" * 5000])
+    with pytest.raises(DataError, match=r"prompts\[1\] and responses\[1\] have \d{4,} tokens"):
+        model.logprobs(["1", "1"], ["2", "2" * 5000])
 
 
-@pytest.mark.parametrize("call", ["generate", "logprobs"])
-def test_a_closed_model_says_so(model, call):
+def test_a_closed_model_says_so(model, tmp_path):
     model.close()
-    with pytest.raises(ConfigError, match="the model is closed"):
-        getattr(model, call)(["1"], *([["2"]] if call == "logprobs" else []))
+    for call in (
+        lambda: model.generate(["1"]),
+        lambda: model.logprobs(["1"], ["2"]),
+        lambda: model.save(tmp_path / "saved"),
+    ):
+        with pytest.raises(ConfigError, match="the model is closed"):
+            call()
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("column", ["level", "answer", "ground_truth"])
+def test_rows_of_a_generator_function_need_no_ground_truths(tmp_path, monkeypatch, column):
+    def rows(last, name="level"):
+        print("a line of the function")
+        yield from ({"prompt": f"{i} ", name: i} for i in range(last))
+
+    arguments = []
+    monkeypatch.setattr(train, "run_script", lambda _, words: arguments.extend(words))
+    overrides = {"data.train.arguments.last": 3, "data": {"train": {"arguments": {"name": column}}}}
+    aligner.train_grpo(model="m", data=rows, overrides=overrides, output_dir=tmp_path / "run")
+    assert ("data.ground_truth_column=null" in arguments) == (column == "level")
