@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from aligner.algorithms.ask.model import InferenceModel, open_model
 from aligner.algorithms.rollout.validation import sample_responses
 from aligner.algorithms.run.engine import run_settings
 from aligner.api.quiet import quiet
-from aligner.api.result import new_path
 from aligner.checkpoint.convert import nemo_to_hf
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import AskConfig, LengthParams, RunConfig, SamplingOptions, SamplingParams
@@ -31,21 +30,22 @@ from aligner.data.prompts import PromptDataset, make_prompt
 from aligner.data.readers import DataRow
 from aligner.data.tokenizers.decoding import response_texts
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, raised_as
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.parallel.groups import shutdown_parallel
 
+Role = TypeVar("Role", bound=Policy | Value)
 Text = str | Sequence[Mapping[str, Any]]  # text, or the messages of a chat
 
 _open_models = 0
 
 
-class _Loaded:
+class _Loaded(Generic[Role]):
     """Base class of `Model` and `CriticModel`: tokenization, padding and `close`."""
 
-    def __init__(self, loaded: InferenceModel, closing: ExitStack) -> None:
-        self._loaded = loaded
+    def __init__(self, loaded: InferenceModel, role: Role, closing: ExitStack) -> None:
+        self._loaded, self._role = loaded, role
         self._end = weakref.finalize(self, closing.close)  # at the latest at exit
         self.tokenizer = loaded.tokenizer
 
@@ -75,7 +75,6 @@ class _Loaded:
 
     def _token_values(
         self,
-        role: Policy | Value,
         compute: Callable[[BatchedDataDict], torch.Tensor],
         prompts: Sequence[Text],
         responses: Sequence[str],
@@ -108,16 +107,12 @@ class _Loaded:
         try:
             values = compute(BatchedDataDict(columns))
         finally:
-            role.finish_inference()
+            self._role.finish_inference()
         return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
 
 
-class Model(_Loaded):
+class Model(_Loaded[Policy]):
     """A language model in this process. Call `close` when done, or use a ``with`` block."""
-
-    def __init__(self, loaded: InferenceModel, policy: Policy, closing: ExitStack) -> None:
-        super().__init__(loaded, closing)
-        self._policy = policy
 
     def generate(
         self,
@@ -169,7 +164,7 @@ class Model(_Loaded):
                 f"max_new_tokens={max_new_tokens}: the longest prompt has {dataset.max_length} "
                 f"tokens, and the model has {positions} positions. Lower max_new_tokens"
             )
-        sampling = self._loaded.sampling(self._policy, 1)
+        sampling = self._loaded.sampling(self._role, 1)
         sampling = replace(sampling, seed=seed, sampling_options=options)
         return response_texts(self.tokenizer, sample_responses(sampling, dataset))
 
@@ -182,10 +177,10 @@ class Model(_Loaded):
         """
 
         def compute(batch: BatchedDataDict) -> torch.Tensor:
-            self._policy.prepare_for_lp_inference()
-            return self._policy.get_logprobs(batch)["logprobs"]
+            self._role.prepare_for_lp_inference()
+            return self._role.get_logprobs(batch)["logprobs"]
 
-        return self._token_values(self._policy, compute, prompts, responses)
+        return self._token_values(compute, prompts, responses)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a ``.nemo`` file if ``path`` ends in ``.nemo``, else a Hugging Face directory.
@@ -196,21 +191,17 @@ class Model(_Loaded):
         suffix = self._loaded.architecture.suffix
         target = new_path(path, has_nemo_form=bool(suffix))
         if suffix in ("", target.suffix):
-            self._policy.save_checkpoint(str(target))
+            self._role.save_checkpoint(str(target))
             return target
         with tempfile.TemporaryDirectory() as folder:
             nemo = Path(folder) / "model.nemo"
-            self._policy.save_checkpoint(str(nemo))
+            self._role.save_checkpoint(str(nemo))
             nemo_to_hf(nemo, target)
         return target
 
 
-class CriticModel(_Loaded):
+class CriticModel(_Loaded[Value]):
     """A run's critic in this process. Call `close` when done, or use a ``with`` block."""
-
-    def __init__(self, loaded: InferenceModel, value: Value, closing: ExitStack) -> None:
-        super().__init__(loaded, closing)
-        self._value = value
 
     def values(self, prompts: Sequence[Text], responses: Sequence[str]) -> list[list[float]]:
         """Return one list per response: the return that the critic predicts before each token.
@@ -219,10 +210,26 @@ class CriticModel(_Loaded):
         """
 
         def compute(batch: BatchedDataDict) -> torch.Tensor:
-            self._value.prepare_for_inference()
-            return self._value.get_values(batch)["values"]
+            self._role.prepare_for_inference()
+            return self._role.get_values(batch)["values"]
 
-        return self._token_values(self._value, compute, prompts, responses)
+        return self._token_values(compute, prompts, responses)
+
+
+def new_path(path: str | os.PathLike[str], *, has_nemo_form: bool) -> Path:
+    """Expand ``~`` in ``path`` and create the parent directories.
+
+    Raises `ConfigError` if ``path`` exists, has a file as parent, or is a ``.nemo`` file although
+    the model has no such form.
+    """
+    target = Path(path).expanduser()
+    if target.exists():
+        raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
+    if target.suffix == ".nemo" and not has_nemo_form:
+        raise ConfigError(f"path={target}: the model has no .nemo form. Remove the ending .nemo")
+    with raised_as(ConfigError, f"path={target}", FileExistsError, NotADirectoryError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    return target
 
 
 def load_model(path: str | os.PathLike[str], *, download: bool = False) -> Model:

@@ -47,10 +47,7 @@ _CACHED = type(lru_cache(_with_cache))
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles functions with `lru_cache`, and `dataclasses.MISSING` by name.
-
-    Dataclasses compare with the object `dataclasses.MISSING`.
-    """
+    """Pickles functions with `lru_cache`, and `dataclasses.MISSING` as the same object."""
 
     _reductions: ClassVar = {
         type(dataclasses.MISSING): lambda _: "MISSING",

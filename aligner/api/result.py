@@ -16,22 +16,6 @@ if TYPE_CHECKING:
     from aligner.api.model import CriticModel, Model
 
 
-def new_path(path: str | os.PathLike[str], *, has_nemo_form: bool) -> Path:
-    """Expand ``~`` in ``path`` and create the parent directories.
-
-    Raises `ConfigError` if ``path`` exists, has a file as parent, or is a ``.nemo`` file although
-    the model has no such form.
-    """
-    target = Path(path).expanduser()
-    if target.exists():
-        raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
-    if target.suffix == ".nemo" and not has_nemo_form:
-        raise ConfigError(f"path={target}: the model has no .nemo form. Remove the ending .nemo")
-    with raised_as(ConfigError, f"path={target}", FileExistsError, NotADirectoryError):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    return target
-
-
 class Result:
     """The metrics, files and models of a training run. Models are loaded at the first use.
 
@@ -54,10 +38,7 @@ class Result:
         return list(steps.values())
 
     def to_pandas(self) -> "pd.DataFrame":
-        """Return `metrics` as a pandas table with a row per step.
-
-        Raises `MissingPackageError` without pandas, and `ConfigError` without metrics.
-        """
+        """Return `metrics` as a table, with a row per step. Raises `ConfigError` without steps."""
         remedy = "Run: pip install pandas"
         with raised_as(MissingPackageError, "Result.to_pandas()", ImportError, remedy=remedy):
             import pandas as pd
@@ -118,7 +99,9 @@ class Result:
             CheckpointNotFoundError: the run was stopped before its end.
             ConfigError: ``path`` exists, or the model cannot be a ``.nemo`` file.
         """
-        from aligner.checkpoint.convert import nemo_to_hf
+        with quiet():
+            from aligner.api.model import new_path
+            from aligner.checkpoint.convert import nemo_to_hf
 
         source = Path(os.fspath(self))
         target = new_path(path, has_nemo_form=not source.is_dir())

@@ -9,12 +9,12 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypedDict, Unpack, get_args
 
 from aligner.api.objects import as_setting, has_ground_truth, is_rows, write_rows
 from aligner.api.process import columns_of_generator, run_script
 from aligner.api.result import Result
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, raised_as
 from aligner.foreign_keys import as_override
 
 P = ParamSpec("P")
@@ -23,7 +23,7 @@ StrPath = str | os.PathLike[str]
 Data = StrPath | Sequence[StrPath] | Iterable[Mapping[str, Any]] | Callable[..., Any]
 Code = str | Callable[..., Any]  # a function or class, or the path of one
 
-# The configuration key of each keyword. {loop} is a section of `trainer`, {rollout} one of `model`.
+# The configuration key of each keyword. {loop} is a section of `trainer` and of `model`.
 KEYS = {
     "model": "model.restore_from_path",
     "teacher": "teacher.restore_from_path",
@@ -41,10 +41,10 @@ KEYS = {
     "critic_lr": "critic.optim.lr",
     "batch_size": "model.global_batch_size",
     "micro_batch_size": "model.micro_batch_size",
-    "samples_per_step": "model.{rollout}.num_rollout_samples",
-    "num_generations": "model.{rollout}.num_rollouts_per_prompt",
-    "max_new_tokens": "model.{rollout}.length_params.max_length",
-    "temperature": "model.{rollout}.sampling_params.temperature",
+    "samples_per_step": "model.{loop}.num_rollout_samples",
+    "num_generations": "model.{loop}.num_rollouts_per_prompt",
+    "max_new_tokens": "model.{loop}.length_params.max_length",
+    "temperature": "model.{loop}.sampling_params.temperature",
     "kl_penalty": "trainer.ppo.initial_policy_kl_penalty",
     "loss": "trainer.dpo.loss",
     "beta": "trainer.dpo.beta",
@@ -53,9 +53,51 @@ KEYS = {
 }
 
 
+# Values of an algorithm that differ from the defaults of its script.
+_CHOICES = {"reinforce": {"trainer.ppo.advantage.estimator": "grpo"}}
+
+
+class _Shared(TypedDict, total=False):
+    """Keywords of all training functions."""
+
+    validation_data: Data | None
+    max_steps: int | None
+    validate_every: int | None
+    lr: float | None
+    devices: int | None
+    seed: int | None
+    overrides: Mapping[str, Any] | None
+
+
+class _Sampling(_Shared, total=False):
+    """Keywords of functions whose policy samples responses."""
+
+    reward: Code | None
+    reward_model: StrPath | None
+    environment: Code | None
+    tools: Sequence[Code] | None
+    samples_per_step: int | None
+    max_new_tokens: int | None
+    temperature: float | None
+
+
+class _Supervised(_Shared, total=False):
+    """Keywords of functions that train on examples."""
+
+    max_epochs: int | None
+    batch_size: int | None
+    micro_batch_size: int | None
+
+
 def _named(function: Callable[P, Result]) -> Callable[P, Result]:
     """Wrap ``function``. An unknown keyword raises `TypeError`, which suggests the nearest one."""
-    parameters = list(inspect.signature(function).parameters)
+    signature = inspect.signature(function)
+    *own, shared = signature.parameters.values()
+    parameters = {parameter.name: parameter for parameter in own}
+    for name, kind in get_args(shared.annotation)[0].__annotations__.items():
+        parameters[name] = shared.replace(
+            name=name, kind=shared.KEYWORD_ONLY, default=None, annotation=kind
+        )
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> Result:
@@ -71,6 +113,8 @@ def _named(function: Callable[P, Result]) -> Callable[P, Result]:
                 )
         return function(*args, **keywords)
 
+    # `help` shows the shared keywords, too.
+    call.__signature__ = signature.replace(parameters=[*parameters.values()])  # type: ignore[attr-defined]
     return call
 
 
@@ -79,23 +123,10 @@ def train_ppo(
     *,
     model: StrPath,
     data: Data,
-    reward: Code | None = None,
-    reward_model: StrPath | None = None,
-    environment: Code | None = None,
-    tools: Sequence[Code] | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
     critic_lr: float | None = None,
     kl_penalty: float | None = None,
-    samples_per_step: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
     output_dir: StrPath = "results/ppo",
-    overrides: Mapping[str, Any] | None = None,
+    **shared: Unpack[_Sampling],
 ) -> Result:
     """Train a policy and a critic by PPO (Schulman et al. 2017).
 
@@ -130,7 +161,7 @@ def train_ppo(
         DataError: a row is invalid.
         TypeError: a keyword is unknown.
     """
-    return _train("ppo", locals())
+    return _train("ppo", {**locals(), **shared})
 
 
 @_named
@@ -138,23 +169,10 @@ def train_grpo(
     *,
     model: StrPath,
     data: Data,
-    reward: Code | None = None,
-    reward_model: StrPath | None = None,
-    environment: Code | None = None,
-    tools: Sequence[Code] | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
     kl_penalty: float | None = None,
-    samples_per_step: int | None = None,
     num_generations: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
     output_dir: StrPath = "results/grpo",
-    overrides: Mapping[str, Any] | None = None,
+    **shared: Unpack[_Sampling],
 ) -> Result:
     """Train a policy by GRPO (Shao et al. 2024), without a critic.
 
@@ -162,7 +180,7 @@ def train_grpo(
     keywords are those of `train_ppo`. To select another advantage estimator, set
     ``overrides={"trainer.ppo.advantage.estimator": "rloo"}``.
     """
-    return _train("reinforce", locals(), {"trainer.ppo.advantage.estimator": "grpo"})
+    return _train("reinforce", {**locals(), **shared})
 
 
 @_named
@@ -170,28 +188,15 @@ def train_rs(
     *,
     model: StrPath,
     data: Data,
-    reward: Code | None = None,
-    reward_model: StrPath | None = None,
-    environment: Code | None = None,
-    tools: Sequence[Code] | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    samples_per_step: int | None = None,
     num_generations: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
     output_dir: StrPath = "results/rs",
-    overrides: Mapping[str, Any] | None = None,
+    **shared: Unpack[_Sampling],
 ) -> Result:
     """Train a policy by rejection sampling: fine-tune on the best responses to each prompt.
 
     The keywords are those of `train_grpo`.
     """
-    return _train("rs", locals())
+    return _train("rs", {**locals(), **shared})
 
 
 @_named
@@ -199,17 +204,8 @@ def train_sft(
     *,
     model: StrPath,
     data: Data,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
     output_dir: StrPath = "results/sft",
-    overrides: Mapping[str, Any] | None = None,
+    **shared: Unpack[_Supervised],
 ) -> Result:
     """Fine-tune a model on prompts with responses, or on chats.
 
@@ -227,7 +223,7 @@ def train_sft(
 
     The other keywords and the errors are those of `train_ppo`.
     """
-    return _train("sft", locals())
+    return _train("sft", {**locals(), **shared})
 
 
 @_named
@@ -237,17 +233,8 @@ def train_dpo(
     data: Data,
     loss: str | None = None,
     beta: float | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
     output_dir: StrPath = "results/dpo",
-    overrides: Mapping[str, Any] | None = None,
+    **shared: Unpack[_Supervised],
 ) -> Result:
     """Train a policy on preferences, by DPO (Rafailov et al. 2023) or a related loss.
 
@@ -260,7 +247,7 @@ def train_dpo(
 
     The other keywords are those of `train_sft`.
     """
-    return _train("dpo", locals())
+    return _train("dpo", {**locals(), **shared})
 
 
 @_named
@@ -268,23 +255,14 @@ def train_reward(
     *,
     model: StrPath,
     data: Data,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
     output_dir: StrPath = "results/reward",
-    overrides: Mapping[str, Any] | None = None,
+    **shared: Unpack[_Supervised],
 ) -> Result:
     """Train a reward model on comparisons: rows with ``prompt``, ``chosen`` and ``rejected``.
 
     The keywords are those of `train_sft`. The `Result` can be the ``reward_model`` of `train_ppo`.
     """
-    return _train("reward", locals())
+    return _train("reward", {**locals(), **shared})
 
 
 @_named
@@ -293,36 +271,25 @@ def train_distill(
     model: StrPath,
     teacher: StrPath,
     data: Data,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
     output_dir: StrPath = "results/distill",
-    overrides: Mapping[str, Any] | None = None,
+    **shared: Unpack[_Supervised],
 ) -> Result:
     """Train a model to predict the token distributions of ``teacher``, a larger model.
 
     Both models must have the same tokenizer. The other keywords are those of `train_sft`.
     """
-    return _train("distill", locals())
+    return _train("distill", {**locals(), **shared})
 
 
-def _train(
-    algorithm: str, keywords: dict[str, Any], settings: Mapping[str, Any] | None = None
-) -> Result:
+def _train(algorithm: str, keywords: dict[str, Any]) -> Result:
     """Write rows and objects into the run's directory, run the script, and return its result.
 
-    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``keywords``: arguments of the training
-    function. ``settings``: values of further configuration keys.
+    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``keywords``: the caller's arguments.
     """
-    if not isinstance(keywords["output_dir"], str | os.PathLike):
-        raise ConfigError(f"output_dir={keywords['output_dir']!r} is no path. Name a directory")
-    folder = Path(keywords["output_dir"]).expanduser()
+    from aligner.algorithms.run.identity import flat  # takes a second
+
+    with raised_as(ConfigError, f"output_dir={keywords['output_dir']!r} is no path", TypeError):
+        folder = Path(keywords["output_dir"]).expanduser()
     if file := next(filter(Path.is_file, (folder, *folder.parents)), None):
         raise ConfigError(f"output_dir={folder}: {file} is a file. Give the name of a directory")
     files = folder / "python"
@@ -330,18 +297,15 @@ def _train(
     overrides = keywords.get("overrides") or {}
     if not isinstance(overrides, Mapping):
         raise ConfigError(f"overrides={overrides!r} is no mapping. Give a dict from key to value")
-    set_by_overrides = dict(_nested(overrides))
-    choices = {**_reward_group(keywords), **(settings or {})}
+    set_by_overrides = flat(overrides)
+    choices = {**_reward_group(keywords), **_CHOICES.get(algorithm, {})}
     values = {
-        key.format(loop=loop, rollout=loop): keywords[name]
+        key.format(loop=loop): keywords[name]
         for name, key in KEYS.items()
         if keywords.get(name) is not None
     }
     if clash := ", ".join(sorted(values.keys() & set_by_overrides.keys())):
         raise ConfigError(f"overrides sets {clash}, which a keyword sets, too. Remove one of them")
-    for key, value in values.items():
-        if key.endswith("restore_from_path") and isinstance(value, str | os.PathLike):
-            values[key] = os.path.expanduser(value)
     with _undone_if_refused(folder):
         # Rows become files, and objects become files that the run imports.
         has_rewards = algorithm in ("ppo", "reinforce", "rs")
@@ -352,8 +316,15 @@ def _train(
                 columns.append(names)
             elif key.endswith(".source") and callable(value) and has_rewards:
                 values[key] = as_setting(key, value, files)
-                keywords_of_call = _below(key.replace("source", "arguments"), set_by_overrides)
-                columns.append(columns_of_generator(values[key], keywords_of_call))
+                section = f"{key.removesuffix('source')}arguments."
+                given = {
+                    name.removeprefix(section): item
+                    for name, item in set_by_overrides.items()
+                    if name.startswith(section)
+                }
+                columns.append(columns_of_generator(values[key], given))
+            elif key.endswith("restore_from_path") and isinstance(value, str | os.PathLike):
+                values[key] = os.path.expanduser(value)
         if has_rewards and any(columns) and not any(map(has_ground_truth, columns)):
             values["data.ground_truth_column"] = None
         if "environment.tools" in values and "reward.function" in values:
@@ -372,20 +343,6 @@ def _train(
         print(f"same run from the command line: {command}", flush=True)
         run_script(f"train-{algorithm}", arguments)
     return Result(folder, command)
-
-
-def _below(section: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``section`` without those of its nested sections."""
-    split = ((*name.rpartition("."), value) for name, value in settings.items())
-    return {name: value for parent, _, name, value in split if parent == section}
-
-
-def _nested(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted name and value of each setting, also of settings in nested mappings."""
-    for name, value in settings.items():
-        yield f"{section}{name}", value
-        if isinstance(value, Mapping):
-            yield from _nested(value, f"{section}{name}.")
 
 
 @contextmanager

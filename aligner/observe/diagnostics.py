@@ -7,27 +7,16 @@ Shapes: ``B`` samples, ``S`` padded length. Masks are 1 for elements to include.
 import math
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.losses.corrections import effective_sample_size
 
-
-class RoundingGap(NamedTuple):
-    """Largest difference between log-probs of sampler and trainer that rounding can cause.
-
-    ``name``: name of the precision. ``limit``: mean absolute difference in nats, if both use the
-    same weights and the same sampling options.
-    """
-
-    name: str
-    limit: float
-
-
-# By `trainer.precision`.
-ROUNDING_GAPS = {"32": RoundingGap("float32", 1e-4), "bf16": RoundingGap("bf16", 0.05)}
+# By `trainer.precision`: its name, and the largest difference between log-probs of sampler and
+# trainer that rounding can cause. This is the mean absolute difference in nats for equal weights.
+ROUNDING_GAPS = {"32": ("float32", 1e-4), "bf16": ("bf16", 0.05)}
 
 
 def gap_verdict(gap: float, precision: str) -> tuple[bool, str] | None:
@@ -37,13 +26,13 @@ def gap_verdict(gap: float, precision: str) -> tuple[bool, str] | None:
     ``trainer.precision``. Returns (whether rounding explains the gap, text that continues "The gap
     is"), or None if the precision is not in `ROUNDING_GAPS` or the gap is not finite.
     """
-    rounding = ROUNDING_GAPS.get(precision)
-    if rounding is None or not math.isfinite(gap):
+    if precision not in ROUNDING_GAPS or not math.isfinite(gap):
         return None
-    if gap <= rounding.limit:
-        return True, f"what rounding in {rounding.name} gives."
+    name, limit = ROUNDING_GAPS[precision]
+    if gap <= limit:
+        return True, f"what rounding in {name} gives."
     return False, (
-        f"more than rounding in {rounding.name} gives: the engines disagree. docs/logprobs.md "
+        f"more than rounding in {name} gives: the engines disagree. docs/logprobs.md "
         "explains how to find the cause, docs/corrections.md how to correct it."
     )
 

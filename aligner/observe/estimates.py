@@ -60,12 +60,8 @@ def _majority(right: Sequence[float], answers: Sequence[Hashable | None]) -> flo
     votes = Counter(answer for answer in answers if answer is not None)
     most_votes = max(votes.values(), default=0)
     winners = [answer for answer, count in votes.items() if count == most_votes]
-    verdicts = list(zip(right, answers, strict=True))
-    shares = [
-        math.fsum(value for value, answer in verdicts if answer == winner) / most_votes
-        for winner in winners
-    ]
-    return math.fsum(shares) / len(shares) if shares else 0.0
+    scores = [value for value, answer in zip(right, answers, strict=True) if answer in winners]
+    return math.fsum(scores) / len(scores) if scores else 0.0
 
 
 def ks_of(count: int) -> list[int]:

@@ -44,15 +44,10 @@ def write_nonfinite(
     file of the same name contains all tensors of these rows, for ``torch.load(...,
     weights_only=True)``. Each rank writes its own files. Returns the path of the JSON file.
 
-    Args:
-        folder: directory of the run.
-        role: the model that was updated, ``policy`` or ``critic``.
-        scalars: loss, gradient norm and other scalars.
-        batch: columns of the mini-batch, such as ``input_ids`` int64 [B, S].
-        texts: text of prompt and response of each row, or None.
-        update: index of the mini-batch in this pass over the rollout, from 0.
-        updates: number of optimizer updates of this model so far in the run.
-        rank: rank of this process, for the file's name.
+    ``role``: ``policy`` or ``critic``. ``batch``: columns of the mini-batch, such as ``input_ids``
+    int64 [B, S]. ``texts``: text of prompt and response of each row. ``update``: index of the
+    mini-batch in this pass over the rollout, from 0. ``updates``: number of optimizer updates of
+    this model so far in the run.
     """
     # Tensors of the offending rows.
     rows = offending_rows(batch)

@@ -104,8 +104,8 @@ class ConsoleProgress:
     def numbers(self, width: float = math.inf) -> str:
         """Return the main metrics as text of at most ``width`` characters.
 
-        The last metrics are left out if the text is too long. Metrics of an earlier
-        step are shown in the bar only, with that step's number.
+        The last metrics are left out if the text is too long. Metrics of an earlier step are shown
+        in the bar only, with that step's number.
         """
         parts = []
         has_rewards = "train_rollouts/rewards" in self._latest

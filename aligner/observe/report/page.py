@@ -35,9 +35,6 @@ def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
     return templates(folder).get_template(template).render(**values)
 
 
-_POLICY = "assistant"
-
-
 class Message(NamedTuple):
     """A message of a conversation, as the report shows it."""
 
@@ -67,7 +64,7 @@ def _messages_of_turn(number: int, turn: Mapping[str, Any], is_last: bool) -> It
     info = dict(turn.get("info") or {})
     calls = str(info.pop("calls", ""))
     notes += [f"{name}: {value}" for name, value in info.items()]
-    yield Message(_POLICY, " · ".join(notes), str(turn.get("content") or ""), calls, True)
+    yield Message("assistant", " · ".join(notes), str(turn.get("content") or ""), calls, True)
     # The messages that answer it.
     note = "after the end, not read" if is_last else "read, masked"
     for message in turn.get("answer") or []:

@@ -132,13 +132,9 @@ def _tile(
     if metric == "val_rollouts/accuracy" and count is not None and 0 <= last <= 1:
         error = math.sqrt(last * (1 - last) / max(count.values[-1], 1))
         note += f", standard error {chart.short_number(round(error, 3))}"
+    change = chart.Change.between(first, last, better)
     ends = {"first": _rounded(first, last), "last": _rounded(last, first)}
-    return {
-        "label": label,
-        **ends,
-        "change": chart.Change.between(first, last, better),
-        "note": note,
-    }
+    return {"label": label, **ends, "change": change, "note": note}
 
 
 def _rounded(value: float, neighbour: float) -> str:
@@ -155,9 +151,8 @@ def _overview(series: Mapping[str, chart.Series]) -> list[chart.ChartCard]:
         if name == "accuracy" and not _ROLLOUT_ACCURACIES & series.keys():
             info = describe("val_optim/accuracy")
             lead = f"{info.meaning} Should rise." if info else lead
-        cards.append(
-            chart.ChartCard(heading, lead, lead, chart.lines_of(series, name, "validation"))
-        )
+        lines = chart.lines_of(series, name, "validation")
+        cards.append(chart.ChartCard(heading, lead, lead, lines))
     return chart.drawn(cards)
 
 
@@ -170,11 +165,9 @@ def _gap(series: Mapping[str, chart.Series], precision: str) -> tuple[str, dict[
         f"this run, step {gaps.steps[0]}": chart.short_number(gaps.values[0]),
         f"this run, step {gaps.steps[-1]}": chart.short_number(gaps.values[-1]),
         "this run, largest": chart.short_number(max(gaps.values)),
-        **{
-            f"rounding in {rounding.name}": f"below {chart.short_number(rounding.limit)}"
-            for rounding in ROUNDING_GAPS.values()
-        },
     }
+    for name, limit in ROUNDING_GAPS.values():
+        rows[f"rounding in {name}"] = f"below {chart.short_number(limit)}"
     lead = "Mean absolute difference of their log-probs of the same tokens, in nats."
     # In the first step, the trainer's weights are those that sampled.
     verdict = gap_verdict(gaps.values[0], precision)
@@ -224,14 +217,11 @@ def _groups(series: Mapping[str, chart.Series]) -> list[tuple[str, bool, list[ch
     groups = []
     for group, heading in _GROUPS.items():
         cards = []
-        for name, values in sorted(series.items()):
-            prefix, _, metric = name.partition("/")
-            if prefix == group:
-                info = _info(name)
-                tooltip = f"{name}: {info.meaning} Over: {info.over}"
-                cards.append(
-                    chart.ChartCard(metric, info.meaning, tooltip, [values], is_single=True)
-                )
+        for name in sorted(name for name in series if name.startswith(f"{group}/")):
+            title, info = name.removeprefix(f"{group}/"), _info(name)
+            tooltip = f"{name}: {info.meaning} Over: {info.over}"
+            card = chart.ChartCard(title, info.meaning, tooltip, [series[name]], is_single=True)
+            cards.append(card)
         if shown := chart.drawn(cards):
             groups.append((f"{heading}: {group}/", group != "timers", shown))
     return groups
