@@ -75,11 +75,13 @@ class _Loaded(Generic[Role]):
 
     def _token_values(
         self,
-        compute: Callable[[BatchedDataDict], torch.Tensor],
+        name: str,
+        prepare: Callable[[], None],
+        compute: Callable[[BatchedDataDict], Mapping[str, torch.Tensor]],
         prompts: Sequence[Text],
         responses: Sequence[str],
     ) -> list[list[float]]:
-        """Call ``compute``, which returns [B, S]. Return its values for the responses' tokens."""
+        """Return the column ``name`` [B, S] of ``compute``'s result for the responses' tokens."""
         if len(prompts) != len(responses):
             raise DataError(
                 f"{len(prompts)} prompts, but {len(responses)} responses. Give one per prompt"
@@ -105,7 +107,8 @@ class _Loaded(Generic[Role]):
         mask = (position >= starts[:, None]) & (position < ends[:, None])
         columns = {"input_ids": ids, "input_lengths": ends, "token_mask": mask.float()}
         try:
-            values = compute(BatchedDataDict(columns))
+            prepare()
+            values = compute(BatchedDataDict(columns))[name]
         finally:
             self._role.finish_inference()
         return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
@@ -175,12 +178,8 @@ class Model(_Loaded[Policy]):
             prompts: texts, or lists of chat messages.
             responses: one text per prompt. Prompt and response are tokenized separately.
         """
-
-        def compute(batch: BatchedDataDict) -> torch.Tensor:
-            self._role.prepare_for_lp_inference()
-            return self._role.get_logprobs(batch)["logprobs"]
-
-        return self._token_values(compute, prompts, responses)
+        prepare, compute = self._role.prepare_for_lp_inference, self._role.get_logprobs
+        return self._token_values("logprobs", prepare, compute, prompts, responses)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a ``.nemo`` file if ``path`` ends in ``.nemo``, else a Hugging Face directory.
@@ -208,12 +207,8 @@ class CriticModel(_Loaded[Value]):
 
         ``prompts`` and ``responses``: as in `Model.logprobs`.
         """
-
-        def compute(batch: BatchedDataDict) -> torch.Tensor:
-            self._role.prepare_for_inference()
-            return self._role.get_values(batch)["values"]
-
-        return self._token_values(compute, prompts, responses)
+        prepare, compute = self._role.prepare_for_inference, self._role.get_values
+        return self._token_values("values", prepare, compute, prompts, responses)
 
 
 def new_path(path: str | os.PathLike[str], *, has_nemo_form: bool) -> Path:

@@ -89,10 +89,9 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
 
 
 def columns_of_generator(function: str, arguments: Mapping[str, Any]) -> set[str]:
-    """Return the columns of the first row that a generator function yields.
+    """Return the columns of a generator function's first row, or an empty set if the call fails.
 
-    ``function``: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``. Another process calls the
-    function, as a call may change the caller's state. Returns an empty set if the call fails.
+    Another process calls ``function``, an import path, so that the caller's state does not change.
     """
     program = [sys.executable, "-c", _COLUMNS, function, json.dumps(arguments, default=str)]
     done = subprocess.run(

@@ -93,11 +93,8 @@ class Result:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a ``.nemo`` file if ``path`` ends in ``.nemo``, else a Hugging Face directory.
 
-        Returns ``path``.
-
-        Raises:
-            CheckpointNotFoundError: the run was stopped before its end.
-            ConfigError: ``path`` exists, or the model cannot be a ``.nemo`` file.
+        Returns ``path``. Raises `CheckpointNotFoundError` if the run was stopped before its end,
+        and `ConfigError` if ``path`` exists or the model cannot be a ``.nemo`` file.
         """
         with quiet():
             from aligner.api.model import new_path

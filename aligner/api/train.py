@@ -92,29 +92,28 @@ class _Supervised(_Shared, total=False):
 def _named(function: Callable[P, Result]) -> Callable[P, Result]:
     """Wrap ``function``. An unknown keyword raises `TypeError`, which suggests the nearest one."""
     signature = inspect.signature(function)
-    *own, shared = signature.parameters.values()
-    parameters = {parameter.name: parameter for parameter in own}
+    *parameters, shared = signature.parameters.values()
+    default = shared.replace(kind=shared.KEYWORD_ONLY, default=None)
     for name, kind in get_args(shared.annotation)[0].__annotations__.items():
-        parameters[name] = shared.replace(
-            name=name, kind=shared.KEYWORD_ONLY, default=None, annotation=kind
-        )
+        parameters.append(default.replace(name=name, annotation=kind))
+    signature = signature.replace(parameters=parameters)
+    names = list(signature.parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> Result:
         for name in keywords:
-            if name not in parameters:
+            if name not in names:
                 similar = {"learning_rate": "lr"}.get(name, name)
-                near = difflib.get_close_matches(similar, parameters, n=1, cutoff=0.5)
+                near = difflib.get_close_matches(similar, names, n=1, cutoff=0.5)
                 hint = f"; did you mean {near[0]}?" if near else "."
                 raise TypeError(
                     f"{function.__name__}() has no keyword {name!r}{hint} Its keywords are "
-                    f"{', '.join(parameters)}. Set any other configuration key by overrides, "
+                    f"{', '.join(names)}. Set any other configuration key by overrides, "
                     "for example overrides={'model.ppo.ratio_eps': 0.1}"
                 )
         return function(*args, **keywords)
 
-    # `help` shows the shared keywords, too.
-    call.__signature__ = signature.replace(parameters=[*parameters.values()])  # type: ignore[attr-defined]
+    call.__signature__ = signature  # type: ignore[attr-defined]  # `help` shows all keywords
     return call
 
 

@@ -125,12 +125,12 @@ class ChatRenderer:
             return None
         # Some templates accept calls only as `tool_calls` and render them in their own format.
         # Only the messages before the answer can then be compared.
+        has_structured_calls = False
         try:
-            chat_text, has_structured_calls = render(self.tokenizer, chat, tools), False
+            chat_text = render(self.tokenizer, chat, tools)
         except DataError:
-            chat_text = render(self.tokenizer, structured(chat, self._form), tools)
             has_structured_calls = True
-        if has_structured_calls:
+            chat_text = render(self.tokenizer, structured(chat, self._form), tools)
             text = render(self.tokenizer, structured(history, self._form), tools)
         shown, expected = ("".join(string.split()) for string in (chat_text, text))
         if shown == expected or (has_structured_calls and shown.startswith(expected)):

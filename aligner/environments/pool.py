@@ -71,13 +71,9 @@ class EnvironmentPool(ProcessPool):
     ) -> None:
         """Start the first process, so that an unusable class is refused now.
 
-        Args:
-            factory: dotted path of a class or of an agent's function, or the words of a command.
-            kwargs: ``environment.kwargs``.
-            columns: columns of the data, which the class or function must accept as arguments.
-            form: format of tool calls in the chat template, passed to classes with this parameter.
-            memory_mb: memory limit of each process in MiB.
-            runs_agents: whether ``factory`` is an agent.
+        ``factory``: dotted path of a class or of an agent's function, or the words of a command.
+        ``columns``: columns of the data, which the class or function must accept as arguments.
+        ``form``: format of tool calls in the chat template, for classes with this parameter.
         """
         is_path = isinstance(factory, str)
         self.factory = factory if is_path else shlex.join(factory)

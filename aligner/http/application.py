@@ -94,13 +94,10 @@ def http_server(
 ) -> Iterator[tuple[str, int]]:
     """Context manager: serve HTTP in a thread during the block, and yield (host, port).
 
-    Args:
-        address: (host, port) to listen at. Port 0 selects a free port.
-        routes: "METHOD /path" -> endpoint.
-        queue: queue of the endpoints. Its jobs fail when the block ends.
-        setting: configuration key and value of the address, for the error message.
-        refusal: function of HTTP status and cause that returns the body of an error response.
-        connections: maximum number of connections, lowered to the limit of open files.
+    ``address``: (host, port). Port 0 selects a free port. ``queue``: queue of the endpoints, whose
+    jobs fail when the block ends. ``setting``: configuration key and value of the address, for the
+    error message. ``refusal``: returns the body of an error response. ``connections``: maximum
+    number of connections, lowered to the limit of open files.
 
     Raises `ConfigError` if the server cannot listen at ``address``.
     """

@@ -235,13 +235,10 @@ def _memory_line(summary: StartupSummary) -> Text:
     text = f"{' + '.join(sizes)} = about {readable_bytes(total)} of {readable_bytes(free)} free"
     if summary.device.has_gpu:
         text += ", without the device's context, buffers of NCCL and fragmentation"
-    if total <= free:
-        return Text(text)
-    advice = (
-        ": this may not fit. Lower micro_batch_size or rollout_micro_batch_size, set "
-        "model.activations_checkpoint_granularity=full or offload_adam_states=true"
-    )
-    return Text(text + advice, "bold red")
+    if total > free:
+        text += ": this may not fit. Lower micro_batch_size or rollout_micro_batch_size, set "
+        text += "model.activations_checkpoint_granularity=full or offload_adam_states=true"
+    return Text(text, "bold red" if total > free else "")
 
 
 def _package_line(status: PackageStatus, has_gpu: bool) -> Text:

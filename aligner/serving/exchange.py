@@ -73,9 +73,7 @@ class Exchange:
     async def _progress(self) -> AsyncIterator[Progress]:
         deadline = self.began + self.timeout_s
         timeout_message = f"the answer was not complete within {self.timeout_s:g} s"
-        results = self.results.of(
-            self.job, deadline, timeout_message, lambda progress: progress.end is not None
-        )
+        results = self.results.of(self.job, deadline, timeout_message, lambda p: p.end is not None)
         try:
             async for progress in results:
                 yield progress

@@ -76,14 +76,9 @@ class Served:
     ) -> str:
         """Return a chat as text, with the generation prompt.
 
-        Args:
-            chat: messages of the request.
-            tools: functions that the model may call.
-            template_kwargs: variables of the chat template.
-            keeps_answers: keep special tokens in assistant messages, because the model wrote them.
-
-        Raises `DataError` if a part is invalid or not used by the template, and `TokenizerError` if
-        there is no template.
+        ``template_kwargs``: variables of the chat template. ``keeps_answers``: keep special tokens
+        in assistant messages, because the model wrote them. Raises `DataError` if a part is invalid
+        or not used by the template, and `TokenizerError` if there is no template.
         """
         messages = parse_messages(chat_messages(chat))
         # Refuse or escape special tokens, except in a chat that will be refused as too long.

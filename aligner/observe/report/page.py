@@ -1,6 +1,6 @@
 """HTML pages without external files, from the Jinja2 templates in ``templates/``."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,29 +47,22 @@ class Message(NamedTuple):
 
 def messages_of(sample: Sample) -> list[Message]:
     """Return the messages after the prompt. Empty if the sample is a single response."""
-    turns = sample.turns or []
-    return [
-        message
-        for number, turn in enumerate(turns, start=1)
-        for message in _messages_of_turn(number, turn, is_last=number == len(turns))
-    ]
-
-
-def _messages_of_turn(number: int, turn: Mapping[str, Any], is_last: bool) -> Iterator[Message]:
-    # The policy's message, with its length, rewards and tool calls.
-    notes = [f"turn {number}", f"{turn.get('tokens', '?')} tokens, trained"]
-    if turn.get("ended") is False:
-        notes.append("cut")
-    notes.append(_rewards_of(turn))
-    info = dict(turn.get("info") or {})
-    calls = str(info.pop("calls", ""))
-    notes += [f"{name}: {value}" for name, value in info.items()]
-    yield Message("assistant", " · ".join(notes), str(turn.get("content") or ""), calls, True)
-    # The messages that answer it.
-    note = "after the end, not read" if is_last else "read, masked"
-    for message in turn.get("answer") or []:
-        text = str(message.get("content") or "")
-        yield Message(str(message.get("role", "?")), note, text, "", False)
+    messages, turns = list[Message](), sample.turns or []
+    for number, turn in enumerate(turns, start=1):
+        # The policy's message, with its length, rewards and tool calls.
+        notes = [f"turn {number}", f"{turn.get('tokens', '?')} tokens, trained"]
+        if turn.get("ended") is False:
+            notes.append("cut")
+        info = dict(turn.get("info") or {})
+        calls, text = str(info.pop("calls", "")), str(turn.get("content") or "")
+        notes += [_rewards_of(turn), *(f"{name}: {value}" for name, value in info.items())]
+        messages.append(Message("assistant", " · ".join(notes), text, calls, True))
+        # The messages that answer it.
+        note = "after the end, not read" if number == len(turns) else "read, masked"
+        for message in turn.get("answer") or []:
+            role, text = str(message.get("role", "?")), str(message.get("content") or "")
+            messages.append(Message(role, note, text, "", False))
+    return messages
 
 
 def _rewards_of(turn: Mapping[str, Any]) -> str:
