@@ -307,13 +307,14 @@ def _train(algorithm: str, keywords: dict[str, Any]) -> Result:
         raise ConfigError(f"overrides sets {clash}, which a keyword sets, too. Remove one of them")
     with _undone_if_refused(folder):
         # Rows become files, and objects become files that the run imports.
-        has_rewards = algorithm in ("ppo", "reinforce", "rs")
+        may_lack_truths = algorithm in ("ppo", "reinforce", "rs")
+        may_lack_truths &= "data.ground_truth_column" not in set_by_overrides
         columns: list[set[str]] = []
         for key, value in values.items():
             if key.endswith(".source") and is_rows(value):
                 values[key], names = write_rows(key, value, files)
                 columns.append(names)
-            elif key.endswith(".source") and callable(value) and has_rewards:
+            elif key.endswith(".source") and callable(value) and may_lack_truths:
                 values[key] = as_setting(key, value, files)
                 section = f"{key.removesuffix('source')}arguments."
                 given = {
@@ -324,14 +325,14 @@ def _train(algorithm: str, keywords: dict[str, Any]) -> Result:
                 columns.append(columns_of_generator(values[key], given))
             elif key.endswith("restore_from_path") and isinstance(value, str | os.PathLike):
                 values[key] = os.path.expanduser(value)
-        if has_rewards and any(columns) and not any(map(has_ground_truth, columns)):
-            values["data.ground_truth_column"] = None
+        if may_lack_truths and any(columns) and not any(map(has_ground_truth, columns)):
+            choices["data.ground_truth_column"] = None
         if "environment.tools" in values and "reward.function" in values:
             values["environment.kwargs.reward"] = values.pop("reward.function")
         values |= overrides
-        max_steps, max_epochs = (f"trainer.{loop}.{name}" for name in ("max_steps", "max_epochs"))
-        if max_steps in values:
-            values.setdefault(max_epochs, values[max_steps])  # an epoch has at least one step
+        if max_steps := (values | set_by_overrides).get(f"trainer.{loop}.max_steps"):
+            choices[f"trainer.{loop}.max_epochs"] = max_steps  # an epoch has at least one step
+        # The keywords and overrides follow the choices, and so replace them.
         values = {key: as_setting(key, value, files) for key, value in values.items()}
         arguments = [f"{key}={as_override(value)}" for key, value in (choices | values).items()]
 

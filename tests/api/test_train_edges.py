@@ -116,3 +116,13 @@ def test_rows_of_a_generator_function_need_no_ground_truths(tmp_path, monkeypatc
     overrides = {"data.train.arguments.last": 3, "data": {"train": {"arguments": {"name": column}}}}
     aligner.train_grpo(model="m", data=rows, overrides=overrides, output_dir=tmp_path / "run")
     assert ("data.ground_truth_column=null" in arguments) == (column == "level")
+
+
+def test_nested_overrides_replace_what_the_function_chooses(tmp_path, monkeypatch):
+    arguments = []
+    monkeypatch.setattr(train, "run_script", lambda _, words: arguments.extend(words))
+    nested = {"trainer": {"sft": {"max_epochs": 2}}}
+    folder = tmp_path / "run"
+    aligner.train_sft(model="m", data=ROWS, max_steps=9, overrides=nested, output_dir=folder)
+    epochs = [word for word in arguments if "max_epochs" in word]
+    assert epochs == ["trainer.sft.max_epochs=9", "trainer={sft:{max_epochs:2}}"]

@@ -40,13 +40,11 @@ _HEADLINES = (
 
 _ROLLOUT_ACCURACIES = {"train_rollouts/accuracy", "val_rollouts/accuracy"}
 _MAX_ROWS = 12  # of a table of samples
-# The loss is only charted for runs that validate it (supervised runs). In others it means little.
-_LOSS = "loss"
 
 # Charts at the top: metric without its group, heading, advice for the reader.
 _OVERVIEW = (
     ("accuracy", "Accuracy", "Share of right answers. Should rise."),
-    (_LOSS, "Loss", "Falls on examples it has not seen, as long as there is something to learn."),
+    ("loss", "Loss", "Falls on examples it has not seen, as long as there is something to learn."),
     ("rewards", "Reward", "What the reward function gives. Should rise."),
     (
         "init_policy_kl",
@@ -146,11 +144,11 @@ def _rounded(value: float, neighbour: float) -> str:
 def _overview(series: Mapping[str, chart.Series]) -> list[chart.ChartCard]:
     cards = []
     for name, heading, lead in _OVERVIEW:
-        if name == _LOSS and f"val_optim/{_LOSS}" not in series:
+        # The loss means little in a run that does not validate the loss.
+        if name == "loss" and "val_optim/loss" not in series:
             continue
         if name == "accuracy" and not _ROLLOUT_ACCURACIES & series.keys():
-            info = describe("val_optim/accuracy")
-            lead = f"{info.meaning} Should rise." if info else lead
+            lead = f"{_info('val_optim/accuracy').meaning} Should rise."
         lines = chart.lines_of(series, name, "validation")
         cards.append(chart.ChartCard(heading, lead, lead, lines))
     return chart.drawn(cards)
