@@ -9,6 +9,19 @@ from aligner.environments import Start, Turn
 from aligner.environments.tools import ToolEnv, calculator
 
 
+def meet(trouble, marker):
+    """Do once what the trouble of a row says; ``marker``: the file that is there afterwards."""
+    if not trouble or os.path.exists(marker):
+        return
+    open(marker, "w").close()
+    if trouble == "raises":
+        raise RuntimeError("not yet")
+    if trouble == "dies":
+        os._exit(3)
+    if trouble == "hangs":
+        time.sleep(60)
+
+
 class Game:
     """A conversation of ``turns`` turns; rewards depend on the policy's text and the seed."""
 
@@ -22,14 +35,8 @@ class Game:
     def step(self, message):
         self.said += 1
         text = message["content"]
-        if self.trouble and self.said == 2 and not os.path.exists(self.marker):
-            open(self.marker, "w").close()
-            if self.trouble == "raises":
-                raise RuntimeError("not yet")
-            if self.trouble == "dies":
-                os._exit(3)
-            if self.trouble == "hangs":
-                time.sleep(60)
+        if self.said == 2:
+            meet(self.trouble, self.marker)
         if self.trouble == "unscored":
             return Turn([{"role": "user", "content": "on"}])
         done = self.said == self.turns
@@ -67,12 +74,8 @@ def agent(base_url, api_key, seed, name, turns, trouble=None, marker=None):
             messages.append(question)
             answer = policy.ask(messages)
             messages.append(answer)
-        if trouble and number == 1 and not os.path.exists(marker):
-            open(marker, "w").close()
-            if trouble == "raises":
-                raise RuntimeError("not yet")
-            if trouble == "hangs":
-                time.sleep(60)
+        if number == 1:
+            meet(trouble, marker)
         if number % 3 == 0:
             policy.reward(sum(map(ord, answer["content"])) % 7 / 7)
     return {"reward": 1.0 / turns, "accuracy": turns % 2} if trouble != "unscored" else None

@@ -82,29 +82,27 @@ def test_the_best_of_a_part_of_the_vocabulary(rows_at_a_time, monkeypatch):
     assert not ids[~mask].any()
 
 
-def files_with(change):
-    """The byte tokenizer's files after ``change`` of its vocabulary."""
+def files_with_ids(of_a, of_b):
+    """The byte tokenizer's files, written anew, where A and B have the ids of these letters."""
     files = byte_level_tokenizer().files()
     content = json.loads(files["tokenizer.json"])
-    change(content["model"]["vocab"])
+    vocabulary = content["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary[of_a], vocabulary[of_b]
     return files | {"tokenizer.json": json.dumps(content).encode()}
-
-
-def exchange_a_and_b(vocabulary):
-    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(tiny_nemo, tmp_path):
     tokenizer = byte_level_tokenizer()
     assert differing_token(tokenizer, byte_level_tokenizer()) is None
-    same = tokenizer_from_files(files_with(lambda vocabulary: None))
+    same = tokenizer_from_files(files_with_ids("A", "B"))
     assert differing_token(same, tokenizer) is None  # other bytes, the same tokens
-    other = tokenizer_from_files(files_with(exchange_a_and_b))
+    other = files_with_ids("B", "A")
     (first,) = tokenizer.encode("A")
-    assert differing_token(other, tokenizer) == f"token {first} is 'B', and 'A'"
+    assert (
+        differing_token(tokenizer_from_files(other), tokenizer) == f"token {first} is 'B', and 'A'"
+    )
     path = tmp_path / "teacher.nemo"
-    weights = random_weights(TINY_ARCHITECTURE)
-    save_nemo(path, weights, TINY_ARCHITECTURE, files_with(exchange_a_and_b))
+    save_nemo(path, random_weights(TINY_ARCHITECTURE), TINY_ARCHITECTURE, other)
     paths = {"model.restore_from_path": str(tiny_nemo), "teacher.restore_from_path": str(path)}
     config = parsed(paths, DistillRunConfig)
     with pytest.raises(ConfigError, match=r"another vocabulary than model.restore_from_path.*'B'"):

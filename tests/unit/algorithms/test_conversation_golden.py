@@ -8,7 +8,9 @@ import hashlib
 import json
 import sys
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import golden_games
 import pytest
@@ -88,95 +90,81 @@ def digest(values):
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
-class Played:
-    """Conversations with the tiny policy."""
-
-    def __init__(self, path):
-        self.path = str(path)
-        with open_nemo(path) as checkpoint:
-            self.tokenizer, self.architecture = checkpoint.tokenizer, checkpoint.architecture
-        self.policy = load_policy(self.configuration({"factory": "a:b"}).model)
-
-    def configuration(self, environment):
-        rollout = {"num_rollout_samples": 8, "length_params": {"max_length": 6}}
-        ppo = {**rollout, "num_rollouts_per_prompt": 2}
-        sizes = {"global_batch_size": 8, "micro_batch_size": 4}
-        return parsed(
-            {
-                "model": {"restore_from_path": self.path, **sizes, "ppo": ppo},
-                "critic": sizes,
-                "reward": {"kind": "environment"},
-                "environment": {"max_tokens": 250, "concurrency": 4, **environment},
-            }
-        )
-
-    def batch(self, environment, rows, template, folder):
-        """Record of a rollout, with advantages of trajectories and of turns, in groups of two.
-
-        Columns of numbers for each token are digests, except tokens and log-probs.
-        """
-        config = self.configuration(environment)
-        tokenizer = self.tokenizer
-        if template is not None:
-            file = folder / "template.jinja"
-            file.write_text(template)
-            tokenizer = with_chat_template(tokenizer, str(file), key="environment.chat_template")
-        rows = [
-            {**row, "marker": str(folder / row["marker"])} if row.get("marker") else row
-            for row in rows
-        ]
-        per_prompt = 1 if "trouble" in rows[0] else 2
-        data = prompts_of(rows, per_prompt, first=40)
-        columns = dict.fromkeys(rows[0])
-        with ExitStack() as closing:
-            source = open_environments(config, tokenizer, self.architecture, columns, closing)
-            batch = source.collect(self.policy, data, seed=5, per_prompt=per_prompt)
-        score(EnvironmentReward(), batch)
-        result = {}
-        for by in ("trajectory", "turn"):
-            assign(credit("grpo", by), batch)
-            result[f"{by}_advantages"] = digest(batch["advantages"].tolist())
-        result["input_ids"] = [
-            ids[:length].tolist()
-            for ids, length in zip(batch["input_ids"], batch["input_lengths"], strict=True)
-        ]
-        for name in COLUMNS:
-            column = batch.get(name)
-            if torch.is_tensor(column):
-                column = column.tolist() if column.ndim == 1 else digest(column.tolist())
-            result[name] = column
-        result[LOGPROBS] = batch[LOGPROBS].double().sum(1).tolist()
-        return json.loads(json.dumps(result))
+def configuration(path, environment):
+    rollout = {"num_rollout_samples": 8, "length_params": {"max_length": 6}}
+    sizes = {"global_batch_size": 8, "micro_batch_size": 4}
+    ppo = {**rollout, "num_rollouts_per_prompt": 2}
+    return parsed(
+        {
+            "model": {"restore_from_path": path, **sizes, "ppo": ppo},
+            "critic": sizes,
+            "reward": {"kind": "environment"},
+            "environment": {"max_tokens": 250, "concurrency": 4, **environment},
+        }
+    )
 
 
-@pytest.fixture(scope="module")
-def played(tiny_nemo):
-    return Played(tiny_nemo)
+@cache
+def loaded(path):
+    """Tokenizer, architecture and policy of a file."""
+    policy = load_policy(configuration(path, {"factory": "a:b"}).model)
+    with open_nemo(path) as checkpoint:
+        return checkpoint.tokenizer, checkpoint.architecture, policy
 
 
-@pytest.fixture(scope="module")
-def record():
-    return json.loads(RECORD.read_text())
+def played(path, environment, rows, template, folder):
+    """Record of a rollout, with advantages of trajectories and of turns, in groups of two.
+
+    Columns of numbers for each token are digests, except tokens and log-probs.
+    """
+    tokenizer, architecture, policy = loaded(path)
+    if template is not None:
+        file = folder / "template.jinja"
+        file.write_text(template)
+        tokenizer = with_chat_template(tokenizer, str(file), key="environment.chat_template")
+    rows = [
+        {**row, "marker": str(folder / row["marker"])} if row.get("marker") else row for row in rows
+    ]
+    per_prompt = 1 if "trouble" in rows[0] else 2
+    data, columns = prompts_of(rows, per_prompt, first=40), dict.fromkeys(rows[0])
+    with ExitStack() as closing:
+        config = configuration(path, environment)
+        source = open_environments(config, tokenizer, architecture, columns, closing)
+        batch = source.collect(policy, data, seed=5, per_prompt=per_prompt)
+    score(EnvironmentReward(), batch)
+    result = {}
+    for by in ("trajectory", "turn"):
+        assign(credit("grpo", by), batch)
+        result[f"{by}_advantages"] = digest(batch["advantages"].tolist())
+    result["input_ids"] = [
+        ids[:length].tolist()
+        for ids, length in zip(batch["input_ids"], batch["input_lengths"], strict=True)
+    ]
+    for name in COLUMNS:
+        column = batch.get(name)
+        if torch.is_tensor(column):
+            column = column.tolist() if column.ndim == 1 else digest(column.tolist())
+        result[name] = column
+    result[LOGPROBS] = batch[LOGPROBS].double().sum(1).tolist()
+    return json.loads(json.dumps(result))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_conversations_are_those_of_the_record(name, played, record, tmp_path, monkeypatch):
+def test_conversations_are_those_of_the_record(name, tiny_nemo, tmp_path, monkeypatch):
     for_full_batches(monkeypatch.setattr)
-    batch = played.batch(*CASES[name], tmp_path)
-    assert batch.keys() == record[name].keys()
-    record[name][LOGPROBS] = pytest.approx(record[name][LOGPROBS], abs=1e-3)
-    differing = [column for column, values in batch.items() if values != record[name][column]]
-    assert not differing, {column: (batch[column], record[name][column]) for column in differing}
+    batch = played(str(tiny_nemo), *CASES[name], tmp_path)
+    record = json.loads(RECORD.read_text())[name]
+    assert batch.keys() == record.keys()
+    record[LOGPROBS] = pytest.approx(record[LOGPROBS], abs=1e-3)
+    differing = [column for column, values in batch.items() if values != record[column]]
+    assert not differing, {column: (batch[column], record[column]) for column in differing}
 
 
 if __name__ == "__main__":
-    import tempfile
-
     for_full_batches(setattr)
-    model = Played(Path(sys.argv[1]))
-    found = {}
+    lines = []
     for name, case in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            found[name] = model.batch(*case, Path(folder))
-    lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
+        with TemporaryDirectory() as folder:
+            batch = played(sys.argv[1], *case, Path(folder))
+        lines.append(f"{json.dumps(name)}: {json.dumps(batch)}")
     RECORD.write_text("{" + ",\n".join(lines) + "}\n")

@@ -205,14 +205,8 @@ class Discrete:
         self.n, self.start = n, start
 
 
-class Text:
-    def contains(self, text):
-        return text.isalpha()
-
-
-class Box:
-    def __repr__(self):
-        return "Box(-1, 1)"
+Text = type("Text", (), {"contains": lambda self, text: text.isalpha()})
+Box = type("Box", (), {"__repr__": lambda self: "Box(-1, 1)"})
 
 
 def second_word(text, space):
@@ -252,13 +246,11 @@ def test_spaces_without_a_parser_and_observations():
     assert action_parser(Discrete(3, start=1))[1] == "Answer with a number from 1 to 3."
     assert action_parser(Discrete(2), ["a", "b"])[1] == "Answer with one of: a, b."
     assert "columns" in GymnasiumEnv.__init__.__annotations__  # any row can be given
-
-    class Array:
-        def tolist(self):
-            return [1, 2]
-
     assert as_text("as it is") == "as it is"
-    assert as_text({"board": Array(), 3: (True, None)}) == '{"board": [1, 2], "3": [true, null]}'
+    assert (
+        as_text({"board": torch.tensor([1, 2]), 3: (True, None)})
+        == '{"board": [1, 2], "3": [true, null]}'
+    )
     # The policy's prompt: numbers stay numbers, other objects are their text.
     other = {"limit": math.inf, "day": date(2020, 1, 2), "seed": 2**70}
     assert as_text(other) == f'{{"limit": Infinity, "day": "2020-01-02", "seed": {2**70}}}'
@@ -278,22 +270,16 @@ def test_the_page_s_class_of_nemo_rl(tmp_path, monkeypatch):
         assert (last.score, last.done) == (0.0, True)
 
 
-class Returned:
-    """What a step returns, of which only some is looked at."""
-
-    def __init__(self, log, metadata):
-        self.observations = [{"role": "environment", "content": str(len(log[0]))}]
-        self.metadata = [None]
-        self.rewards, self.terminateds = [[0.5, 0.25]], [False]
-        self.answers = [metadata[0]["x"]]
-
-
 class Coroutine:
     def __init__(self, config):
         self.config = config
 
     async def step(self, log, metadata):
-        return Returned(log, metadata)
+        return SimpleNamespace(
+            observations=[{"role": "environment", "content": str(len(log[0]))}],
+            **{"metadata": [None], "answers": [metadata[0]["x"]]},
+            **{"rewards": [[0.5, 0.25]], "terminateds": [False]},
+        )
 
 
 def test_nemo_rls_interface_rewards_and_actors():
