@@ -36,10 +36,10 @@ def load_set(kind, source, tokenizer, arguments=None, limit=None, **options):
 
 
 def load_policy(model, **options):
-    """The policy of the section ``model`` in this process, without a reference."""
+    """The policy of the section ``model`` in this process, by default without a reference."""
     with open_nemo(model.restore_from_path) as checkpoint:
         cluster, tokenizer = LocalCluster(initialize_parallel(model.parallel)), checkpoint.tokenizer
-    return Policy(cluster, model, tokenizer, init_reference_model=False, **options)
+    return Policy(cluster, model, tokenizer, **{"init_reference_model": False, **options})
 
 
 def write_rows(path, rows):

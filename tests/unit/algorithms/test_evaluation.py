@@ -177,9 +177,11 @@ def test_settings_and_sets_of_validation(validator):
     assert both.metrics["val_sets/b/num_samples"] == 3
     assert len(both.samples) == len(plain.samples) + 3
     several = validator(samples_per_prompt=4)
-    check_names(several.metrics)
-    assert several.metrics["val_rollouts/num_samples"] == 24
-    assert 0 < several.metrics["val_rollouts/mean_at_4_stderr"] < 0.5
+    found = several.metrics
+    check_names(found)
+    assert found["val_rollouts/num_samples"] == 24
+    assert 0 < found["val_rollouts/mean_at_4"] == pytest.approx(found["val_rollouts/accuracy"])
+    assert 0 < found["val_rollouts/mean_at_4_stderr"] < 0.5
     assert [sample.sample_id for sample in several.samples] == [0, 4, 8, 12]
 
 

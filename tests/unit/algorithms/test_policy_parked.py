@@ -5,27 +5,24 @@ Memory is parked by a copy on the CPU, as it would be on a GPU: what is read whi
 
 import pytest
 import torch
-from test_role_checkpoint import OPTIM, ROWS, assert_equal, make_batch
+from loaded import load_policy
+from settings import parsed
+from test_role_checkpoint import ROWS, assert_equal, make_batch
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.run_state.worker_state import seal
-from aligner.config import LengthParams, LoraConfig, ModelConfig, PeftConfig, PolicyPPOConfig
-from aligner.config.roles.model import ReferenceConfig
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.workers import LocalCluster
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.policy.lm_policy import Policy
-from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
 
 VARIANTS = {
     "float32, reference kept": {},
-    "bf16, reference swapped": {"precision": "bf16", "mode": "swap"},
-    "bf16, gradients offloaded too": {"precision": "bf16", "offload_gradients": True},
-    "adapters": {"lora": LoraConfig(adapter_dim=4)},
+    "bf16, reference swapped": {"precision": "bf16", "model.reference.mode": "swap"},
+    "bf16, gradients offloaded too": {"precision": "bf16", "model.ppo.offload_gradients": True},
+    "adapters": {"model.peft.peft_scheme": "lora", "model.peft.lora_tuning.adapter_dim": 4},
     "dtensor": {"backend": "dtensor"},
 }
 
@@ -33,23 +30,15 @@ VARIANTS = {
 class Run:
     """A policy in the phases of a step, and what it says in them."""
 
-    def __init__(self, nemo, folder, *, parks, precision="32", mode="keep", **options):
-        with open_nemo(nemo) as checkpoint:
-            tokenizer = checkpoint.tokenizer
-        lora, backend = options.pop("lora", None), options.pop("backend", "megatron")
-        peft = {} if lora is None else {"peft_scheme": "lora", "lora_tuning": lora}
-        length = LengthParams(max_length=4)
-        model = ModelConfig(
-            restore_from_path=str(nemo),
-            micro_batch_size=2,
-            global_batch_size=ROWS,
-            optim=OPTIM,
-            reference=ReferenceConfig(mode=mode),
-            peft=PeftConfig(**peft),
-            ppo=PolicyPPOConfig(offload_weights=parks, length_params=length, **options),
-        )
-        cluster, run = LocalCluster(initialize_parallel()), RunSettings(precision=precision)
-        self.handle = Policy(cluster, model, tokenizer, run=run, backend=backend)
+    def __init__(self, nemo, folder, parks, precision="32", backend="megatron", **changes):
+        sizes = {"micro_batch_size": 2, "global_batch_size": ROWS}
+        ppo = {"num_rollout_samples": ROWS, "length_params": {"max_length": 4}}
+        optim = {"lr": 1e-3, "sched": {"name": "linear", "max_steps": 10}}
+        given = {"restore_from_path": str(nemo), **sizes, "optim": optim, "ppo": ppo}
+        changes["model.ppo.offload_weights"] = parks
+        model = parsed({"model": given, "critic": sizes, **changes}).model
+        run = RunSettings(precision=precision)
+        self.handle = load_policy(model, init_reference_model=True, run=run, backend=backend)
         self.worker = self.handle.worker_group.worker
         self.folder, self.parks, self.saves = folder, parks, 0
         self.seen = []
