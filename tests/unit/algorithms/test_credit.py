@@ -172,9 +172,9 @@ def test_differences_that_are_no_signal(options, rewards):
     assert batch["sample_mask"].tolist() == [1, 1, 1, 1]
 
 
-def conversations(*rewards):
+def conversations(*rewards, ended=None):
     """Rewards of turns of one token each; two conversations for each prompt."""
-    batch = rollout([sum(each) for each in rewards], [len(each) for each in rewards])
+    batch = rollout([sum(each) for each in rewards], [len(each) for each in rewards], ended)
     turns = (batch["token_mask"].cumsum(1) * batch["token_mask"]).long()
     earned = torch.zeros(batch["token_mask"].shape)
     for row, each in enumerate(rewards):
@@ -203,35 +203,17 @@ def test_the_order_of_rewards_makes_no_signal():
     assert not rewards_differ(batch, 2).any()
 
 
-# Two conversations of two turns (tokens 1 and 3) and one that was cut after its first.
-TURNS = torch.tensor([[0, 1, 0, 2], [0, 1, 0, 2], [0, 1, 0, 0]])
-REWARDS = torch.tensor([[0.0, 1, 0, 5], [0, 2, 0, 0], [0, 3, 0, 0]])
-
-
-def turns(**columns):
-    return BatchedDataDict(
-        {
-            "turn_ids": TURNS,
-            "token_mask": (TURNS > 0).float(),
-            "turn_rewards": REWARDS.clone(),
-            "rewards": REWARDS.sum(1),
-            "is_scored": torch.ones(3),
-            "sample_mask": torch.ones(3),
-            "is_end": torch.tensor([True, True, False]),
-            **columns,
-        }
-    )
-
-
 def test_rewards_of_turns_are_shaped_where_they_stand():
-    batch = turns()
+    """The last conversation was cut off."""
+    earned, ended = ([1.0, 5.0], [2.0, 0.0], [3.0]), [True, True, False]
+    batch = conversations(*earned, ended=ended)
     improper = ImproperEndConfig(mode="penalize", penalty=0.5)
     shaping = RewardShapingConfig(scale=2, clip=5)
     credit(reward=shaping, improper_end=improper).shape(batch)
-    assert batch["shaped_turn_rewards"].tolist() == [[0, 2, 0, 5], [0, 4, 0, 0], [0, 4.5, 0, 0]]
+    assert batch["shaped_turn_rewards"][:, PROMPT:4].tolist() == [[2, 5], [4, 0], [4.5, 0]]
     assert batch["shaped_rewards"].tolist() == [7, 4, 4.5]
     assert batch["sample_mask"].tolist() == [1, 1, 1]
-    batch = turns(sample_mask=torch.tensor([0.0, 1, 1]))
+    batch = conversations(*earned, ended=ended) | {"sample_mask": torch.tensor([0.0, 1, 1])}
     credit(improper_end=ImproperEndConfig(mode="mask")).shape(batch)
     assert batch["sample_mask"].tolist() == [0, 1, 0]
 
@@ -243,8 +225,8 @@ def test_whitening_and_explained_variance_count_tokens_or_turns(timestep):
     values = torch.tensor([[9.0, 1, 9, 2, 4, -3], [9, 0, 2, 5, 9, 9], [1, 9, 9, 7, 9, 9]])
     rewards = torch.zeros(3, 6)
     rewards[0, 5], rewards[1, 3], rewards[2, 0], rewards[2, 3] = 3, 1, -2, 5
-    batch = turns(values=values)
-    batch |= {"turn_ids": numbers, "token_mask": (numbers > 0).float(), "turn_rewards": rewards}
+    batch = conversations([3.0], [1.0], [3.0]) | {"values": values, "turn_rewards": rewards}
+    batch |= {"turn_ids": numbers, "token_mask": (numbers > 0).float()}
     options = {"discount_factor": 1.0, "gae_lambda": 1.0, "normalize_advantages": True}
     metrics, _ = assign(credit(timestep=timestep, **options), batch)
     to_go = torch.tensor([[0.0, 3, 0, 3, 3, 3], [0, 1, 1, 1, 0, 0], [3, 0, 0, 5, 0, 0]])
