@@ -227,13 +227,10 @@ def test_tokens_outside_of_what_is_kept(group):
 
 def test_next_tokens_without_parallelism():
     logits, tokens = draw(0, 3, 5, 11), tokens_for(1, 11, 3, 5)
-    output = mu.get_next_token_logprobs_from_logits(tokens, logits)
-    expected_values = picked(logits[:, :-1], tokens[:, 1:])
-    torch.testing.assert_close(output, expected_values)
-    cold = mu.get_next_token_logprobs_from_logits(
-        tokens, logits, sampling_params=mu.TrainingSamplingParams(temperature=0.5)
-    )
-    torch.testing.assert_close(cold, picked(logits[:, :-1] * 2, tokens[:, 1:]))
+    for temperature, params in ((1.0, None), (0.5, mu.TrainingSamplingParams(temperature=0.5))):
+        output = mu.get_next_token_logprobs_from_logits(tokens, logits, sampling_params=params)
+        expected = picked(logits[:, :-1] / temperature, tokens[:, 1:])
+        torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.parametrize("outside", [True, False])
@@ -248,44 +245,20 @@ def test_distillation_without_parallelism(outside):
     torch.testing.assert_close(output, tuple(each[:, :-1] for each in expected))
 
 
-@pytest.mark.parametrize(
-    ("message", "call"),
-    [
-        (
-            "6 is not a multiple of 2 x context parallel size 2.* 8",
-            lambda _: mu._get_tokens_on_this_cp_rank(zeros(1, 6), 0, 2),
-        ),
-        (
-            "same shape",
-            lambda group: mu.DistributedCrossEntropy.apply(zeros(1, 1, 2), zeros(1, 1, 3), group),
-        ),
-        ("two dimensions", lambda group: mu.all_to_all_vp2sq(zeros(2, 2, 2), group)),
-        (
-            "vocab_parallel_rank is missing",
-            lambda group: mu.get_next_token_logprobs_from_logits(
-                zeros(1, 2), zeros(1, 2, 3), vocab_parallel_group=group
-            ),
-        ),
-        (
-            "at least 1",
-            lambda _: mu.get_distillation_topk_logprobs_from_logits(
-                zeros(1, 2, 3), zeros(1, 2, 0), zeros(1, 2, 0), True, False
-            ),
-        ),
-        (
-            "sequence length 5 exceeds the 2 positions",
-            lambda group: mu.from_parallel_logits_to_logprobs(
-                zeros(1, 2, 3), zeros(1, 5), 0, 3, group
-            ),
-        ),
-        (
-            "no weight",
-            lambda group: mu.from_parallel_hidden_states_to_logprobs(
-                zeros(2, 1, 3), None, None, None, zeros(1, 2), 0, 3, group
-            ),
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_numbers(message, call, group):
-    with pytest.raises(LayoutError, match=message):
-        call(group)
+def test_what_cannot_work_is_refused_with_the_numbers(group):
+    def check(message, function, *args, **kwargs):
+        with pytest.raises(LayoutError, match=message):
+            function(*args, **kwargs)
+
+    multiple = "6 is not a multiple of 2 x context parallel size 2.* 8"
+    check(multiple, mu._get_tokens_on_this_cp_rank, zeros(1, 6), 0, 2)
+    check("same shape", mu.DistributedCrossEntropy.apply, zeros(1, 1, 2), zeros(1, 1, 3), group)
+    check("two dimensions", mu.all_to_all_vp2sq, zeros(2, 2, 2), group)
+    next_tokens = mu.get_next_token_logprobs_from_logits, zeros(1, 2), zeros(1, 2, 3)
+    check("vocab_parallel_rank is missing", *next_tokens, vocab_parallel_group=group)
+    topk = mu.get_distillation_topk_logprobs_from_logits
+    check("at least 1", topk, zeros(1, 2, 3), zeros(1, 2, 0), zeros(1, 2, 0), True, False)
+    frames, span = mu.from_parallel_logits_to_logprobs, (0, 3, group)
+    check("sequence length 5 exceeds the 2 positions", frames, zeros(1, 2, 3), zeros(1, 5), *span)
+    hidden = mu.from_parallel_hidden_states_to_logprobs, zeros(2, 1, 3), None, None, None
+    check("no weight", *hidden, zeros(1, 2), *span)

@@ -3,81 +3,47 @@
 import sys
 
 import pytest
+from settings import parsed
 
-from aligner.config import (
-    LengthParams,
-    RSRunConfig,
-    SamplingParams,
-    SamplingRunConfig,
-    parse_config,
-)
+from aligner.config import LengthParams, RSRunConfig, SamplingParams, SamplingRunConfig
 from aligner.device.counter_hash import text_hash
 from aligner.errors import ConfigError
 from aligner.generation.vllm.sampling import logprobs_mode, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
 
-RAY = {"cluster": {"engine": "ray"}}
-
-
-def parse(generation, ppo=None, **sections):
-    return parse_config(
-        {
-            "model": {"restore_from_path": "m.nemo", "ppo": ppo or {}},
-            "reward": {"function": "a:b"},
-            "data": {"train": {"source": "x.jsonl"}},
-            "generation": generation,
-            **sections,
-        }
-    )
-
-
-def vllm(python=sys.executable, **keys):
-    return {"backend": "vllm", "vllm": {"python": python, **keys}}
+RAY = "cluster.engine=ray"
+VLLM = f"generation.backend=vllm generation.vllm.python={sys.executable}"
+AHEAD = f"{RAY} {VLLM} generation.async_rollouts=true"
+CAPPED = "model.ppo.truncated_importance_sampling=2.0"
 
 
 @pytest.mark.parametrize(
-    ("generation", "sections", "message"),
+    ("settings", "message"),
     [
-        (vllm(), {}, r"cluster.engine=local cannot start vLLM's workers"),
-        (vllm(python="no/such/python"), RAY, r"generation.vllm.python=no/such/python.*vllm-env"),
-        (vllm(python="/"), RAY, r"generation.vllm.python=/ is not an interpreter"),
-        (vllm(engines=2), RAY, r"generation.vllm.engines=2 with refit=colocated.*there are 1"),
+        (f"{RAY} {VLLM}/none", r"generation.vllm.python=.*/none.*vllm-env"),
+        (f"{RAY} {VLLM} generation.vllm.python=/", r"vllm.python=/ is not an interpreter"),
+        (f"{RAY} {VLLM} generation.vllm.engines=2", r"engines=2 with refit=colocated.*there are 1"),
         (
-            vllm(tensor_parallel_size=4),
-            RAY,
+            f"{RAY} {VLLM} generation.vllm.tensor_parallel_size=4",
             r"generation.vllm.engines=1 of tensor_parallel_size=4 each.*4 engine workers.*are 1",
         ),
         (
-            vllm(kwargs={"tensor_parallel_size": 2}),
-            RAY,
+            f"{RAY} {VLLM} generation.vllm.kwargs.tensor_parallel_size=2",
             r"generation.vllm.kwargs.tensor_parallel_size=2.*Set generation.vllm.tensor_parallel",
         ),
+        (f"{RAY} {VLLM} generation.vllm.refit=disk", r"refit: must be one of colocated, separate"),
+        ("generation.backend=vlm", r"generation.backend: must be one of megatron, vllm"),
+        (AHEAD, r"async_rollouts=true.*truncated_importance_sampling=null"),
+        (f"{AHEAD} {CAPPED} generation.vllm.sleep=true", r"vllm.sleep=true.*async_rollouts=true"),
         (
-            {**vllm(sleep=True), "async_rollouts": True},
-            {**RAY, "ppo": {"truncated_importance_sampling": 2.0}},
-            r"generation.vllm.sleep=true.*async_rollouts=true",
-        ),
-        (vllm(refit="disk"), RAY, r"generation.vllm.refit: must be one of colocated, separate"),
-        ({"backend": "vlm"}, {}, r"generation.backend: must be one of megatron, vllm"),
-        ({"async_rollouts": True}, {}, r"async_rollouts=true.*generation.backend=megatron"),
-        (
-            {**vllm(), "async_rollouts": True},
-            RAY,
-            r"async_rollouts=true.*truncated_importance_sampling=null",
-        ),
-        (
-            {**vllm(), "async_rollouts": True},
-            {
-                **{**RAY, "ppo": {"truncated_importance_sampling": 2.0}},
-                "trainer": {"ppo": {"dynamic_sampling": {"enabled": True}}},
-            },
+            f"{AHEAD} {CAPPED} trainer.ppo.dynamic_sampling.enabled=true",
             r"async_rollouts=true.*dynamic_sampling.enabled=true",
         ),
     ],
 )
-def test_refusals(generation, sections, message):
+def test_refusals(settings, message):
     with pytest.raises(ConfigError, match=message):
-        parse(generation, **sections)
+        parsed(settings)
 
 
 def test_sampling_in_vllms_words():
@@ -132,8 +98,9 @@ def test_defaults_go_by_the_device():
 
 def test_engines_have_workers_of_their_own_in_every_run_that_samples():
     """Rejection sampling, too: with refit=separate its engines were put beside the policy."""
-    assert parse(vllm(), **RAY).generation_world_size == 0  # beside the policy
-    config = parse(vllm(refit="separate", engines=3, tensor_parallel_size=2), **RAY)
+    assert parsed(f"{RAY} {VLLM}").generation_world_size == 0  # beside the policy
+    separate = "generation.vllm.refit=separate generation.vllm.engines=3"
+    config = parsed(f"{RAY} {VLLM} {separate} generation.vllm.tensor_parallel_size=2")
     assert config.generation_world_size == 6
     assert type(config).generation_world_size is SamplingRunConfig.generation_world_size
     assert RSRunConfig.generation_world_size is SamplingRunConfig.generation_world_size

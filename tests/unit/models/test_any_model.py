@@ -266,12 +266,6 @@ def test_what_a_type_cannot_do_is_refused(model_type, changes, error, message, f
         load(folder_of(model_type), **changes)
 
 
-def test_a_type_that_cannot_pack_says_so(folder_of):
-    role = load(folder_of("qwen3_next"))
-    assert not role.layout_rules.packed
-    assert "one sequence in each row" in role.way_in_words()
-
-
 @pytest.mark.parametrize(
     ("model_type", "lora", "reason"),
     [

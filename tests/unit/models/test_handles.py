@@ -148,15 +148,6 @@ def test_arguments_of_a_declared_verb():
     assert cluster.calls[-1][0] == "standardize"  # and no worker was called
 
 
-def test_relative_paths_are_those_of_the_caller(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    paths = {"weights_path": "m.nemo", "optimizer_path": "o"}
-    for make in handles(cluster := Recorder(), **paths):
-        make()
-        expected = {name: str(tmp_path / path) for name, path in paths.items()}
-        assert {name: cluster.started[name] for name in paths} == expected
-
-
 def test_an_unknown_backend_is_refused_by_its_name():
     for make in handles(Recorder(), backend="fsdp"):
         with pytest.raises(ConfigError, match=r"policy\.backend=fsdp.*megatron, dtensor"):

@@ -141,26 +141,6 @@ def test_values_are_of_the_state_before_the_token(tiny_nemo):
         assert torch.allclose(values[row, :length].double(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
-def test_a_value_never_sees_its_own_token(backend, tiny_nemo, monkeypatch):
-    """V(before token t) must not move when token t does; it does where the shift is left out."""
-    critic, batch = make_critic(tiny_nemo, backend), make_batch()
-    changed = {**batch, "input_ids": batch["input_ids"].clone()}
-    changed["input_ids"][2, 8] = (changed["input_ids"][2, 8] + 1) % 250
-    critic.loss_fn = PPOValueLoss(value_clip=0.2)
-
-    def values():
-        return [critic.get_values(each)[2, 8] for each in (batch, changed)]
-
-    loss, (before, after) = critic.get_loss_and_metrics(batch, forward_only=True)[0], values()
-    assert before == after
-    monkeypatch.setattr(type(critic), "right_shift", False)
-    before, after = values()
-    assert before != after
-    # Training sees the same values as inference does.
-    assert critic.get_loss_and_metrics(batch, forward_only=True)[0] != loss
-
-
 def test_a_fresh_head_values_everything_at_zero_on_the_device_of_the_body(tiny_nemo):
     critic = load(tiny_nemo, MegatronGPTCriticModel)
     assert critic.get_values(make_batch()).abs().max() == 0

@@ -15,7 +15,7 @@ from aligner.models.gpt.layers import varlen
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.layers.segments import build_segments
 from aligner.models.gpt.megatron.build import build_gpt
-from aligner.parallel.context import holder, local_position
+from aligner.parallel.context import local_position
 from aligner.parallel.groups import initialize_parallel
 
 pytestmark = pytest.mark.integration
@@ -128,20 +128,6 @@ def test_a_tree_s_keys_and_values_are_kept_once(core, monkeypatch):
     segments = build_segments(lengths, rows, CPU, parents=parents, tokens=lengths)
     slots = sum(bucket.sequences * bucket.queries for bucket in segments.buckets)
     assert sum(sizes) - 2 * keys <= slots * HEADS * (2 * WIDTH + 1) * 8
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_positions_and_holders_are_inverse(size):
-    chunk = np.array([3])
-    position = np.arange(3 * 2 * size)
-    rank, offset = holder(position, chunk, size)
-    assert np.bincount(rank).tolist() == [6] * size
-    for number in range(size):
-        mine = position[rank == number]
-        assert sorted(offset[rank == number]) == list(range(6))
-        assert (local_position(offset[rank == number], chunk, number, size) == mine).all()
-    assert position[rank == 0].tolist()[:3] == [0, 1, 2]
-    assert position[rank == 0].tolist()[-1] == position[-1]  # first and last chunk
 
 
 def rows_of_rank(lengths, rank, size):
