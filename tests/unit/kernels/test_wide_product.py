@@ -8,13 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hidden_logprobs import logprobs_of
+from hidden_logprobs import logprobs_of, reference_logprobs
 
 from aligner.kernels import linear_product
 from aligner.kernels.linear_product import wide_linear
 from aligner.logprobs import output_layer
-from aligner.logprobs.output_layer import VocabShard
-from aligner.logprobs.top_k_top_p import keep_thresholds
 
 VOCAB, PADDING, HIDDEN, TOKENS = 301, 11, 24, 13
 HALF = 2**-8  # twice the largest relative error of one rounding to bfloat16
@@ -50,19 +48,6 @@ def _inputs():
     return hidden.requires_grad_(), weight.requires_grad_(), target, scale
 
 
-def _reference(hidden, weight, target, thresholds, temperature=1.0, **_):
-    """Log-probs, entropy and the logits they come from, float64 and differentiable."""
-    logits = hidden.double() @ weight.double()[:VOCAB].t()
-    scaled = logits / temperature
-    if thresholds is not None:
-        kept = (scaled >= thresholds[:, None].double()).scatter(1, target[:, None], True)
-        scaled = scaled.masked_fill(~kept, -torch.inf)
-    log_softmax = scaled.log_softmax(-1)
-    finite = log_softmax.masked_fill(log_softmax == -torch.inf, 0.0)
-    entropy = -(finite.exp() * finite * (log_softmax > -torch.inf)).sum(-1)
-    return log_softmax.gather(1, target[:, None]).squeeze(1), entropy, logits
-
-
 @pytest.mark.parametrize("tile_bytes", [4 * 2**20, 13 * 64 * 4])
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 def test_logprobs_and_gradients(sampling, tile_bytes, monkeypatch):
@@ -73,20 +58,15 @@ def test_logprobs_and_gradients(sampling, tile_bytes, monkeypatch):
         hidden, weight, target, VOCAB, chunk_size=5, with_entropy=True, **sampling
     )
     assert logprobs.dtype == entropy.dtype == torch.float32
-    restrict = {name: sampling[name] for name in ("top_k", "top_p") if name in sampling}
-    thresholds = None
-    if restrict:
-        shard = VocabShard.of(weight, VOCAB, None)
-        states = hidden.detach().double() / sampling["temperature"]
-        thresholds = keep_thresholds(states, weight.detach(), shard, **restrict)
-    expected = _reference(hidden, weight, target, thresholds, **sampling)
+    logits = hidden.double() @ weight.double()[:VOCAB].t()
+    expected = reference_logprobs(logits, target, **sampling)
     found = logprobs.double(), entropy.double()
-    torch.testing.assert_close(found, expected[:2], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
     for both in (False, True):
         value = (logprobs * scale[0]).sum() + both * (entropy * scale[1]).sum()
         wanted = (expected[0] * scale[0]).sum() + both * (expected[1] * scale[1]).sum()
         actual = torch.autograd.grad(value, (hidden, weight), retain_graph=True)
-        right = torch.autograd.grad(wanted, (*expected[2:], hidden, weight), retain_graph=True)
+        right = torch.autograd.grad(wanted, (logits, hidden, weight), retain_graph=True)
         size = right[0].abs()  # of each logit's gradient
         bounds = (
             size @ weight.detach().double()[:VOCAB].abs(),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hidden_logprobs import logprobs_of
+from hidden_logprobs import logprobs_of, reference_logprobs
 
 from aligner.distributed import model_utils
 from aligner.errors import ConfigError
@@ -32,30 +32,9 @@ def _inputs(dtype=torch.float64, seed=0, tokens=TOKENS):
     return hidden.requires_grad_(), weight.to(dtype).requires_grad_(), target
 
 
-def _kept(logits, target, top_k, top_p):
-    """Indices kept for one row of logits, by sorting in plain Python."""
-    order = sorted(range(len(logits)), key=lambda v: -logits[v])[: top_k or None]
-    mass = sum(math.exp(logits[v]) for v in order)
-    kept, before = {target}, 0.0
-    for v in order:
-        if before < top_p:
-            kept.add(v)
-        before += math.exp(logits[v]) / mass
-    return sorted(kept)
-
-
-def _reference(hidden, weight, target, temperature=1.0, top_k=0, top_p=1.0, cap=None):
-    """Row by row over the whole vocabulary, differentiable, in float64."""
-    logprobs, entropies = [], []
-    real = weight.double()[:VOCAB]
-    for state, token in zip(hidden.double(), target.tolist(), strict=True):
-        logits = real @ state / temperature
-        logits = logits if cap is None else cap * torch.tanh(logits / cap)
-        kept = _kept(logits.tolist(), token, top_k, top_p)
-        log_softmax = logits[kept] - logits[kept].logsumexp(0)
-        logprobs.append(log_softmax[kept.index(token)])
-        entropies.append(-(log_softmax.exp() * log_softmax).sum())
-    return torch.stack(logprobs), torch.stack(entropies)
+def _reference(hidden, weight, target, **sampling):
+    logits = hidden.double() @ weight.double()[:VOCAB].t()
+    return reference_logprobs(logits, target, **sampling)
 
 
 @pytest.fixture(params=[4 * 2**20, 13 * 64 * 8], ids=["one_tile", "many_tiles"])

@@ -8,14 +8,13 @@ import weakref
 import pytest
 import torch
 from batches import ppo_batch
-from role_models import assert_equal
+from role_models import assert_equal, load_role
 
 from aligner.checkpoint.background import CopyMemory
 from aligner.config import LengthParams, OptimConfig
 from aligner.device import accelerator
 from aligner.losses.policy import PPOPolicyLoss
-from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
-from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.gpt.role.training_state import ModelOffload
 
 ROWS, LENGTH = 4, 12
@@ -26,15 +25,9 @@ def batch():
 
 
 def load(tiny_nemo, **settings):
-    settings = RoleSettings(
-        optim=OptimConfig(lr=1e-3),
-        micro_batch_size=2,
-        global_batch_size=ROWS,
-        length_params=LengthParams(max_length=4),
-        **settings,
-    )
-    role = load_from_nemo(MegatronGPTActorModel, settings, restore_path=str(tiny_nemo))
-    role.loss_fn = PPOPolicyLoss()
+    settings |= {"micro_batch_size": 2, "global_batch_size": ROWS, "optim": OptimConfig(lr=1e-3)}
+    settings["length_params"] = LengthParams(max_length=4)
+    role = load_role(MegatronGPTActorModel, PPOPolicyLoss(), tiny_nemo, **settings)
     role.prepare_for_training()
     return role
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from batches import ppo_batch
-from role_models import assert_equal, fill_head
+from role_models import assert_equal, fill_head, load_role
 from torch import nn
 
 from aligner.config import (
@@ -24,7 +24,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.value import PPOValueLoss
-from aligner.models.gpt import MegatronGPTCriticModel, load_from_nemo
+from aligner.models.gpt import MegatronGPTCriticModel
 from aligner.models.gpt.layers import layer_spec
 from aligner.models.gpt.megatron import build, critic
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
@@ -44,12 +44,8 @@ WHOLE = {"micro_batch_size": ROWS, "global_batch_size": ROWS}
 
 
 def make_critic(tiny_nemo, **changes):
-    settings = RoleSettings(optim=OptimConfig(lr=1e-2), **{**WHOLE, **changes})
-    critic = load_from_nemo(MegatronGPTCriticModel, settings, restore_path=tiny_nemo)
-    fill_head(critic, seed=1)
-    critic.setup_training()
-    critic.loss_fn = PPOValueLoss(value_clip=None)
-    return critic
+    settings = {"optim": OptimConfig(lr=1e-2), **WHOLE, **changes}
+    return load_role(MegatronGPTCriticModel, PPOValueLoss(value_clip=None), tiny_nemo, **settings)
 
 
 def make_batch():
