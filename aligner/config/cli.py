@@ -150,6 +150,11 @@ def check_overrides(
         except ConfigError as error:
             refused.append((f"{path}: {group}", option, error))
 
+    # Wrong values are listed with other errors. Without other errors, `load_config` lists them all.
+    if refused:
+        wrong_values = [(argument, _wrong_value(argument, root)) for argument in accepted]
+        refused += [("", text.partition("=")[2], error) for text, error in wrong_values if error]
+
     # A single error is raised unchanged, several are shown as a table.
     rows = []
     for label, value, refusal in refused:
@@ -254,7 +259,15 @@ def _accepted(
     if is_inert(key, value):
         return []
     hint = check_key(key, root)
-    # hydra cannot merge lists and mappings.
+    _check_kind(key, value, hint)
+    return [argument if override.is_delete() else "++" + argument.lstrip("+")]
+
+
+def _check_kind(key: str, value: Any, hint: Any) -> None:
+    """Raise `ConfigError` for a list instead of a mapping, or the reverse. hydra cannot merge them.
+
+    ``hint``: type of the value of ``key``. The items of a mapping are checked, too.
+    """
     kinds = {
         "list" if get_origin(arm) is tuple else "mapping"
         for arm in parse.arms_of(hint)
@@ -264,7 +277,27 @@ def _accepted(
     if isinstance(value, list | dict) and kinds and given not in kinds:
         form = f"{key}=[VALUE]" if "list" in kinds else f"{key}.NAME=VALUE"
         raise ConfigError(f"{key}: expected a {kinds.pop()}, got a {given}. Write {form}")
-    return [argument if override.is_delete() else "++" + argument.lstrip("+")]
+    for name, item in value.items() if isinstance(value, dict) else ():
+        _check_kind(f"{key}.{name}", item, parse.type_below(hint, name))
+
+
+def _wrong_value(argument: str, root: type) -> ConfigError | None:
+    """Return the error for a value of wrong type or range in ``argument``, or None.
+
+    ``argument`` is a result of `_accepted`. Paths and other texts are not checked.
+    """
+    if not argument.startswith("++") or argument.startswith("++hydra"):
+        return None
+    override = OverridesParser.create().parse_override(argument)
+    key, value = override.key_or_group, None if override.is_sweep_override() else override.value()
+    hint = check_key(key, root)
+    if value is None or isinstance(value, dict) or "${" in str(value) or str in parse.arms_of(hint):
+        return None
+    try:
+        parse.build(hint, value, key)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _check_option(origin: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:

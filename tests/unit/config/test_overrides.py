@@ -33,6 +33,7 @@ from aligner.errors import ConfigError
         ("max_lenght=9", "Did you mean model.ppo.length_params.max_length"),
         ("model=1.5", "model is a group of settings"),
         ("environment.kwargs=[1]", "expected a mapping, got a list. Write environment.kwargs.NAME"),
+        ("model={optim: [1]}", r"model\.optim: expected a mapping, got a list"),
         ("trainer.callbacks={a: 1}", r"expected a list, got a mapping. .*callbacks=\[VALUE\]"),
         ("data=[nan]", "Options: arithmetic"),
         ("critic=null", "critic is a group of settings"),
@@ -158,6 +159,16 @@ def test_the_critic_is_removed_as_the_remedy_says(launched, spelling, capsys):
         launched(*critic_free)
     assert "critic=null" in capsys.readouterr().err
     assert launched(*critic_free, spelling).critic is None
+
+
+def test_wrong_values_are_listed_with_unknown_keys():
+    arguments = ["sead=1", "+model.optim.lr=abc", "trainer.precision=bf17", "data.shuffle=true"]
+    with pytest.raises(
+        ConfigError, match=r"(?s)3 arguments.*mean seed.*lr +abc +expected a number.*mean bf16"
+    ):
+        check_overrides(arguments)
+    # Without an unknown key, the conversion lists the values, with those of the files.
+    assert check_overrides(arguments[2:]) == [f"++{argument}" for argument in arguments[2:]]
 
 
 def test_sections_that_cannot_be_null_are_refused():
