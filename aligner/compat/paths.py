@@ -82,11 +82,12 @@ PATHS = {
     },
     "models.value.config": "config.translation.nemo_rl",
     "models.value.interfaces": "models.interfaces",
-    "models.value.workers.dtensor_value_worker_v2": "models.value.lm_value losses.value",
-    "models.value.workers.megatron_value_worker": (
-        "models.value.lm_value models.gpt.megatron.critic logprobs.output_layer"
+    "models.value.workers.dtensor_value_worker_v2": (
+        "models.value.workers.value_worker losses.value"
     ),
-    "models.value.workers.value_worker": "models.value.lm_value",
+    "models.value.workers.megatron_value_worker": (
+        "models.value.workers.value_worker models.gpt.megatron.critic logprobs.output_layer"
+    ),
     "utils.utils": "models.gpt",
     # Paths of earlier versions of this library.
     **{f"algorithms.losses.{name}": f"losses.{name}" for name in ("interfaces", "policy", "value")},

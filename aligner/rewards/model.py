@@ -11,7 +11,8 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import on_all_workers, phase, run_on_all, scored_rows
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel, RewardScorer
-from aligner.models.value.lm_value import Value, ValueWorker
+from aligner.models.value.lm_value import Value
+from aligner.models.value.workers.value_worker import ValueWorker
 from aligner.rewards.function.runner import Reward, ScoredResponses
 from aligner.rewards.interface import RewardInterface, rated_responses
 from aligner.rewards.sequences import SequenceEncoder, scored_texts
