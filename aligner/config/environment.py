@@ -145,10 +145,10 @@ class EnvironmentConfig:
         if not self.is_set:
             return
 
-        if self.tools and (self.factory or self.command or self.kind != "messages"):
+        if self.tools and (self.factory or self.command or not self.kind_class.accepts_tools):
             yield (
-                f"{key}.tools={list(self.tools)} are an environment of kind=messages. Set "
-                f"{key}.factory and {key}.command to null, and leave {key}.kind out"
+                f"{key}.tools={list(self.tools)} are a complete environment. Set {key}.factory and "
+                f"{key}.command to null, and leave {key}.kind out"
             )
 
         # Limits of a conversation.

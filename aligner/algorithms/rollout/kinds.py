@@ -19,9 +19,11 @@ class EnvironmentKind:
     ``rollouts``: import path of a class or function that returns a `RolloutSource`, given the
     arguments of `open`. Classes derived from `ConversationRollouts` support retries and limits.
     ``extra``: optional dependency group of this package that a run needs, or None.
+    ``accepts_tools``: whether ``environment.tools`` may replace the environment's class.
     """
 
     rollouts: ClassVar[str]
+    accepts_tools: ClassVar[bool] = False
     extra: ClassVar[str | None] = None
 
     @classmethod
@@ -51,6 +53,7 @@ class Messages(EnvironmentKind):
     """Environments that reply to messages: classes like `aligner.environments.MessageEnv`."""
 
     rollouts = "aligner.algorithms.rollout.environments:EnvironmentRollouts"
+    accepts_tools = True
 
     @classmethod
     def problems(cls, key: str, run: SamplingRunConfig) -> Iterator[str]:

@@ -389,8 +389,8 @@ def names_in_files(architecture: GPTArchitecture) -> tuple["PreTrainedModel", di
         problem = "its files join tensors that are separate in the model"
     if problem:
         raise ConfigError(
-            f"generation.backend=vllm: engines cannot load the {architecture.family} model, "
-            f"because {problem}. Set generation.backend=megatron to sample with the policy's model"
+            f"generation.backend: engines cannot load the {architecture.family} model, because "
+            f"{problem}. Set generation.backend=megatron to sample with the policy's model"
         )
     return model, names
 

@@ -315,7 +315,7 @@ def test_models_that_engines_cannot_load_are_refused_without_weights(tmp_path):
     values = f"model.restore_from_path={tmp_path} policy.backend=dtensor cluster.engine=ray"
     describe_model_of(parsed(values))
     engine = f"generation.backend=vllm generation.vllm.python={sys.executable}"
-    message = r"backend=vllm: .* hrm_text model, because its files join .*backend=megatron"
+    message = r"backend: .* hrm_text model, because its files join .*backend=megatron"
     with pytest.raises(ConfigError, match=message):
         describe_model_of(parsed(f"{values} {engine}"))
 
