@@ -207,7 +207,6 @@ class RoleWorker(Generic[RoleT]):
 
     def finish_training(self) -> None:
         """End training. With ``offload_weights``, move all memory of the role to the host."""
-        self._gather_weights()
         self.model.finish_training()
         self._park()
         accelerator.release_shared_memory()
@@ -243,11 +242,8 @@ class RoleWorker(Generic[RoleT]):
     def _modules_with_weights(self) -> list[nn.Module]:
         return [self.model.model]
 
-    def _gather_weights(self) -> None:
-        """Gather weights that other ranks updated. By default, updates gather them."""
-
     def _restore_weights(self) -> None:
-        self._gather_weights()
+        self.model.collect_weights()
         self.move_to_device()
 
     # State ------------------------------------------------------------------------------------

@@ -54,9 +54,6 @@ class MegatronValueWorker(RewardScorer, ValueWorker):
             return
         self.model.optimizer.gather_weights_after_updates(param_sync)
 
-    def _gather_weights(self) -> None:
-        self.disable_forward_pre_hook()
-
 
 MegatronValueWorkerImpl = MegatronValueWorker  # NeMo-RL's class without Ray
 
