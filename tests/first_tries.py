@@ -9,8 +9,7 @@ from pyarrow import parquet
 
 SMALL = ("model.restore_from_path=tiny.nemo", "exp_manager.explicit_log_dir=runs/first")
 SAMPLING = (
-    *("data.train.source=rows.jsonl", "reward.function=rewards.py:reward"),
-    "trainer.ppo.max_steps=2",
+    *("data.train.source=rows", "reward.function=rewards.py:reward", "trainer.ppo.max_steps=2"),
     *("model.ppo.num_rollout_samples=16", "model.ppo.num_rollouts_per_prompt=4"),
     "model.ppo.length_params.max_length=4",
 )
