@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypedDict, Unpack, get_args
+from typing import Any, ParamSpec
 
 from aligner.api.objects import as_setting, has_ground_truth, is_rows, write_rows
 from aligner.api.process import columns_of_generator, run_script
@@ -57,47 +57,9 @@ KEYS = {
 _CHOICES = {"reinforce": {"trainer.ppo.advantage.estimator": "grpo"}}
 
 
-class _Shared(TypedDict, total=False):
-    """Keywords of all training functions."""
-
-    validation_data: Data | None
-    max_steps: int | None
-    validate_every: int | None
-    lr: float | None
-    devices: int | None
-    seed: int | None
-    overrides: Mapping[str, Any] | None
-
-
-class _Sampling(_Shared, total=False):
-    """Keywords of functions whose policy samples responses."""
-
-    reward: Code | None
-    reward_model: StrPath | None
-    environment: Code | None
-    tools: Sequence[Code] | None
-    samples_per_step: int | None
-    max_new_tokens: int | None
-    temperature: float | None
-
-
-class _Supervised(_Shared, total=False):
-    """Keywords of functions that train on examples."""
-
-    max_epochs: int | None
-    batch_size: int | None
-    micro_batch_size: int | None
-
-
 def _named(function: Callable[P, Result]) -> Callable[P, Result]:
     """Wrap ``function``. An unknown keyword raises `TypeError`, which suggests the nearest one."""
-    signature = inspect.signature(function)
-    *parameters, shared = signature.parameters.values()
-    default = shared.replace(kind=shared.KEYWORD_ONLY, default=None)
-    for name, kind in get_args(shared.annotation)[0].__annotations__.items():
-        parameters.append(default.replace(name=name, annotation=kind))
-    signature = signature.replace(parameters=parameters)
-    names = list(signature.parameters)
+    names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> Result:
@@ -113,7 +75,6 @@ def _named(function: Callable[P, Result]) -> Callable[P, Result]:
                 )
         return function(*args, **keywords)
 
-    call.__signature__ = signature  # type: ignore[attr-defined]  # `help` shows all keywords
     return call
 
 
@@ -122,10 +83,23 @@ def train_ppo(
     *,
     model: StrPath,
     data: Data,
+    reward: Code | None = None,
+    reward_model: StrPath | None = None,
+    environment: Code | None = None,
+    tools: Sequence[Code] | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
     critic_lr: float | None = None,
     kl_penalty: float | None = None,
+    samples_per_step: int | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
     output_dir: StrPath = "results/ppo",
-    **shared: Unpack[_Sampling],
+    overrides: Mapping[str, Any] | None = None,
 ) -> Result:
     """Train a policy and a critic by PPO (Schulman et al. 2017).
 
@@ -160,7 +134,7 @@ def train_ppo(
         DataError: a row is invalid.
         TypeError: a keyword is unknown.
     """
-    return _train("ppo", {**locals(), **shared})
+    return _train("ppo", locals())
 
 
 @_named
@@ -168,10 +142,23 @@ def train_grpo(
     *,
     model: StrPath,
     data: Data,
+    reward: Code | None = None,
+    reward_model: StrPath | None = None,
+    environment: Code | None = None,
+    tools: Sequence[Code] | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
     kl_penalty: float | None = None,
+    samples_per_step: int | None = None,
     num_generations: int | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
     output_dir: StrPath = "results/grpo",
-    **shared: Unpack[_Sampling],
+    overrides: Mapping[str, Any] | None = None,
 ) -> Result:
     """Train a policy by GRPO (Shao et al. 2024), without a critic.
 
@@ -179,7 +166,7 @@ def train_grpo(
     keywords are those of `train_ppo`. To select another advantage estimator, set
     ``overrides={"trainer.ppo.advantage.estimator": "rloo"}``.
     """
-    return _train("reinforce", {**locals(), **shared})
+    return _train("reinforce", locals())
 
 
 @_named
@@ -187,15 +174,28 @@ def train_rs(
     *,
     model: StrPath,
     data: Data,
+    reward: Code | None = None,
+    reward_model: StrPath | None = None,
+    environment: Code | None = None,
+    tools: Sequence[Code] | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    samples_per_step: int | None = None,
     num_generations: int | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
     output_dir: StrPath = "results/rs",
-    **shared: Unpack[_Sampling],
+    overrides: Mapping[str, Any] | None = None,
 ) -> Result:
     """Train a policy by rejection sampling: fine-tune on the best responses to each prompt.
 
     The keywords are those of `train_grpo`.
     """
-    return _train("rs", {**locals(), **shared})
+    return _train("rs", locals())
 
 
 @_named
@@ -203,8 +203,17 @@ def train_sft(
     *,
     model: StrPath,
     data: Data,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
     output_dir: StrPath = "results/sft",
-    **shared: Unpack[_Supervised],
+    overrides: Mapping[str, Any] | None = None,
 ) -> Result:
     """Fine-tune a model on prompts with responses, or on chats.
 
@@ -222,7 +231,7 @@ def train_sft(
 
     The other keywords and the errors are those of `train_ppo`.
     """
-    return _train("sft", {**locals(), **shared})
+    return _train("sft", locals())
 
 
 @_named
@@ -232,8 +241,17 @@ def train_dpo(
     data: Data,
     loss: str | None = None,
     beta: float | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
     output_dir: StrPath = "results/dpo",
-    **shared: Unpack[_Supervised],
+    overrides: Mapping[str, Any] | None = None,
 ) -> Result:
     """Train a policy on preferences, by DPO (Rafailov et al. 2023) or a related loss.
 
@@ -246,7 +264,7 @@ def train_dpo(
 
     The other keywords are those of `train_sft`.
     """
-    return _train("dpo", {**locals(), **shared})
+    return _train("dpo", locals())
 
 
 @_named
@@ -254,14 +272,23 @@ def train_reward(
     *,
     model: StrPath,
     data: Data,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
     output_dir: StrPath = "results/reward",
-    **shared: Unpack[_Supervised],
+    overrides: Mapping[str, Any] | None = None,
 ) -> Result:
     """Train a reward model on comparisons: rows with ``prompt``, ``chosen`` and ``rejected``.
 
     The keywords are those of `train_sft`. The `Result` can be the ``reward_model`` of `train_ppo`.
     """
-    return _train("reward", {**locals(), **shared})
+    return _train("reward", locals())
 
 
 @_named
@@ -270,14 +297,23 @@ def train_distill(
     model: StrPath,
     teacher: StrPath,
     data: Data,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
     output_dir: StrPath = "results/distill",
-    **shared: Unpack[_Supervised],
+    overrides: Mapping[str, Any] | None = None,
 ) -> Result:
     """Train a model to predict the token distributions of ``teacher``, a larger model.
 
     Both models must have the same tokenizer. The other keywords are those of `train_sft`.
     """
-    return _train("distill", {**locals(), **shared})
+    return _train("distill", locals())
 
 
 def _train(algorithm: str, keywords: dict[str, Any]) -> Result:
