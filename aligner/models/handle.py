@@ -119,6 +119,7 @@ class RoleHandle:
     finish_inference = phase(RoleWorker.finish_inference)
 
     has_finite_weights = on_all_workers(RoleWorker.has_finite_weights)
+    way_in_words = on_all_workers(RoleWorker.way_in_words)
     reset_peak_memory = on_all_workers(RoleWorker.reset_peak_memory)
     start_gpu_profiling = on_all_workers(RoleWorker.start_gpu_profiling)
     stop_gpu_profiling = on_all_workers(RoleWorker.stop_gpu_profiling)
@@ -127,10 +128,6 @@ class RoleHandle:
         """Return the first worker's device, with the minimum of the workers' free memory."""
         devices = run_on_all(self.worker_group, RoleWorker.device_info)
         return replace(devices[0], free_bytes=min(device.free_bytes for device in devices))
-
-    def way_in_words(self) -> str:
-        """See `RoleModel.way_in_words`."""
-        return run_on_all(self.worker_group, RoleWorker.way_in_words)[0]
 
     def memory_use(self) -> list[MemoryUse]:
         """Measure each worker's memory use, with peaks since `reset_peak_memory`."""

@@ -38,16 +38,10 @@ class SupervisedInterface(ABC):
         """See `RoleModel.get_loss_and_metrics`."""
 
     def prepare_for_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook that a training loop calls before each training batch. Does nothing by default."""
+        """Hook before or after a training or validation batch. Does nothing by default."""
 
-    def finish_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook that a training loop calls after each training batch. Does nothing by default."""
-
-    def prepare_for_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook that a training loop calls before each validation batch. Does nothing by default."""
-
-    def finish_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook that a training loop calls after each validation batch. Does nothing by default."""
+    finish_training_step = prepare_for_training_step
+    prepare_for_validation_step = finish_validation_step = prepare_for_training_step
 
 
 class Inferrable(ABC):

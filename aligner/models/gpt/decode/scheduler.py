@@ -291,9 +291,7 @@ def _prefill_chunks(prompts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]
     """Split prompts, shortest first, into passes of at most `_PREFILL_TOKENS` padded tokens."""
     chunks: list[list[tuple[int, ...]]] = []
     for prompt in prompts:
-        fits = chunks and (len(chunks[-1]) + 1) * aligned(len(prompt)) <= _PREFILL_TOKENS
-        if fits:
-            chunks[-1].append(prompt)
-        else:
-            chunks.append([prompt])
+        if not chunks or (len(chunks[-1]) + 1) * aligned(len(prompt)) > _PREFILL_TOKENS:
+            chunks.append([])
+        chunks[-1].append(prompt)
     return chunks

@@ -11,7 +11,6 @@ from aligner.logprobs.output_layer import soft_cap_
 from aligner.models.gpt.decode.kv_cache import KVCache, Prefill
 from aligner.models.gpt.decode.model import IncrementalModel
 from aligner.models.gpt.layers.scored_attention import ScoredAttention
-from aligner.models.gpt.layers.segments import Bucket
 
 
 class ScoredCache(KVCache):
@@ -24,13 +23,13 @@ class ScoredCache(KVCache):
         plan, store = self._pass, self._stores[layer_number]
         assert plan is not None
         layer = next(layer for layer in self.layers if layer.layer_number == layer_number)
-        length, batch, groups, width = key.shape
+        _, batch, groups, width = key.shape
         # Keys and values of each row, [n, G, 2, D]. A prompt has rows for its padding, too.
         heads = torch.stack((key, value), dim=3).transpose(0, 1).flatten(0, 1)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         if isinstance(plan, Prefill):
             store[plan.targets] = heads[plan.rows][plan.sources].flatten(0, 1)
-            out = layer.attend_bucket(Bucket(batch, length, length, None), query, key, value)
+            out = layer.attend_rows(query, key, value)
         else:
             store[plan.targets] = heads.flatten(0, 1)
             shape = 2, -1, groups, self.capacity, width

@@ -30,7 +30,7 @@ from aligner.models.gpt.dtensor.plan import check_backend, check_dropout, check_
 from aligner.models.gpt.dtensor.shards import GatheredParameters, ParameterShard, SentWeights
 from aligner.models.gpt.dtensor.state import BACKEND, load_shard_state, shard_state
 from aligner.models.gpt.dtensor.ways import WORDS, ModelForm, examine, keyed_form
-from aligner.models.gpt.forward.schedule import Head, Microbatch, MicroBatches
+from aligner.models.gpt.forward.schedule import Head, MicroBatches, loss_head
 from aligner.models.gpt.role.model import RoleModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import count_denominators, on_rank_zero, reduce_result
@@ -180,20 +180,17 @@ class DTensorModel(RoleModel, LightningModule):
         """See `RoleModel.run_batch`."""
         loss = self.require_loss(loss_fn)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
-
-        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
-            outputs = self.loss_outputs(self.model, hidden, microbatch, loss)
-            return loss(outputs, microbatch.columns, denominators)
-
+        head = loss_head(partial(self.loss_outputs, self.model, loss_fn=loss), loss, denominators)
         # Gradients accumulate in the parameters over micro-batches.
         parts = []
         with torch.set_grad_enabled(not forward_only):
             for microbatch in self.split(batch, mbs or self.settings.micro_batch_size):
-                part = self.model(microbatch.layout, partial(head, microbatch=microbatch))
-                loss_part, metrics = part
+                loss_part, metrics = self.model(
+                    microbatch.layout, lambda hidden, part=microbatch: head(hidden, part)
+                )
                 if not forward_only:
                     loss_part.backward()
-                parts.append({**metrics, "loss": loss_part.detach()})
+                parts.append(metrics)
         if not (self._gradients_are_checked or forward_only):
             lora = self.settings.lora
             if lora is not None:

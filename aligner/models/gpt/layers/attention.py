@@ -91,22 +91,32 @@ class CoreAttention(MegatronModule):
         assert attn_mask_type in (None, AttnMaskType.causal)
         if self.cached is not None:
             return self.cached(self.layer_number, query, key, value)
-        length, batch = query.shape[:2]
-        dropout = self.dropout if self.training else 0.0
         if packed_seq_params is None:
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-            out = attend_rows(query, key, value, self.window, scale=self.scale, dropout=dropout)
+            out = self.attend_rows(query, key, value)
             return Origin(_join_heads, (out.detach(),)).note(_join_heads(out))
-        # Packed: one long row. The output keeps the origin that `attend_segments` noted.
-        assert batch == 1
+        # Packed: one long row. The output keeps the origin that `attend_buckets` noted.
+        assert query.shape[1] == 1
         segments = packed_seq_params.segments
         assert segments is not None
-        query, key, value = (tensor[:, 0] for tensor in (query, key, value))
-        options = {"scale": self.scale, "dropout": dropout}
-        rows = attend_segments(query, key, value, segments, self.window, **options)
-        joined = rows.reshape(length, 1, -1)
+        rows = self.attend_segments(query[:, 0], key[:, 0], value[:, 0], segments)
+        joined = rows.reshape(len(rows), 1, -1)
         origin = Origin.of(rows)
         return joined if origin is None else origin.note(joined)
+
+    @property
+    def _options(self) -> dict[str, float]:
+        return {"scale": self.scale, "dropout": self.dropout if self.training else 0.0}
+
+    def attend_rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Compute attention of one sequence per row, float ``[B, heads, S, D]`` (see `attend`)."""
+        return attend_rows(query, key, value, self.window, **self._options)
+
+    def attend_segments(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments
+    ) -> Tensor:
+        """Compute `attend_segments`, float ``[R, heads, D]``, with this layer's settings."""
+        return attend_segments(query, key, value, segments, self.window, **self._options)
 
 
 def attend_segments(
@@ -120,11 +130,8 @@ def attend_segments(
     dropout: float = 0.0,
 ) -> Tensor:
     """Compute attention within each packed sequence, float ``[R, heads, D]``, 0 in padding."""
-    # Without sequences the gradients are zeros, not None: other ranks may wait for them.
-    if not segments.buckets:
-        return query * 0.0 + (key.sum() + value.sum()) * 0.0
     key, value = segments.gather_keys(key, value)
-    if can_attend_varlen(query, dropout, window):
+    if segments.buckets and can_attend_varlen(query, dropout, window):
         return attend_varlen(query, key, value, segments, scale, window)
 
     # Without the kernel, each bucket is one padded batch.
@@ -148,6 +155,10 @@ def attend_buckets(
     Sequences of similar lengths are a bucket. ``attend_bucket(bucket, queries, keys, values,
     key_rows)`` computes a bucket's attention. For shapes and ``key_rows`` see `attend`.
     """
+    # Without sequences the gradients are zeros, not None: other ranks may wait for them.
+    if not segments.buckets:
+        zero = (query.sum() + key.sum() + value.sum()) * 0.0
+        return zero.expand(*query.shape[:2], value.shape[-1])
     slots = [bucket.sequences * bucket.queries for bucket in segments.buckets]
     parts = []
     for bucket, queries, keys, values, key_rows in zip(

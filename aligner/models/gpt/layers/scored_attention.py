@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from aligner.models.gpt.layers.attention import CoreAttention, SegmentParams, attend_buckets
+from aligner.models.gpt.layers.attention import CoreAttention, attend_buckets
 from aligner.models.gpt.layers.dot_product import by_sequence
 from aligner.models.gpt.layers.fusions import GPTConfig
-from aligner.models.gpt.layers.segments import Bucket, take_rows
+from aligner.models.gpt.layers.segments import Bucket, Segments, take_rows
 
 
 def attend_scores(
@@ -72,35 +72,17 @@ class ScoredAttention(CoreAttention):
             self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: object = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: SegmentParams | None = None,
+    def attend_rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `CoreAttention.attend_rows`."""
+        rows, _, length, _ = query.shape
+        return self.attend_bucket(Bucket(rows, length, length, None), query, key, value)
+
+    def attend_segments(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments
     ) -> Tensor:
-        """See `CoreAttention.forward`."""
-        assert attention_mask is None
-        assert attention_bias is None
-        length, batch = query.shape[:2]
-        if self.cached is not None:
-            return self.cached(self.layer_number, query, key, value)
-        if packed_seq_params is None:
-            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-            whole = Bucket(batch, length, length, None)
-            out = self.attend_bucket(whole, query, key, value)
-            return out.permute(2, 0, 1, 3).flatten(2)
-        segments = packed_seq_params.segments
-        assert segments is not None
-        # Without sequences the gradients are zeros, not None: other ranks may wait for them.
-        if not segments.buckets:
-            return (query * 0.0 + (key.sum() + value.sum()) * 0.0).flatten(2)
-        keys, values = segments.gather_keys(key[:, 0], value[:, 0])
-        rows = attend_buckets(query[:, 0], keys, values, segments, self.attend_bucket)
-        return rows.reshape(length, 1, -1)
+        """See `CoreAttention.attend_segments`."""
+        keys, values = segments.gather_keys(key, value)
+        return attend_buckets(query, keys, values, segments, self.attend_bucket)
 
     def attend_bucket(
         self,

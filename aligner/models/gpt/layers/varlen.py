@@ -19,7 +19,7 @@ from aligner.models.gpt.layers.segments import Segments, take_rows
 
 # Causal attention of each run of queries over its run of keys (see `Runs`). Arguments: query, key,
 # value, query_ends, key_ends (int32 [runs + 1], starting with 0), maximum length of a run of
-# queries, of a run of keys, scale=, window=. Result: [rows, heads, D].
+# queries, of a run of keys, scale=. Result: [rows, heads, D].
 VarlenKernel = Callable[..., Tensor]
 
 
@@ -31,9 +31,7 @@ def torch_kernel(window: int | None) -> VarlenKernel | None:
     if window is not None and "window_size" not in supported:
         return None
 
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, *runs: Any, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *runs: Any, scale: float) -> Tensor:
         # Options of this version of PyTorch, or an equal computation without the option.
         options: dict[str, Any] = {}
         groups = query.shape[1] // key.shape[1]
@@ -54,15 +52,13 @@ def torch_kernel(window: int | None) -> VarlenKernel | None:
     return attend
 
 
-def flash_kernel() -> VarlenKernel | None:
+def flash_kernel(window: int | None) -> VarlenKernel | None:
     """Return flash-attn's kernel, or None if the package is not installed."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     flash_attn_varlen_func = importlib.import_module("flash_attn").flash_attn_varlen_func
 
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, *runs: Any, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *runs: Any, scale: float) -> Tensor:
         return flash_attn_varlen_func(
             query,
             key,
@@ -80,7 +76,7 @@ def flash_kernel() -> VarlenKernel | None:
 @functools.cache
 def find_kernel(window: int | None) -> VarlenKernel | None:
     """Return a kernel for attention with ``window``, or None if neither package has one."""
-    return torch_kernel(window) or flash_kernel()
+    return torch_kernel(window) or flash_kernel(window)
 
 
 def can_attend_varlen(query: Tensor, dropout: float, window: int | None) -> bool:
@@ -121,6 +117,5 @@ def attend_varlen(
         int(runs.queries.max()),
         int(runs.keys.max()),
         scale=scale,
-        window=window,
     )
     return F.pad(out, (0, 0, 0, 0, 0, query.shape[0] - used))

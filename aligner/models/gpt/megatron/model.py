@@ -33,7 +33,7 @@ from aligner.models.gpt.megatron.state import RoleWeights
 from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_from_model_config
 from aligner.parallel.collectives import broadcast_floats, count_denominators, reduce_result
 from aligner.parallel.groups import ParallelState, initialize_parallel
-from aligner.types import Denominators, LossFunction, TokenOutputs
+from aligner.types import Denominators, LossFunction
 
 _ROW_COLUMNS = ("input_ids", "input_lengths")
 
@@ -142,14 +142,9 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> schedule.ForwardStep:
         """Return megatron-core's forward step that computes the loss and its metrics."""
-        gpt = self.gpt
-
-        def outputs(hidden: Tensor, microbatch: schedule.Microbatch) -> TokenOutputs:
-            return self.loss_outputs(gpt, hidden, microbatch, loss_fn)
-
-        return partial(
-            schedule.forward_step, head=schedule.loss_head(outputs, loss_fn, denominators)
-        )
+        outputs = partial(self.loss_outputs, self.gpt, loss_fn=loss_fn)
+        head = schedule.loss_head(outputs, loss_fn, denominators)
+        return partial(schedule.forward_step, head=head)
 
     # The model -------------------------------------------------------------------------------
 
