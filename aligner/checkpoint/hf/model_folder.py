@@ -183,15 +183,16 @@ def save_hf(
             )
     check_names(weights, architecture, "the model to be saved")
     family, config = config_to_hf(architecture)
-    config |= _special_ids(tokenizer_files)
     is_reward_model = REWARD_HEAD[0] in weights and "reward_model_type" in (keys or {})
+    if tokenizer_files:
+        tokenizer = tokenizer_from_files(tokenizer_files)
+        ends, pad = list(tokenizer.end_ids), tokenizer.pad_id
+        config |= {"bos_token_id": tokenizer.bos_id}
+        config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        # transformers scores the last token that is not padding. This must be the end token.
+        config["pad_token_id"] = None if is_reward_model and pad in ends else pad
     if REWARD_HEAD[0] in weights:
         config |= _classifier(family, weights, keys if is_reward_model else None)
-    # transformers scores the last token that is not padding. This must be the end token.
-    ends = config.get("eos_token_id")
-    end_ids = ends if isinstance(ends, list) else [ends]
-    if is_reward_model and config.get("pad_token_id") in end_ids:
-        config["pad_token_id"] = None
     view = HuggingFaceView(weights, family.table, architecture)
     # A sequence classifier has no bias. `_classifier` has checked that the bias is 0.
     left_out = [SCORE[REWARD_HEAD[1]]] if is_reward_model else []
@@ -252,18 +253,6 @@ def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None
         "architectures": [family.model_class.replace("ForCausalLM", kind)],
         "id2label": {str(index): label for index, label in enumerate(labels)},
         "label2id": {label: index for index, label in enumerate(labels)},
-    }
-
-
-def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | list[int] | None]:
-    if not tokenizer_files:
-        return {}
-    tokenizer = tokenizer_from_files(tokenizer_files)
-    ends = list(tokenizer.end_ids)
-    return {
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": ends if len(ends) > 1 else ends[0],
-        "pad_token_id": tokenizer.pad_id,
     }
 
 

@@ -12,8 +12,7 @@ megatron-core sums the gradients of replicated matrices, which have the mark ``s
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,19 +28,12 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.adapters import (
-    Adapters,
-    adapter_shapes,
-    add_product,
-    save_adapters,
-    tensors_to_continue,
-)
+from aligner.checkpoint.adapters import adapter_shapes, add_product
 from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD, Shape, check_shape, split
 from aligner.checkpoint.gpt_weights import GatheredTensors, canonical_parameters
 from aligner.config import LoraConfig
 from aligner.device.counter_hash import UNIFORM_BITS, combine, counter_hash, uniform_bits
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
-from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState
 
 
@@ -200,7 +192,7 @@ class RoleAdapters:
     """Adapters of a megatron-core model. All other weights except a head are frozen.
 
     ``gpt``: this process's shard of the model, built with adapters. ``seed``: seed of the initial
-    matrices A and of dropout. ``has_head``: whether the role also trains a head.
+    matrices A and of dropout.
     """
 
     def __init__(
@@ -209,12 +201,9 @@ class RoleAdapters:
         architecture: GPTArchitecture,
         parallel: ParallelState,
         lora: LoraConfig,
-        *,
         seed: int,
-        has_head: bool,
     ) -> None:
         self._gpt, self._architecture, self._parallel = gpt, architecture, parallel
-        self._has_head = has_head
         self.lora = lora
         self.dropout = TokenDropout(lora.adapter_dropout, seed) if lora.adapter_dropout else None
         gpt.adapter_dropout = self.dropout
@@ -223,9 +212,7 @@ class RoleAdapters:
         for name, adapter in _adapters(gpt, architecture).items():
             adapter.dropout, adapter.stream = self.dropout, _seed_of(seed, f"{name}.dropout")
         shapes = adapter_shapes(architecture, lora)
-        self._fill(
-            lambda name: initial_matrix(name, shapes[name], seed) if name in shapes else None
-        )
+        self.fill(lambda name: initial_matrix(name, shapes[name], seed) if name in shapes else None)
         if gpt.pre_process and gpt.config.recompute_granularity == "full":
             gpt.embedding.register_forward_hook(_require_gradient)
 
@@ -233,16 +220,6 @@ class RoleAdapters:
         """Set the index of the optimizer update, which changes the dropout."""
         if self.dropout is not None:
             self.dropout.update = index
-
-    def load(self, path: str | Path) -> None:
-        """Load the adapters, and any head, from a file."""
-        tensors = tensors_to_continue(path, self._architecture, self.lora, self._has_head)
-        self._fill(tensors.get)
-
-    def save(self, path: str | Path, nemo_keys: Mapping[str, Any]) -> None:
-        """Write the trained weights to a file. Rank 0 writes, and all ranks raise its error."""
-        tensors = self.gather()
-        on_rank_zero(lambda: save_adapters(path, Adapters(self.lora, tensors, nemo_keys)))
 
     def gather(self) -> dict[str, Tensor]:
         """Gather the trained weights on rank 0 (empty on other ranks). Call it on every rank."""
@@ -260,8 +237,8 @@ class RoleAdapters:
         ).on_rank_zero()
 
     @torch.no_grad()
-    def _fill(self, full_tensor: Callable[[str], Tensor | None]) -> None:
-        """Load this process's shards. ``full_tensor``: returns a full tensor by name, or None."""
+    def fill(self, full_tensor: Callable[[str], Tensor | None]) -> None:
+        """Copy this process's shards. ``full_tensor``: name → tensor [out, in], or None."""
         tp_rank, tp_size = self._parallel.tp_rank, self._parallel.config.tensor
         for name, parameter in canonical_parameters(self._gpt):
             share = full_tensor(name) if parameter.requires_grad else None

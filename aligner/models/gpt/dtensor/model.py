@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.adapters import Adapters, adapter_shapes, save_adapters, tensors_to_continue
+from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_shape
 from aligner.checkpoint.hf.any_model import LoadedWeights, model_config, unapplied_settings
 from aligner.checkpoint.hf.families import config_to_hf
@@ -248,28 +247,19 @@ class DTensorModel(RoleModel, LightningModule):
                     "that this role saved"
                 )
 
-    def save_adapters(self, path: str | Path) -> None:
-        """See `RoleModel.save_adapters`."""
-        lora, keys = self.settings.lora, self.nemo_keys()
-        assert lora is not None
-        gathered = GatheredParameters(self.trained_shards)
-        tensors = {
-            _HEAD_NAMES.get(name, name): gathered[name].to("cpu", copy=True) for name in gathered
-        }
-        on_rank_zero(lambda: save_adapters(path, Adapters(lora, tensors, keys)))
+    def gather_adapters(self) -> dict[str, Tensor]:
+        """See `RoleModel.gather_adapters`."""
+        weights = GatheredParameters(self.trained_shards)
+        return {_HEAD_NAMES.get(name, name): weights[name].to("cpu", copy=True) for name in weights}
 
     @torch.no_grad()
-    def load_adapters(self, path: str | Path) -> None:
-        """See `RoleModel.load_adapters`."""
-        lora = self.settings.lora
-        assert lora is not None
-        tensors = tensors_to_continue(path, self.architecture, lora, self.head_outputs > 0)
+    def fill_adapters(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `RoleModel.fill_adapters`."""
         for shard in self.trained_shards:
             name = _HEAD_NAMES.get(shard.name, shard.name)
             if name in tensors:
                 check_shape(name, tensors[name].shape, shard.shape)
                 shard.local.copy_(shard.share_of(tensors[name]))
-        self.has_fresh_adapters = False
 
     def _module_names(self, weights: Weights) -> Mapping[str, Tensor]:
         """Return the weights of a `ModelSource` by the names of the module's parameters."""

@@ -30,27 +30,17 @@ from aligner.models.gpt.layers.layer_spec import (
 )
 from aligner.models.gpt.role.settings import RoleSettings
 
-
-def _squared_relu(x: Tensor) -> Tensor:
-    """Compute ``relu(x)²``. Megatron-core's version is compiled at its first call and needs gcc."""
-    return F.relu(x).square()
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    """Compute ``x * sigmoid(1.702 * x)``, without megatron-core's compilation."""
-    return x * torch.sigmoid(1.702 * x)
-
-
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "geglu": F.gelu,
     "geglu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "swiglu": F.silu,
-    "clamped_swiglu": _quick_gelu,
+    # megatron-core's versions of the last and of this function are compiled and need gcc.
+    "clamped_swiglu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": F.silu,
     "relu": F.relu,
-    "squared_relu": _squared_relu,
+    "squared_relu": lambda x: F.relu(x).square(),
 }
 
 

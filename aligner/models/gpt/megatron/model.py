@@ -125,14 +125,8 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         self.optimizer: RoleOptimizer | None = None
         self.adapters: RoleAdapters | None = None
         if self.settings.lora is not None:
-            self.adapters = RoleAdapters(
-                self.gpt,
-                self.architecture,
-                self.parallel,
-                self.settings.lora,
-                seed=self.settings.seed,
-                has_head=self.head_outputs > 0,
-            )
+            lora, seed = self.settings.lora, self.settings.seed
+            self.adapters = RoleAdapters(self.gpt, self.architecture, self.parallel, lora, seed)
         self.forward_reuse = ForwardReuse(self.gpt)
 
     # Hooks of roles ---------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -346,18 +345,17 @@ class RoleWeights(RoleModel):
         if self.optimizer is not None:
             self.optimizer.copy_model_weights()
 
-    def load_adapters(self, path: str | Path) -> None:
-        """See `RoleModel.load_adapters`."""
+    def fill_adapters(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `RoleModel.fill_adapters`."""
         assert self.adapters is not None
-        self.adapters.load(path)
-        self.has_fresh_adapters = False
+        self.adapters.fill(tensors.get)
         if self.optimizer is not None:
             self.optimizer.copy_model_weights()
 
-    def save_adapters(self, path: str | Path) -> None:
-        """See `RoleModel.save_adapters`."""
+    def gather_adapters(self) -> dict[str, Tensor]:
+        """See `RoleModel.gather_adapters`."""
         assert self.adapters is not None
-        self.adapters.save(path, self.nemo_keys())
+        return self.adapters.gather()
 
     def load_head(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Copy the reward head, weight [K, H] and bias [K], if model and checkpoint contain one.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.adapters import Adapters, save_adapters, tensors_to_continue
 from aligner.checkpoint.canonical import Weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.checkpoint.nemo.model_file import save_nemo
@@ -342,13 +343,26 @@ class RoleModel(ABC):
         ``strict=False``: a head keeps its values if ``weights`` do not contain it in its shape.
         """
 
-    @abstractmethod
     def save_adapters(self, path: str | Path) -> None:
         """Write only the adapters and the head. Call it on every rank."""
+        lora, tensors, keys = self.settings.lora, self.gather_adapters(), self.nemo_keys()
+        assert lora is not None
+        on_rank_zero(lambda: save_adapters(path, Adapters(lora, tensors, keys)))
 
-    @abstractmethod
     def load_adapters(self, path: str | Path) -> None:
         """Load adapters and head from a file of `save_adapters`. Call it on every rank."""
+        lora, has_head = self.settings.lora, self.head_outputs > 0
+        assert lora is not None
+        self.fill_adapters(tensors_to_continue(path, self.architecture, lora, has_head))
+        self.has_fresh_adapters = False
+
+    @abstractmethod
+    def gather_adapters(self) -> dict[str, Tensor]:
+        """Gather adapters and head, [out, in] each, on rank 0. Call it on every rank."""
+
+    @abstractmethod
+    def fill_adapters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this process's shards of adapters and head from ``tensors``, [out, in] each."""
 
     def way_in_words(self) -> str:
         """Describe packing, attention and decoder, or return "" if the model's type fixes them."""
