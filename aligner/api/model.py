@@ -16,6 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from aligner.algorithms.ask.model import InferenceModel, open_model
+from aligner.algorithms.rollout.rollout import response_mask
 from aligner.algorithms.rollout.validation import sample_responses
 from aligner.algorithms.run.engine import run_settings
 from aligner.api.quiet import quiet
@@ -103,15 +104,14 @@ class _Loaded(Generic[Role]):
                     f"model has {positions} positions. Shorten the texts"
                 )
         starts, ends = torch.tensor([*map(len, heads)]), torch.tensor([*map(len, rows)])
-        position = torch.arange(ids.shape[1])
-        mask = (position >= starts[:, None]) & (position < ends[:, None])
-        columns = {"input_ids": ids, "input_lengths": ends, "token_mask": mask.float()}
+        mask = response_mask(starts, ends, ids.shape[1])
+        columns = {"input_ids": ids, "input_lengths": ends, "token_mask": mask}
         try:
             prepare()
             values = compute(BatchedDataDict(columns))[name]
         finally:
             self._role.finish_inference()
-        return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
+        return [row[chosen].tolist() for row, chosen in zip(values, mask.bool(), strict=True)]
 
 
 class Model(_Loaded[Policy]):

@@ -52,7 +52,6 @@ KEYS = {
     "seed": "seed",
 }
 
-
 # Values of an algorithm that differ from the defaults of its script.
 _CHOICES = {"reinforce": {"trainer.ppo.advantage.estimator": "grpo"}}
 

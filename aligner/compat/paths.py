@@ -82,9 +82,7 @@ PATHS = {
     },
     "models.value.config": "config.translation.nemo_rl",
     "models.value.interfaces": "models.interfaces",
-    "models.value.workers.dtensor_value_worker_v2": (
-        "models.value.workers.value_worker losses.value"
-    ),
+    "models.value.workers.dtensor_value_worker_v2": "losses.value",
     "models.value.workers.megatron_value_worker": (
         "models.value.workers.value_worker models.gpt.megatron.critic logprobs.output_layer"
     ),

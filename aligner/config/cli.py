@@ -152,8 +152,7 @@ def check_overrides(
 
     # Wrong values are listed with other errors. Without other errors, `load_config` lists them all.
     if refused:
-        wrong_values = [(argument, _wrong_value(argument, root)) for argument in accepted]
-        refused += [("", text.partition("=")[2], error) for text, error in wrong_values if error]
+        refused += [("", value, error) for value, error in _wrong_values(accepted, root)]
 
     # A single error is raised unchanged, several are shown as a table.
     rows = []
@@ -281,23 +280,22 @@ def _check_kind(key: str, value: Any, hint: Any) -> None:
         _check_kind(f"{key}.{name}", item, parse.type_below(hint, name))
 
 
-def _wrong_value(argument: str, root: type) -> ConfigError | None:
-    """Return the error for a value of wrong type or range in ``argument``, or None.
+def _wrong_values(arguments: Sequence[str], root: type) -> Iterator[tuple[Any, ConfigError]]:
+    """Yield value and error of each of the accepted arguments with a wrong type or range.
 
-    ``argument`` is a result of `_accepted`. Paths and other texts are not checked.
+    Paths and other texts are not checked.
     """
-    if not argument.startswith("++") or argument.startswith("++hydra"):
-        return None
-    override = OverridesParser.create().parse_override(argument)
-    key, value = override.key_or_group, None if override.is_sweep_override() else override.value()
-    hint = check_key(key, root)
-    if value is None or isinstance(value, dict) or "${" in str(value) or str in parse.arms_of(hint):
-        return None
-    try:
-        parse.build(hint, value, key)
-    except ConfigError as error:
-        return error
-    return None
+    keys = (argument for argument in arguments if re.match(r"\+\+(?!hydra\b)", argument))
+    for override in OverridesParser.create().parse_overrides(list(keys)):
+        if override.is_sweep_override() or "${" in str(override.value()):
+            continue
+        key, value = override.key_or_group, override.value()
+        hint = check_key(key, root)
+        try:
+            if not isinstance(value, dict | None) and str not in parse.arms_of(hint):
+                parse.build(hint, value, key)
+        except ConfigError as error:
+            yield value, error
 
 
 def _check_option(origin: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
