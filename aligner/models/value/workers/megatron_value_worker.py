@@ -46,13 +46,11 @@ class MegatronValueWorker(RewardScorer, ValueWorker):
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Undo `enable_forward_pre_hook`. ``param_sync``: also gather the weights now."""
-        if self.model.optimizer is None:
-            return
         if self.model.settings.overlap_param_gather:  # configured, not set by a caller
             if param_sync:
                 self.model.collect_weights()
-            return
-        self.model.optimizer.gather_weights_after_updates(param_sync)
+        elif self.model.optimizer is not None:
+            self.model.optimizer.gather_weights_after_updates(param_sync)
 
 
 MegatronValueWorkerImpl = MegatronValueWorker  # NeMo-RL's class without Ray
