@@ -78,7 +78,7 @@ _GRANITE = {
     "residual_multiplier": 0.6,
     "attention_multiplier": 0.3,
 }
-_INDEXER = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
+_INDEXER = {"index_head_dim": 16, "index_topk": 8}
 # None omits the size of `_SIZES`.
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "axk2": _INDEXER,
@@ -122,9 +122,6 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 16,
         "laurel_rank": 8,
-        "layer_types": _ALTERNATING,
-        "intermediate_size": [96] * LAYERS,
-        "activation_sparsity_pattern": [0.0] * LAYERS,
         "final_logit_softcapping": 2.5,
     },
     "gemma4_text": {"final_logit_softcapping": 2.5},
@@ -137,18 +134,13 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.7,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
-    "hy_v4": {**_INDEXER, "head_dim": 24},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-    },
+    "hy_v4": _INDEXER,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "longcat_flash": {"zero_expert_num": 2, "num_layers": 2, "num_hidden_layers": None},
-    "mamba2": {"num_heads": 8, "n_groups": 1},
+    "longcat_flash": {"zero_expert_num": 2, "num_layers": 2},
+    "mamba2": {"num_heads": 8},
     "minicpm3": {"dim_model_base": 48},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
@@ -162,12 +154,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 1,
     },
     "recurrent_gemma": {"layer_types": None, "logits_soft_cap": 2.5},
-    "zamba2": {
-        "layer_types": None,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "head_dim": None,
-        "attention_head_dim": None,
-    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_head_dim": None},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 

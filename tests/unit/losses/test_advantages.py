@@ -104,22 +104,30 @@ def test_whiten_loses_no_digits_to_the_mean():
     torch.testing.assert_close(whitened.double(), expected, atol=1e-6, rtol=0)
 
 
+SLOPES = {
+    "k1": lambda x: 1.0,
+    "k2": lambda x: x,
+    "k3": lambda x: 1 - math.exp(-x),
+    "abs": lambda x: math.copysign(1, x),
+}
+
+
 @pytest.mark.parametrize(
-    ("estimator", "expected", "gradient"),
+    ("estimator", "expected"),
     [
-        ("k1", [0.5, -1.0, 0.0], 1.0),
-        ("k2", [0.125, 0.5, 0.0], 0.5),
-        ("k3", [math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1, 0.0], 1 - math.exp(-0.5)),
-        ("abs", [0.5, 1.0, 0.0], 1.0),
+        ("k1", [0.5, -1.0, 0.0]),
+        ("k2", [0.125, 0.5, 0.0]),
+        ("k3", [math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1, 0.0]),
+        ("abs", [0.5, 1.0, 0.0]),
     ],
 )
-def test_estimators_and_their_pathwise_gradients(estimator, expected, gradient):
+def test_estimators_and_their_pathwise_gradients(estimator, expected):
     logprobs = torch.tensor([-1.0, -3.0, -2.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.5, -2.0, -2.0], dtype=torch.float64)
     result = kl_estimate(logprobs, reference, estimator)
     torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64))
     result[0].backward()
-    assert logprobs.grad.tolist() == pytest.approx([gradient, 0.0, 0.0])
+    assert logprobs.grad.tolist() == pytest.approx([SLOPES[estimator](0.5), 0.0, 0.0])
 
 
 def test_k3_keeps_its_digits_and_clamps_are_explicit():
@@ -129,14 +137,6 @@ def test_k3_keeps_its_digits_and_clamps_are_explicit():
     assert kl_estimate(*far, "k1").tolist() == [-60.0, 60.0]
     assert kl_estimate(*far, "k1", input_clamp=20.0).tolist() == [-20.0, 20.0]
     assert kl_estimate(*far, "k3", input_clamp=20.0, output_clamp=10.0).tolist() == [10.0, 10.0]
-
-
-SLOPES = {
-    "k1": lambda x: 1.0,
-    "k2": lambda x: x,
-    "k3": lambda x: 1 - math.exp(-x),
-    "abs": lambda x: math.copysign(1, x),
-}
 
 
 @pytest.mark.parametrize("far", [-89.0, 89.0, -1e30, 1e30, math.inf, -2.0, 0.5])

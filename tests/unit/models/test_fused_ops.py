@@ -56,17 +56,10 @@ def angles():
     return torch.cat((halves, halves), dim=-1)
 
 
-def rotated(heads, table):
-    turned, passed = heads[..., :ROTATED], heads[..., ROTATED:]
-    first, second = turned.chunk(2, dim=-1)
-    other = torch.cat((-second, first), dim=-1)
-    return torch.cat((turned * table.cos() + other * table.sin(), passed), dim=-1)
-
-
 def plain_attention(mixed, table):
     queries = mixed.shape[3] - 2
     query, key, value = mixed.split([queries, 1, 1], dim=3)
-    query, key = (rotated(part.flatten(2, 3), table) for part in (query, key))
+    query, key = (_apply_rotary_pos_emb_bshd(part.flatten(2, 3), table) for part in (query, key))
     out = F.scaled_dot_product_attention(
         *(part.permute(1, 2, 0, 3) for part in (query, key, value.flatten(2, 3))),
         is_causal=True,

@@ -281,18 +281,6 @@ def test_adapters_of_another_form_or_model_are_refused(load, saved, tmp_path):
         read_adapters(tmp_path / "none", TINY_ARCHITECTURE)
 
 
-def test_a_head_travels_with_the_adapters_of_a_critic(load, tmp_path):
-    critic = trained(load, cls=MegatronGPTCriticModel, loss=PPOValueLoss())
-    path = tmp_path / "critic.lora.safetensors"
-    critic.save_adapters(path)
-    batch = make_batch()
-    again = load(MegatronGPTCriticModel, adapters_path=str(path))
-    assert critic.get_values(batch).abs().max() > 1e-4
-    assert torch.equal(again.get_values(batch), critic.get_values(batch))
-    with pytest.raises(CheckpointError, match=r"rm_head"):
-        load(adapters_path=str(path))
-
-
 def test_a_reward_model_in_the_critics_body_speaks_without_the_critics_adapters(load, tmp_path):
     path = tmp_path / "reward.nemo"
     original = load(MegatronGPTRewardModel, lora=None, optim=None, seed=9)
