@@ -169,9 +169,10 @@ def test_the_samplers_log_probs_need_no_pass():
     ppo = {"correction": {"old_logprobs": "sampler"}, "ppo_epochs": 2}
     t = trainer(log, loop={"initial_policy_kl_penalty": 0.1}, ppo=ppo)
     metrics = t.step(1, PhaseTimers()).metrics
-    assert "logprobs" not in names(log)
-    assert [entry for entry in log if entry[0] == "train_policy"] == [("train_policy", 2, True)] * 2
-    assert (t.policy.trained["prev_logprobs"] == t.policy.trained["generation_logprobs"]).all()
+    assert "policy.get_logprobs" not in names(log)
+    assert [data.size for data in t.policy.trained] == [2, 2]
+    for data in t.policy.trained:
+        assert (data["prev_logprobs"] == data["generation_logprobs"]).all()
     # The KL in the reward is of the policy that sampled: k1 = -1.25 - -1.5.
     assert metrics["train_rollouts/init_policy_kl"] == pytest.approx(0.25)
 
@@ -181,6 +182,6 @@ def test_corrections_that_cost_a_pass_and_others():
     for limit, share in ((0.04, 0), (0.07, 1)):
         t = trainer(log := [], ppo={"correction": {"second_moment": limit}})
         t.step(1, PhaseTimers())
-        assert ("logprobs", 2) in log
-        mask = t.policy.trained["second_moment_mask"]
-        assert (mask == share * t.policy.trained["token_mask"]).all()
+        assert ("policy.get_logprobs", 2) in log
+        data = t.policy.trained[-1]
+        assert (data["second_moment_mask"] == share * data["token_mask"]).all()

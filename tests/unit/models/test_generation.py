@@ -268,15 +268,15 @@ def test_pad_that_equals_eos_inside_prompts_is_an_ordinary_token(llama):
     assert logprob_differences(clean, full_logits(llama, clean.tokens)).max() < 3e-5
 
 
-def test_repetition_penalty_equals_a_recomputation(llama):
+def test_repetition_penalty_comes_before_the_temperature(llama):
     prompts, lengths = make_prompts(4)
-    output = run(llama, prompts, lengths, repetition_penalty=1.8)
+    output = run(llama, prompts, lengths, repetition_penalty=1.8, temperature=0.7)
     logits = full_logits(llama, output.tokens)
     for row, column in response_mask(output).nonzero().tolist():
         scores = logits[row, column - 1].clone()
         seen = output.tokens[row, :column].unique()
         scores[seen] = torch.where(scores[seen] > 0, scores[seen] / 1.8, scores[seen] * 1.8)
-        expected = scores.log_softmax(-1)[output.tokens[row, column]]
+        expected = (scores / 0.7).log_softmax(-1)[output.tokens[row, column]]
         assert abs(expected - output.logprobs[row, column]) < 1e-5
 
 

@@ -81,15 +81,6 @@ def test_logprobs_equal_a_float64_softmax(temperature, tiny_nemo):
         assert actual[row, length:].abs().sum() == 0
 
 
-def test_every_position_is_scored_when_no_mask_is_known(actor):
-    ids = make_batch()["input_ids"][2:3, : LENGTHS[2]]
-    every = actor.get_inference_log_probs(ids)
-    assert every.shape == ids.shape
-    assert every[0, 0] == 0
-    masked = actor.get_logprobs(make_batch())[2]
-    assert torch.allclose(every[0, PROMPTS[2] :], masked[PROMPTS[2] : LENGTHS[2]], atol=1e-6)
-
-
 def test_infer_returns_the_published_keys_and_draws_other_tokens_at_every_call(actor):
     actor.configure_generation(LengthParams(max_length=5), SamplingParams(), 8)
     text, lengths = make_batch()["input_ids"][:, :6], torch.tensor(PROMPTS)

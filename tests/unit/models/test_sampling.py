@@ -12,7 +12,6 @@ from aligner.models.gpt.decode.sampling import (
     _keep_threshold,
     counter_uniforms,
     inverse_cdf,
-    penalise_repetition,
     sample_tokens,
 )
 
@@ -91,18 +90,6 @@ def test_distributions_by_hand(weights, sampling, expected):
     greedy = sample_tokens(rows[:1].clone(), torch.zeros(1).double(), sampling, greedy=True)
     assert greedy.tokens.item() == max(range(len(weights)), key=weights.__getitem__)
     assert greedy.logprobs.item() == pytest.approx(expected.max().log().item(), abs=1e-6)
-
-
-def test_repetition_penalty_comes_before_the_temperature():
-    logits = torch.tensor([[2.0, -1.0, 3.0, 0.0]])
-    seen = torch.tensor([[True, True, False, True]])
-    penalised = torch.tensor([[1.0, -2.0, 3.0, 0.0]])
-    assert torch.equal(penalise_repetition(logits, seen, 2.0), penalised)
-    sampling, uniform = SamplingParams(temperature=0.5, repetition_penalty=2.0), torch.zeros(1)
-    drawn = sample_tokens(logits, uniform.double(), sampling, greedy=False, history_mask=seen)
-    assert drawn.tokens.tolist() == [0]
-    expected = (penalised / 0.5).log_softmax(1)[0, 0]
-    assert drawn.logprobs.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
