@@ -1,12 +1,14 @@
 """`save_checkpoint` and what starts from it: weights, optimizer state, tokenizer; one process."""
 
 import pytest
+import torch
 from batches import ppo_batch
 from role_models import assert_equal
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, SchedConfig
 from aligner.data.tokenizers.loading import load_tokenizer
+from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
 from aligner.errors import CheckpointNotFoundError, StorageError, TokenizerError
@@ -37,13 +39,13 @@ def start(tiny_nemo):
     )
     cluster = LocalCluster(initialize_parallel())
 
-    def start(role, *, precision="32", **kwargs):
+    def start(role, *, offload_weights=False, precision="32", **kwargs):
         run = RunSettings(precision=precision)
         if role == "policy":
             kwargs.setdefault("init_reference_model", False)
             return Policy(cluster, model, tokenizer, run=run, **kwargs)
         sizes = {"micro_batch_size": 2, "global_batch_size": ROWS}
-        critic = CriticConfig(**sizes, optim=OPTIM)
+        critic = CriticConfig(**sizes, optim=OPTIM, offload_weights=offload_weights)
         return Value(cluster, critic, tokenizer, model=model, run=run, **kwargs)
 
     return start
@@ -144,3 +146,26 @@ def test_what_is_not_there_is_named(start, tmp_path):
     worker.model.tokenizer = None
     with pytest.raises(TokenizerError, match="critic was built without a tokenizer"):
         worker.save_checkpoint(str(tmp_path / "m.nemo"), tokenizer_path=str(tmp_path / "t"))
+
+
+def test_offloaded_weights_come_back_bit_by_bit(start, tmp_path, monkeypatch):
+    """A host copy of every storage, as on a GPU; on CPU alone nothing would move."""
+    plain = start("value")
+    parked = start("value", offload_weights=True)
+    model = parked.worker_group.worker.model
+    storages = [p.untyped_storage() for p in model.gpt.parameters()]
+    storages += [p.main_grad.untyped_storage() for p in model.gpt.parameters()]
+    monkeypatch.setattr(accelerator, "is_apart", lambda tensor: True)
+    for handle in (plain, parked):
+        handle.prepare_for_inference()
+        handle.values = handle.get_values(make_batch())["values"]
+        handle.finish_inference()
+    assert torch.equal(plain.values, parked.values)
+    assert all(s.nbytes() == 0 for s in storages[: len(storages) // 2])
+    results = [update(handle, "value") for handle in (plain, parked)]
+    assert results[0] == results[1]
+    parked.finish_training()
+    assert all(storage.nbytes() == 0 for storage in storages)
+    parked.save_checkpoint(str(tmp_path / "m.nemo"), str(tmp_path / "optimizer"))  # while parked
+    assert_equal(weights_of(plain), weights_of(parked))
+    assert update(plain, "value") == update(parked, "value")
