@@ -18,7 +18,6 @@ from aligner.config.commands.lengths import longest_lengths
 from aligner.data.batches import Prompt
 from aligner.data.prompts import EpisodeDataset, PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.models.gpt.megatron.actor import training_columns
 from aligner.observe.diagnostics import count_updates, update_metrics
 from aligner.rewards.function.runner import ScoredResponses
 from aligner.rewards.model import VerifiedReward
@@ -86,18 +85,6 @@ def test_the_best_of_each_prompt():
     assert best_of_each(torch.tensor([0.0, 1.0, 1.0, 1.0]), 4, 2).tolist() == [1, 2]
     # Prompts are told apart by their place: two draws of one prompt keep a response each.
     assert best_of_each(torch.tensor([1.0, 0.0, 0.5, 0.0]), 2, 1).tolist() == [0, 2]
-
-
-def test_columns_of_what_infer_returns():
-    inferred = {
-        "response_tokens": torch.tensor([[5, 6, 7, 0], [5, 6, 7, 8]]),
-        "response_lengths": torch.tensor([3, 4]),
-        "prompt_lengths": torch.tensor([1, 3]),
-        "is_end": torch.tensor([True, False]),
-    }
-    columns = training_columns(inferred)
-    assert columns["token_mask"].tolist() == [[0, 1, 1, 0], [0, 0, 0, 1]]
-    assert columns["sample_mask"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
