@@ -18,11 +18,13 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 PROMPT, WIDTH = 2, 6
 
 
-def rollout(rewards, lengths, ended=None, first=0):
-    """Responses of the given lengths to prompts of two tokens."""
+def rollout(rewards, lengths, ended=None, first=0, kl=None):
+    """Responses of the given lengths to prompts of two tokens; ``kl``: of each token."""
     rows = len(rewards)
     position = torch.arange(WIDTH)
     total = torch.tensor(lengths) + PROMPT
+    ones = torch.ones(rows, WIDTH)
+    logprobs = {} if kl is None else {"prev_logprobs": kl - ones, "ref_logprobs": -ones}
     return BatchedDataDict(
         {
             "input_ids": torch.arange(first, first + rows)[:, None].expand(-1, WIDTH).clone(),
@@ -32,6 +34,7 @@ def rollout(rewards, lengths, ended=None, first=0):
             "token_mask": ((position >= PROMPT) & (position < total[:, None])).float(),
             "sample_mask": torch.ones(rows),
             "rewards": torch.tensor(rewards, dtype=torch.float32),
+            **logprobs,
         }
     )
 
@@ -64,9 +67,7 @@ def test_rewards_are_shaped():
 
 def test_what_is_charged_by_hand():
     """Each token's KL is 0.1; the first response has 3 tokens, the second 1: 1 - 0.6, 0 - 0.2."""
-    batch = rollout([1, 0], [3, 1])
-    batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
-    batch["ref_logprobs"] = torch.full((2, WIDTH), -1.1)
+    batch = rollout([1, 0], [3, 1], kl=0.1)
     metrics, kl = assign(credit("rloo", kl_in_reward=True), batch, beta=2.0)
     assert batch["advantages"][0, PROMPT].item() == pytest.approx(0.4 - -0.2)
     assert batch["advantages"][1, PROMPT].item() == pytest.approx(-0.2 - 0.4)
@@ -79,10 +80,7 @@ def test_what_is_charged_by_hand():
     assert batch["advantages"][:, PROMPT].tolist() == [1, 0.5, 0, 0]
     assert metrics["train_rollouts/shaped_rewards"] == pytest.approx(0.375)
     # Rewards 1 and 0, of which 0.2 and 0 are charged: (0.8 - 0.4) / sqrt(0.5).
-    batch = rollout([1, 0], [1, 1])
-    batch["ref_logprobs"] = torch.full((2, WIDTH), -1.0)
-    batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
-    batch["prev_logprobs"][0] += 0.1
+    batch = rollout([1, 0], [1, 1], kl=torch.tensor([[0.1], [0.0]]))
     assign(credit("grpo", kl_in_reward=True), batch, beta=2.0)
     expected = 0.4 / (math.sqrt(0.5) + 1e-6)
     assert batch["advantages"][:, PROMPT].tolist() == pytest.approx([expected, -expected])
@@ -91,11 +89,9 @@ def test_what_is_charged_by_hand():
 @pytest.mark.parametrize("estimator", ["rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline"])
 def test_a_penalty_makes_no_signal(estimator):
     """Prompt A earns 1 and 0, prompt B twice the same, of which the KL's noise must not be made."""
-    batch = rollout([1, 0, 1, 1], [2, 2, 2, 2])
     # The KL estimate is pure noise of 0.1 a token.
     noise = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
-    batch["ref_logprobs"] = torch.full((4, WIDTH), -1.0)
-    batch["prev_logprobs"] = batch["ref_logprobs"] + 0.1 * noise
+    batch = rollout([1, 0, 1, 1], [2, 2, 2, 2], kl=0.1 * noise)
     metrics, _ = assign(credit(estimator, kl_in_reward=True), batch, beta=0.01)
     assert metrics["train_rollouts/samples_with_signal"] == 0.5
     raw = rollout([1, 0, 1, 1], [2, 2, 2, 2])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import user_agents
 from conversations import MOST, TOKENIZER, Babble, configuration, prompts_of, same
-from played import write_files
+from played import turns_of, write_files
 
 from aligner.algorithms.rollout.driver import Driver, Episode
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
@@ -63,29 +63,20 @@ def collected(rows, columns=("what", "name", "saw", "marker"), per_prompt=1, **s
         return Agents(closing, columns, **settings).collect(rows, per_prompt)
 
 
-def sampled(batch, row, turn):
-    mine = batch["turn_ids"][row] == turn
-    return batch["input_ids"][row, mine].tolist(), batch["generation_logprobs"][row, mine].tolist()
-
-
 def test_rows_are_what_the_agents_saw(tmp_path):
     rows = [task("two_turns", str(n), tmp_path / str(n)) for n in range(3)]
     batch = collected(rows, **COMMAND)
-    for row in range(3):
+    for row, turns in enumerate(turns_of(batch)):
         seen = [json.loads(line) for line in (tmp_path / str(row)).open()]
-        whole = seen[1][0] + seen[1][1]
+        for (*ids, logprobs, _), (*told, told_logprobs) in zip(turns, seen, strict=True):
+            assert ids == told  # before the turn and of the turn
+            assert logprobs == pytest.approx(told_logprobs)
         length = int(batch["input_lengths"][row])
-        assert batch["input_ids"][row, :length].tolist() == whole
+        assert length == len(seen[1][0] + seen[1][1])
         assert batch["position_ids"][row, :length].tolist() == list(range(length))
         assert int(batch["prompt_lengths"][row]) == len(seen[0][0])
-        for turn, (prompt, ids, logprobs) in enumerate(seen, start=1):
-            found, engine = sampled(batch, row, turn)
-            assert found == ids
-            assert engine == pytest.approx(logprobs)
-            assert whole[: len(prompt)] == prompt
         assert torch.equal(batch["token_mask"][row], (batch["turn_ids"][row] > 0).float())
-        last = length - 1
-        assert batch["turn_rewards"][row].nonzero().tolist() == [[last]]
+        assert batch["turn_rewards"][row].nonzero().tolist() == [[length - 1]]
         assert batch["turns"][row][0]["answer"][0]["role"] == "agent"
         assert "and?" in batch["turns"][row][0]["answer"][0]["content"]
     assert batch["end_reasons"] == ["done"] * 3
@@ -118,7 +109,7 @@ def test_the_run_s_sampling_is_used(functions, caplog):
 
     batch = functions.collect([task("own_sampling", "a")] * 2, engine=Seen())
     assert {options.sampling for options in seen} == {SamplingParams()}
-    lengths = [len(sampled(batch, row, turn)[0]) for row in (0, 1) for turn in (1, 2)]
+    lengths = [len(ids) for turns in turns_of(batch) for _, ids, *_ in turns]
     assert max(lengths[0::2]) <= 2
     assert max(lengths[1::2]) <= MOST
     assert not torch.equal(batch["input_ids"][0], batch["input_ids"][1])  # its seed is not
