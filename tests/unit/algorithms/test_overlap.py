@@ -38,7 +38,6 @@ class ThreadedEngine(BackgroundGeneration):
         self.policy, self.own = policy, own
         self.stale = True
         self.thread = ThreadPoolExecutor(1)
-        self.begun = 0
 
     def weights_changed(self):
         self.stale = True
@@ -57,7 +56,6 @@ class ThreadedEngine(BackgroundGeneration):
         return True
 
     def generate_in_background(self, data, *, seed=0):
-        self.begun += 1
         future = self.thread.submit(self.generate, data, seed=seed)
         return SimpleNamespace(result=future.result, abandon=future.result)
 
@@ -173,13 +171,13 @@ EPISODES = PromptDataset(
 class Played(Run):
     """A run over conversations."""
 
-    def __init__(self, path, in_flight="finish", make=envs.Echo, ahead=True, **settings):
+    def __init__(self, path, in_flight="finish", make=envs.Echo, **settings):
         super().__init__(path, in_flight)
         config = EnvironmentConfig(factory="here", max_tokens=200, **settings)
         self.pool = HerePool(lambda **given: make(**given))
         environments = rollouts_with(config, self.pool, self.policy.tokenizer, 4)
         self.rollouts = Rollouts(
-            configuration(path, async_rollouts=ahead, in_flight=in_flight),
+            configuration(path, async_rollouts=True, in_flight=in_flight),
             *(self.engine, EPISODES, self.sampler, 0, environments),
         )
 

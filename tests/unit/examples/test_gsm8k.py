@@ -1,6 +1,5 @@
 """GSM8K rows become prompts and plain numbers; what is not such a row is refused by its line."""
 
-import json
 import os
 from pathlib import Path
 
@@ -39,13 +38,10 @@ def test_what_is_no_number_is_refused(final):
         ({"question": "Q?"}, "'answer' must contain text and is missing"),
         ({"question": "", "answer": "#### 4"}, "'question' must contain text and is ''"),
         ({"question": "Q?", "answer": 4}, "'answer' must contain text and is 4"),
-        ("{not json", "JSON"),
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line(row, words, tmp_path):
-    path = write_rows(tmp_path / "train.jsonl", ROWS)
-    with path.open("a") as file:
-        file.write(row if isinstance(row, str) else json.dumps(row))
+    path = write_rows(tmp_path / "train.jsonl", [*ROWS, row])
     with pytest.raises(DataError, match=rf"train\.jsonl, line 3: .*{words}"):
         list(gsm8k_prompts(path))
 
