@@ -3,6 +3,7 @@
 import itertools
 import json
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import pytest
 from loaded import write_rows
@@ -186,14 +187,7 @@ def test_runs_and_evaluations_side_by_side(tmp_path, prompts, models, capsys):
 
 def conversation(model, said):
     """What was written, and the prompts in tokens, of a chat in which the user says these lines."""
-    written, lines = [], iter(said)
-
-    def read():
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
+    written, read = [], Mock(side_effect=[*said, EOFError])
     config = asked(model, prompt=(), chat=True, sampling={"max_length": 8})
     with ExitStack() as closing:
         chat = Chat(config, open_model(config, closing), read, written.append)

@@ -5,6 +5,7 @@ sampled, in the middle of its decoding.
 """
 
 import dataclasses
+from traceback import walk_tb
 from types import SimpleNamespace
 
 import pytest
@@ -133,10 +134,8 @@ def test_what_the_failed_call_held_is_let_go(game, breaking):
     breaking("all")
     with pytest.raises(EnvironmentCallError) as caught:
         game.collect(retries=1)
-    frames, trace = {}, caught.value.__cause__.__traceback__
-    while trace is not None:
-        frames[trace.tb_frame.f_code.co_name] = trace.tb_frame
-        trace = trace.tb_next
+    trace = caught.value.__cause__.__traceback__
+    frames = {frame.f_code.co_name: frame for frame, _ in walk_tb(trace)}
     assert frames["_roll_out"].f_locals == {}
 
 
