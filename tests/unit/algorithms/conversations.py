@@ -59,6 +59,20 @@ class HerePool:
         return CallAnswer(value)
 
 
+def generated(rows, new_tokens=0):
+    """What an engine returns, of token ids, log-probs and whether each row ended properly."""
+    width = max(len(ids) for ids, *_ in rows)
+    return BatchedDataDict(
+        {
+            "output_ids": torch.tensor([ids + [0] * (width - len(ids)) for ids, *_ in rows]),
+            "unpadded_sequence_lengths": torch.tensor([len(ids) for ids, *_ in rows]),
+            "generation_lengths": torch.tensor([new_tokens for _ in rows]),
+            "logprobs": torch.tensor([p + [0.0] * (width - len(p)) for _, p, _ in rows]),
+            "is_end": torch.tensor([end for *_, end in rows]),
+        }
+    )
+
+
 class Babble:
     """An engine whose tokens depend on the prompt, the seed and the sample id only."""
 
@@ -79,16 +93,7 @@ class Babble:
             self._row(ids[:length], f"{seed}/{sample}", most)
             for ids, length, sample in zip(*columns, strict=True)
         ]
-        width = max(len(ids) for ids, *_ in rows)
-        return BatchedDataDict(
-            {
-                "output_ids": torch.tensor([ids + [0] * (width - len(ids)) for ids, *_ in rows]),
-                "unpadded_sequence_lengths": torch.tensor([len(ids) for ids, *_ in rows]),
-                "generation_lengths": torch.tensor([0 for _ in rows]),
-                "logprobs": torch.tensor([p + [0.0] * (width - len(p)) for _, p, _ in rows]),
-                "is_end": torch.tensor([end for *_, end in rows]),
-            }
-        )
+        return generated(rows)
 
     def _row(self, ids, key, most):
         rng = random.Random(f"{key}/{ids}")

@@ -1,12 +1,11 @@
 """Several responses to a prompt: what they come to, how they are drawn, and sets with a name."""
 
 import itertools
-import json
 import math
 
 import pytest
 import torch
-from loaded import load_policy, load_set
+from loaded import load_policy, load_set, write_rows
 from settings import parsed
 from test_generation_ahead import assert_same
 
@@ -112,8 +111,8 @@ def validator(request, tiny_nemo, tmp_path_factory):
     """A function from settings of ``validation`` to the outcome of a validation."""
     folder = tmp_path_factory.mktemp("prompts")
     rows = [{"prompt": f"{one}+{one + 1}=", "ground_truth": "1"} for one in range(6)]
-    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "b.jsonl").write_text("\n".join(map(json.dumps, rows[3:])))
+    for name, first in (("a", 0), ("b", 3)):
+        write_rows(folder / f"{name}.jsonl", rows[first:])
 
     def configured(**validation):
         return parsed(

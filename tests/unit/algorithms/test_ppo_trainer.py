@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversations import generated
 from settings import parsed
 
 from aligner.algorithms.ppo.build import make_policy_loss, needs_reference, rows_scored_by_training
@@ -43,20 +44,12 @@ class FakePolicy(Handle):
 
     def generate(self, data, greedy=False, *, seed=0, sampling_options=None):
         self.log.append(("policy.generate", data["sample_ids"].tolist(), seed))
-        rows, width = data["input_ids"].shape
-        lengths = data["input_lengths"] + RESPONSES
-        position = torch.arange(width + RESPONSES)
-        ids = torch.where(position < lengths[:, None], 7, PAD)
-        ids[position < data["input_lengths"][:, None]] = 1  # every token of a prompt
-        return BatchedDataDict(
-            {
-                "output_ids": ids,
-                "generation_lengths": torch.full((rows,), RESPONSES),
-                "unpadded_sequence_lengths": lengths,
-                "logprobs": torch.full(ids.shape, -1.25),
-                "is_end": data["sample_ids"] % 2 == 0,
-            }
-        )
+        columns = data["input_lengths"].tolist(), data["sample_ids"].tolist()
+        rows = [
+            ([1] * length + [7] * RESPONSES, [-1.25] * (length + RESPONSES), sample % 2 == 0)
+            for length, sample in zip(*columns, strict=True)
+        ]
+        return generated(rows, RESPONSES)
 
 
 def column(name, value):

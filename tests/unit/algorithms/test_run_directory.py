@@ -4,7 +4,6 @@ What a run is: what may change at a resume and what not.
 """
 
 import copy
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from functools import cache, reduce
 from pathlib import Path
 
 import pytest
+from loaded import write_rows
 from newest_state import newest, snapshot
 from omegaconf import OmegaConf
 from recipes import composed
@@ -86,8 +86,7 @@ def begun(config, *, saved=(2, 4), steps=5, knows_identity=True) -> Path:
     for step in saved:
         store.save(step, {"config": config.as_dict(), "learner": {}, **identity})
         RunDirectory(folder, store).mark_saved()
-    lines = [json.dumps({"step": step}) + "\n" for step in range(steps + 1)]
-    (folder / "metrics.jsonl").write_text("".join(lines))
+    write_rows(folder / "metrics.jsonl", [{"step": step} for step in range(steps + 1)])
     return folder
 
 
@@ -136,10 +135,10 @@ def test_a_model_may_be_moved_and_another_one_is_refused(configured, model, tmp_
 
 def test_data_may_be_moved_and_other_data_are_refused(configured, tmp_path):
     train, moved, other = (tmp_path / f"{name}.jsonl" for name in ("train", "moved", "other"))
-    rows = [json.dumps({"prompt": f"{n}+1=", "ground_truth": "1"}) + "\n" for n in range(4)]
+    rows = [{"prompt": f"{n}+1=", "ground_truth": "1"} for n in range(4)]
     for path in (train, moved):
-        path.write_text("".join(rows))
-    other.write_text("".join(rows[::-1]))  # as many
+        write_rows(path, rows)
+    write_rows(other, rows[::-1])  # as many
 
     def taking(path, **more):
         source = {"source": str(path), "arguments": {}}
