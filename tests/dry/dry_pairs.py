@@ -117,13 +117,6 @@ def pairs_of(case):
     return {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
 
 
-def possible_pairs():
-    values, pairs, _ = _numbers()
-    _, rows = np.unique(pairs, return_index=True)
-    wanted = [named(values[row // pairs.shape[1]].tolist()) for row in rows]
-    return set().union(*map(pairs_of, wanted))
-
-
 def all_pairs():
     return {
         frozenset([(left, one), (right, other)])

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from batches import ppo_batch
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
@@ -88,12 +89,7 @@ def prompts():
 
 
 def trained_batch():
-    data = prompts()
-    noise = torch.randn(4, 5, generator=torch.Generator().manual_seed(4))
-    position, columns = torch.arange(5), {"advantages": noise, "returns": noise}
-    mask = ((position > 1) & (position < data["input_lengths"][:, None])).float()
-    columns |= {"token_mask": mask, "sample_mask": torch.ones(4), "values": torch.zeros(4, 5)}
-    return BatchedDataDict({**data, **columns})
+    return BatchedDataDict({**ppo_batch([5, 3, 4, 5], [2] * 4), **prompts()})
 
 
 # Mappings ----------------------------------------------------------------------------------------

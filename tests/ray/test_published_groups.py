@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-import torch
+from batches import ppo_batch
 from ray_workers import TELLER, Teller
 
 from aligner.algorithms.losses.policy import PPOPolicyLoss
@@ -38,18 +38,13 @@ def policy_config(path, **megatron):
     return {**value_config(path, **megatron), "generation": generation}
 
 
-def prompts():
-    ids = torch.randint(3, 200, (4, 5), generator=torch.Generator().manual_seed(3))
-    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([5, 3, 4, 5])})
-
-
 def trained_batch():
-    returns = torch.randn(4, 5, generator=torch.Generator().manual_seed(4))
-    mask = torch.ones(4, 5)
-    mask[:, 0] = 0
-    return BatchedDataDict(
-        {**prompts(), "token_mask": mask, "sample_mask": torch.ones(4), "returns": returns}
-    )
+    return BatchedDataDict(ppo_batch([5, 3, 4, 5], [1] * 4))
+
+
+def prompts():
+    batch = trained_batch()
+    return BatchedDataDict({name: batch[name] for name in ("input_ids", "input_lengths")})
 
 
 @pytest.fixture
@@ -185,8 +180,7 @@ def test_a_front_of_ones_own_on_published_workers(
     parts = run(group, "get_logprobs", prompts())
     assert [part["logprobs"].shape for part in parts] == [(2, 5)] * 2
     ray.get(group.run_all_workers_single_data("prepare_for_training"))
-    data = BatchedDataDict({**trained_batch(), "advantages": trained_batch()["returns"]})
-    results = run(group, "train", data, loss_fn=PPOPolicyLoss(), gbs=4, mbs=2)
+    results = run(group, "train", trained_batch(), loss_fn=PPOPolicyLoss(), gbs=4, mbs=2)
     assert results[0]["global_loss"] == results[1]["global_loss"]
     saved = str(tmp_path / "w.nemo")
     ray.get(group.run_all_workers_single_data("save_checkpoint", weights_path=saved))
