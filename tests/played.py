@@ -18,6 +18,11 @@ def answers_of(pool, calls):
     return [sent if isinstance(sent, Failure) else pool.receive(call, sent) for call, sent in pairs]
 
 
+def say(text):
+    """A message of the policy."""
+    return {"role": "assistant", "content": text}
+
+
 def write_files(folder, page=PAGE):
     """The files that a page shows, under their names."""
     for block in blocks():
@@ -59,7 +64,7 @@ class Game:
         return answer.value
 
     def say(self, text):
-        answer = self.call("step", {"role": "assistant", "content": text})
+        answer = self.call("step", say(text))
         assert hasattr(answer, "value"), answer
         return answer.value
 

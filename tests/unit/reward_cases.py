@@ -35,13 +35,19 @@ def score(function, responses, ground_truths=None, columns=None):
     return function(prompts, responses, ground_truths or [None] * len(responses), columns)
 
 
+def soon(condition, limit_s=60.0):
+    """The value of a condition when it holds, or at the end of the time."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return value
+
+
 def gone(pid):
-    for _ in range(100):
+    def is_gone():
         try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
         except FileNotFoundError:
             return True
-        if state == "Z":
-            return True
-        time.sleep(0.05)
-    return False
+
+    return soon(is_gone, 5.0)

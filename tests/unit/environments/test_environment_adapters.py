@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 import torch
-from played import ADAPTERS, Game, kwargs_of, write_files
+from played import ADAPTERS, Game, kwargs_of, say, write_files
 
 from aligner.environments.agent import Agent
 from aligner.environments.tools import HOW_TO_CALL
@@ -26,10 +26,6 @@ from aligner_environments.skyrl_gym import SkyRLGymEnv
 from aligner_environments.trl import TRLEnv
 
 HERE = __name__
-
-
-def say(text):
-    return {"role": "assistant", "content": text}
 
 
 class Log:

@@ -4,6 +4,7 @@ import json
 from typing import Literal
 
 import pytest
+from played import say
 from test_chat_data import chatml
 from transformers.utils import get_json_schema
 
@@ -75,10 +76,6 @@ def test_the_calculator_computes_and_does_nothing_else():
     for wrong in ("__import__('os')", "9**9**9", "10**60", "(-8)**0.5", "'a'*3", "1;2", "1" * 201):
         with pytest.raises((ValueError, SyntaxError)):
             calculator(wrong)
-
-
-def say(text):
-    return {"role": "assistant", "content": text}
 
 
 def test_a_calculation_with_calls():

@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import closing
 
 import pytest
 from played import Game
+from reward_cases import soon
 
 from aligner.environments.pool import Failure
 from aligner.errors import RewardTimeoutError
@@ -55,10 +55,7 @@ def here(tmp_path, monkeypatch):
 
 
 def is_emptied(folder):
-    deadline = time.monotonic() + 30
-    while list(folder.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not list(folder.iterdir())
+    return soon(lambda: not list(folder.iterdir()), 30.0)
 
 
 def holder(folder):

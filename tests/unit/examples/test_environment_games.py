@@ -3,13 +3,10 @@
 import itertools
 
 import pytest
+from played import say
 
 from aligner.errors import ConfigError
 from aligner.examples.tasks.games import NextNumber, SlidingPuzzle, next_numbers, sliding_puzzles
-
-
-def say(text):
-    return {"role": "assistant", "content": text}
 
 
 def test_tiles_slide_into_the_gap():

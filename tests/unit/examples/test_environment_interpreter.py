@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 from played import Game
-from reward_cases import gone
+from reward_cases import gone, soon
 
 from aligner.environments.pool import Failure
 from aligner.errors import ConfigError
@@ -202,10 +202,7 @@ def test_files_and_folders_are_bounded(isolation, code, tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "_MAX_ENTRIES", 500)  # disks take their time for folders
     found = run(isolation, code)
     assert found == "error: stopped at 500 files, or 100 nested folders"
-    deadline = time.monotonic() + 60  # removed meanwhile, not within the answer's time
-    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert list(tmp_path.iterdir()) == []
+    assert soon(lambda: not list(tmp_path.iterdir()))  # not within the answer's time
 
 
 def test_a_program_ends_with_the_process_that_asked():
@@ -214,13 +211,13 @@ def test_a_program_ends_with_the_process_that_asked():
         "isolation='python').python('open(\\'ready\\', \\'w\\'); import time; time.sleep(60)')"
     )
     asking = subprocess.Popen([sys.executable, "-c", code])
+
+    def running():
+        pids = [child.pid for child in psutil.Process(asking.pid).children()]
+        return [pid for pid in pids if Path(f"/proc/{pid}/cwd/ready").exists()]
+
     try:
-        deadline, running = time.monotonic() + 60, []
-        while not running and time.monotonic() < deadline:
-            pids = [child.pid for child in psutil.Process(asking.pid).children()]
-            running = [pid for pid in pids if Path(f"/proc/{pid}/cwd/ready").exists()]
-            time.sleep(0.01)
-        (pid,) = running
+        (pid,) = soon(running)
         os.kill(asking.pid, signal.SIGKILL)
         assert gone(pid)
     finally:
@@ -274,18 +271,10 @@ def test_a_program_is_killed_with_its_environment(isolation):
         game.begin()
         (said,) = game.say('call python {"code": "6 * 7"}').messages
         assert said["content"] == "result of python: 42"
-        worker, found = psutil.Process(game.pool.pid(0)), []
-
-        def look():
-            deadline = time.monotonic() + 30
-            while not found and time.monotonic() < deadline:
-                found.extend(child.pid for child in worker.children())
-                time.sleep(0.01)
-
-        looking = threading.Thread(target=look)
-        looking.start()
-        sleeps = 'call python {"code": "import time; time.sleep(60)"}'
-        assert isinstance(game.call("step", {"content": sleeps}, 1.0), Failure)
-        looking.join()
-        assert len(found) == 1
-        assert gone(found[0])
+        worker = psutil.Process(game.pool.pid(0))
+        with ThreadPoolExecutor() as pool:
+            found = pool.submit(soon, worker.children, 30.0)
+            sleeps = 'call python {"code": "import time; time.sleep(60)"}'
+            assert isinstance(game.call("step", {"content": sleeps}, 1.0), Failure)
+        (child,) = found.result()
+        assert gone(child.pid)
