@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from played import answers_of
+from played import Game, answers_of, say
 from reward_cases import gone
 
 from aligner import child_process
@@ -24,7 +23,7 @@ from aligner.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.integration
 
-SAID = {"role": "assistant", "content": "hello"}
+SAID = say("hello")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def module(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pool(module):
     columns = ["what", "at", "marker", "name"]
-    with closing(EnvironmentPool(f"{module}:Does", {"turns": 2}, columns)) as found:
+    with EnvironmentPool(f"{module}:Does", {"turns": 2}, columns) as found:
         yield found
 
 
@@ -149,9 +148,8 @@ def test_one_that_reads_nothing_is_killed_in_time(pool):
     """A message that does not fit into the buffer of a socket."""
     answers_of(pool, [begin(0)])
     os.kill(pool.pid(0), signal.SIGSTOP)
-    said = {"role": "assistant", "content": "x" * 2**23}
     began = time.monotonic()
-    (failed,) = answers_of(pool, [Call(0, "step", said, 0.5)])
+    (failed,) = answers_of(pool, [Call(0, "step", say("x" * 2**23), 0.5)])
     assert (failed.reason, time.monotonic() - began < 10) == ("env_timeout", True)
 
 
@@ -176,7 +174,7 @@ def test_one_that_dies_while_it_starts_fails_its_conversation_only(pool, monkeyp
 
 
 def test_memory_is_bounded_and_a_tool_that_misbehaves_tells_the_policy(module):
-    with closing(EnvironmentPool(f"{module}:Does", {}, ["what"], memory_mb=256)) as pool:
+    with EnvironmentPool(f"{module}:Does", {}, ["what"], memory_mb=256) as pool:
         answers_of(pool, [begin(0, what="eats_memory")])
         (failed,) = answers_of(pool, [step(0)])
     assert "raised MemoryError" in failed.text
@@ -186,10 +184,10 @@ def test_memory_is_bounded_and_a_tool_that_misbehaves_tells_the_policy(module):
         ("eats_memory", "result of misbehave: error: MemoryError"),
         ("raises", "result of misbehave: error: ZeroDivisionError: of the environment"),
     )
-    with closing(EnvironmentPool(f"{module}:Tools", {}, ["marker"], memory_mb=512)) as pool:
+    with EnvironmentPool(f"{module}:Tools", {}, ["marker"], memory_mb=512) as pool:
         answers_of(pool, [begin(0, marker="")])
         for how, said in cases:
-            call = {"role": "assistant", "content": f'call misbehave {{"how": "{how}"}}'}
+            call = say(f'call misbehave {{"how": "{how}"}}')
             (answer,) = answers_of(pool, [Call(0, "step", call, 60.0)])
             text = answer.value.messages[0]["content"]
             assert text.startswith(said)
@@ -203,15 +201,15 @@ def test_where_memory_runs_out_environments_go_first(pool):
 
 
 def test_what_was_left_under_way_is_closed_and_coroutines_share_a_loop(module, tmp_path):
-    with closing(EnvironmentPool(f"{module}:Closes", {}, ["marker"])) as pool:
+    with EnvironmentPool(f"{module}:Closes", {}, ["marker"]) as pool:
         for number in range(3):
             answers_of(pool, [begin(0, seed=number, marker=str(tmp_path / "closed"))])
             assert isinstance(answers_of(pool, [step(0)])[0], CallAnswer)
     assert (tmp_path / "closed").read_text() == "0 1 "
-    with closing(EnvironmentPool(f"{module}:Async", {}, [])) as pool:
-        answers_of(pool, [begin(0)])
-        assert [answers_of(pool, [step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
-        assert answers_of(pool, [Call(0, "close", None, 60.0)])[0].value is None
+    with Game(f"{module}:Async", {}) as game:
+        game.begin()
+        assert [game.say("hello").score for _ in range(2)] == [1.0, 2.0]
+        assert game.call("close").value is None
 
 
 def test_forks_answer_nothing_and_dead_ones_leave_nothing(pool, tmp_path):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from loaded import write_rows
+from reward_cases import soon
 from test_observe_report import Document, sample
 
 from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, WorkerError
@@ -163,11 +164,10 @@ def test_sigterm_is_for_the_stage_which_saves_and_is_continued(place):
         [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 120
-        while "sft" not in (Path("ran").read_text().split() if Path("ran").exists() else []):
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        log = Path("ran")
+        soon(lambda: process.poll() or (log.exists() and "sft" in log.read_text().split()), 120.0)
+        assert process.poll() is None, process.communicate()[1]
+        assert "sft" in log.read_text().split()
         time.sleep(0.5)  # the stub listens for the signal
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
