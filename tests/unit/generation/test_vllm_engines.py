@@ -1,8 +1,6 @@
 """Engines of vLLM, in whose place is one that is scripted or notes its calls.
 
-What vLLM says it kept is a rollout's ``kept_ids``. Engines give memory back and take it again.
-
-Its outputs are of the shape of vLLM's own: ``CompletionOutput.sampling_mask`` is None or a
+Outputs have the shape of vLLM's own: ``CompletionOutput.sampling_mask`` is None or a
 ``SamplingMask`` with a list of ids for each token. Releases differ in when it comes: with the last
 output for the whole response, or with every output for its own tokens.
 """

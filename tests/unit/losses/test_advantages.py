@@ -91,11 +91,7 @@ def test_sums_and_whitening_by_hand():
 
 
 def test_whiten_loses_no_digits_to_the_mean():
-    """A mean 1e4 times the spread: sums of squares in float32 would lose it."""
-    values = torch.tensor([10000.0, 10001.0, 10002.0])
-    whitened = masked_whiten(values, torch.ones(3))
-    torch.testing.assert_close(whitened, torch.tensor([-1.0, 0.0, 1.0]), atol=1e-6, rtol=0)
-    # Rewards around 1000.1 with a spread of 0.01: float32 rounds that mean by 2e-5.
+    """Rewards around 1000.1 with a spread of 0.01: float32 rounds that mean by 2e-5."""
     generator = torch.Generator().manual_seed(0)
     values = 1000.1 + 0.01 * torch.randn(64, generator=generator)
     exact = values.double()

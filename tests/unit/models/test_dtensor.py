@@ -1,7 +1,6 @@
 """Actor and critic on transformers models, sharded over one process.
 
-Layouts and megatron-core's numbers are `tests/distributed/test_dtensor_layouts`. Here: files in and
-out, the right shift, what is recomputed, refused or skipped, and the optimizers.
+Layouts are in `tests/distributed/test_dtensor_layouts`, recomputation in `test_any_model`.
 """
 
 import dataclasses

