@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 CHUNK = 5
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _patched(monkeypatch):
     monkeypatch.setattr(GPTModel, "forward", GPTModel.forward)
     mu.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=99)
@@ -35,7 +35,6 @@ def inputs():
     return tokens, torch.arange(7).expand(2, 7), None
 
 
-@pytest.mark.usefixtures("_patched")
 def test_the_fused_forward_equals_the_logits(gpt):
     tokens = inputs()[0]
     parameters = dict(gpt.named_parameters())
@@ -54,7 +53,6 @@ def test_the_fused_forward_equals_the_logits(gpt):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.usefixtures("_patched")
 def test_patching_twice_changes_the_chunk_only_and_log_probs_need_labels(gpt):
     assert GPTModel._linear_ce_fusion_chunk_size == CHUNK
     assert GPTModel._original_forward_for_linear_ce_fusion is not GPTModel.forward
@@ -63,7 +61,6 @@ def test_patching_twice_changes_the_chunk_only_and_log_probs_need_labels(gpt):
         gpt(*inputs(), return_logprobs_for_linear_ce_fusion=True)
 
 
-@pytest.mark.usefixtures("_patched")
 def test_packed_sequences_equal_padded_ones(gpt):
     lengths = np.array([7, 3, 1, 5])
     tokens = torch.randint(0, 250, (4, 7), generator=torch.Generator().manual_seed(5))

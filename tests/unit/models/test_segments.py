@@ -207,14 +207,13 @@ def no_flash(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fresh_choice():
     varlen.find_kernel.cache_clear()
     yield
     varlen.find_kernel.cache_clear()
 
 
-@pytest.mark.usefixtures("fresh_choice")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("installed", [torch_2_10, torch_2_11, torch_2_12, flash_attn])
 def test_runs_for_the_kernel_of_a_gpu(core, forest, size, installed, monkeypatch):
@@ -230,14 +229,14 @@ def test_runs_for_the_kernel_of_a_gpu(core, forest, size, installed, monkeypatch
     check_ranks(core, forest, size)
 
 
-@pytest.mark.usefixtures("fresh_choice", "no_flash")
+@pytest.mark.usefixtures("no_flash")
 def test_a_torch_without_windows_leaves_them_to_the_buckets(monkeypatch):
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", torch_2_10)
     assert varlen.find_kernel(None) is not None
     assert varlen.find_kernel(4) is None
 
 
-@pytest.mark.usefixtures("fresh_choice", "no_flash")
+@pytest.mark.usefixtures("no_flash")
 def test_the_installed_kernel_takes_what_it_is_given(monkeypatch):
     real = inspect.signature(torch.nn.attention.varlen.varlen_attn)
     bound = []

@@ -320,7 +320,6 @@ WAYS = {
     "selective recompute": {"recompute": "selective"},
     "one micro-batch": {"mbs": 8},
     "adapters that drop out": {"lora": LoraConfig(adapter_dim=4, adapter_dropout=0.5)},
-    "conversations": {"rows": conversations},
     "a critic of conversations": {"name": "critic", "rows": conversations},
     "what a filter kept": {"rows": recorded, "sampling_params": FILTER},
     "a user's own loss": {
@@ -349,11 +348,10 @@ def test_equal_sequences_keep_sets_of_their_own(models):
 
 def test_fewer_tokens_go_through_the_model(models):
     role, seen = load("actor", models("dense")), []
-    hook = role.gpt.decoder.register_forward_hook(
+    role.gpt.decoder.register_forward_hook(
         lambda module, args, kwargs, out: seen.append(out.shape[0] * out.shape[1]), with_kwargs=True
     )
     role.infer_tokens(make_batch(), 4)
-    hook.remove()
     assert seen == [90 + 5 + 15 + 30, 85 + 12]
 
 
