@@ -215,6 +215,7 @@ SERVER = "reward.function=null reward.kind=server reward.server.url=http://h"
         (REGRESSION, "data.attribute_columns is empty"),
         ("data.attribute_columns=[a]", "needs trainer.reward_model.loss=regression"),
         (f"{TRAINER}.variant=margin", "variant=margin needs the strength of each preference"),
+        ("data.chosen_reward_column=a", "Set both or neither"),
         (f"{TRAINER}.standardize_on=validation", "data.validation is null"),
         (
             f"{REGRESSION} data.attribute_columns=[a] {TRAINER}.standardize_on=train",
