@@ -1,6 +1,7 @@
 """Work of the models of a run in one step of its algorithm."""
 
 import math
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,7 +129,7 @@ class PlannedRole:
     @property
     def is_dtensor(self) -> bool:
         """True if the worker belongs to the DTensor backend."""
-        return ".dtensor_" in self.worker
+        return bool(pkgutil.resolve_name(self.worker).model_class().backend == "dtensor")
 
     def rows(self, phase: Phase) -> int:
         """Return the rows of a data-parallel rank in each part of a phase."""

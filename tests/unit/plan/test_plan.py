@@ -1,12 +1,15 @@
 """`plan` before anything runs dry: its command line, its table of devices, its arithmetic."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from documented import ROOT
 from recipes import CONF
 from settings import parsed
 
@@ -35,6 +38,7 @@ from aligner_plan.devices import (
 from aligner_plan.dry.record import Collective, Kernel, Kind, Record
 from aligner_plan.estimate import Estimator
 from aligner_plan.layouts import batch_sizes, layouts
+from aligner_plan.measure import depths_of
 from aligner_plan.options import PlanConfig, plan_request, varied
 from aligner_plan.search import advice, fastest
 
@@ -179,6 +183,21 @@ def test_long_sequences_and_experts_are_shared_out():
     assert {expert for *_, expert in found} == {1, 2, 4}
     assert {tensor for tensor, *_ in found} == {1, 2, 4}
     assert layouts_of("policy.backend=dtensor") == {(tensor, 1, 1, 1) for tensor in (1, 2, 4)}
+
+
+@pytest.mark.parametrize(("backend", "depths"), [("megatron", [2, 4]), ("dtensor", [4, 6])])
+def test_more_layers_are_measured_where_fsdp_gathers_ahead(backend, depths):
+    shape = replace(TINY_ARCHITECTURE, num_layers=12)
+    config = parsed(f"policy.backend={backend}", RunConfig)
+    run = rehearsal.planned_run(config, PlanConfig(length=96), {"m.nemo": shape})
+    assert [depths_of(run.roles[name]) for name in ("policy", "critic")] == [depths, depths]
+
+
+@pytest.mark.extended
+def test_estimates_of_published_runs_are_as_near_as_promised():
+    command = [sys.executable, "-m", "benchmarks.plan_published"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_sizes_of_micro_batches():
