@@ -1,7 +1,7 @@
 """`BatchedDataDict`: named columns of equal length, with methods to split, join and reorder."""
 
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Generic, Self, TypeVar
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from aligner.distributed.packing import at_least
 from aligner.distributed.sharding import (
     DynamicBatchingArgs,
     SequencePackingArgs,
@@ -29,16 +30,18 @@ ColumnsT = TypeVar("ColumnsT")
 class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     """Batch of B rows: a mapping from column names to tensors ``[B, ...]`` or lists of length B.
 
-    In shards made by `shard_by_batch_size`, three attributes are lists with one entry per global
+    In shards made by `shard_by_batch_size`, four attributes are lists with one entry per global
     batch. In other batches they are None.
 
     * ``elem_counts_per_gb``: number of rows of the global batch in this shard.
+    * ``largest_counts_per_gb``: number of rows of the global batch in the largest shard.
     * ``micro_batch_indices``: first row and end row of each micro-batch, in the global batch.
     * ``micro_batch_lengths``: padded width of each dynamic micro-batch, or padded number of tokens
       of each packed micro-batch.
     """
 
     elem_counts_per_gb: list[int] | None = None
+    largest_counts_per_gb: list[int] | None = None
     micro_batch_indices: list[list[list[int]]] | None = None
     micro_batch_lengths: list[list[int]] | None = None
 
@@ -170,7 +173,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             raise DataError(f"global batch {index} is outside 0..{len(counts) - 1}")
         start = sum(counts[:index])
         batch = self.slice(start, start + counts[index])
-        for name in BatchedDataDict.__annotations__:  # the three attributes of a shard
+        for name in BatchedDataDict.__annotations__:  # the four attributes of a shard
             per_global_batch = getattr(self, name)
             if per_global_batch is not None:
                 setattr(batch, name, per_global_batch[index : index + 1])
@@ -197,12 +200,55 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """Return each row ``num_repeats`` times. Copies of a row are adjacent."""
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
+    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
+        """Truncate dimension ``dim`` of every tensor to at most ``truncated_len``, in place."""
+        for key, column in self.data.items():
+            if isinstance(column, Tensor) and column.ndim > dim:
+                length = min(truncated_len, column.shape[dim])
+                self.data[key] = column.narrow(dim, 0, length)
+
     def to(self, device: str | torch.device) -> Self:
         """Move all tensors to ``device`` in place and return ``self``."""
         for key, column in self.data.items():
             if isinstance(column, Tensor):
                 self.data[key] = column.to(device)
         return self
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> "Iterator[SlicedDataDict]":
+        """Yield micro-batches of ``microbatch_size`` consecutive rows. The last may be shorter.
+
+        In a shard with one global batch, all ranks yield the same number of micro-batches. A rank
+        with few rows yields empty micro-batches at the end.
+        """
+        rows = largest = self.size
+        if self.largest_counts_per_gb is not None and len(self.largest_counts_per_gb) == 1:
+            largest = self.largest_counts_per_gb[0]
+        for start in range(0, largest, at_least("microbatch_size", microbatch_size, 1)):
+            yield self.slice(min(start, rows), min(start + microbatch_size, rows))
+
+    def make_microbatch_iterator_with_dynamic_shapes(
+        self, sequence_dim: int = 1
+    ) -> "Iterator[SlicedDataDict]":
+        """Yield the micro-batches planned for a global batch, truncated in ``sequence_dim``."""
+        bounds, lengths = self._only_global_batch()
+        for (start, end), length in zip(bounds, lengths, strict=True):
+            microbatch = self.slice(start, end)
+            microbatch.truncate_tensors(sequence_dim, length)
+            yield microbatch
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """Return the number of micro-batches of `make_microbatch_iterator_with_dynamic_shapes`."""
+        return len(self._only_global_batch()[0])
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
+        """Yield the planned micro-batches of one global batch. Each fits into one packed row."""
+        for start, end in self._only_global_batch()[0]:
+            yield self.slice(start, end)
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """Return (number of planned micro-batches, number of tokens in the longest packed row)."""
+        bounds, lengths = self._only_global_batch()
+        return len(bounds), max(lengths, default=0)
 
     def all_gather(self, group: dist.ProcessGroup) -> Self:
         """Concatenate the rows of all ranks of ``group``, in rank order, on every rank.
@@ -223,6 +269,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
                 joined[key] = joined[key].to(column.device)
         return joined
 
+    def get_dict(self) -> dict[str, Any]:
+        """Return the columns as a plain dict."""
+        return dict(self.data)
+
     def _shards_with_plans(
         self, plans: list[ShardPlan]
     ) -> "tuple[list[SlicedDataDict], list[int]]":
@@ -238,13 +288,29 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
 
     def _shards(self, rows: Sequence[Sequence[Sequence[int]]]) -> "list[SlicedDataDict]":
         """Return one shard for each entry of ``rows``, which has row indices by global batch."""
-        shards = []
+        shards, largest = [], [max(map(len, batch)) for batch in zip(*rows, strict=True)]
         for batches in rows:
             indices = [row for batch in batches for row in batch]
             shard = SlicedDataDict(self.select_indices(indices).data)
             shard.elem_counts_per_gb = [len(batch) for batch in batches]
+            shard.largest_counts_per_gb = list(largest)
             shards.append(shard)
         return shards
+
+    def _only_global_batch(self) -> tuple[list[list[int]], list[int]]:
+        if self.micro_batch_indices is None or self.micro_batch_lengths is None:
+            raise DataError(
+                "this batch has no micro-batches. Call shard_by_batch_size with "
+                "dynamic_batching_args or sequence_packing_args, and use its shards"
+            )
+        if not self.micro_batch_indices:
+            return [], []
+        if len(self.micro_batch_indices) > 1:
+            raise DataError(
+                f"this shard contains {len(self.micro_batch_indices)} global batches. Select one "
+                "with get_batch first"
+            )
+        return self.micro_batch_indices[0], self.micro_batch_lengths[0]
 
 
 class SlicedDataDict(BatchedDataDict[Any]):

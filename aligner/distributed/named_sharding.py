@@ -46,15 +46,24 @@ class NamedSharding:
         return list(self._names)
 
     @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self._layout.ndim
+
+    @property
     def size(self) -> int:
         """Number of workers."""
         return int(self._layout.size)
 
-    def get_axis_size(self, name: str) -> int:
-        """Return the size of the axis ``name``."""
+    def get_axis_index(self, name: str) -> int:
+        """Return the position of the axis ``name``."""
         if name not in self._names:
             raise LayoutError(f"unknown axis {name!r}. The axes are {self._names}")
-        return self.shape[name]
+        return self._names.index(name)
+
+    def get_axis_size(self, name: str) -> int:
+        """Return the size of the axis ``name``."""
+        return int(self._layout.shape[self.get_axis_index(name)])
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
         """Return the coordinate of the rank ``worker_id`` on each axis, by axis name."""
@@ -62,6 +71,26 @@ class NamedSharding:
         if not len(positions):
             raise LayoutError(f"rank {worker_id} is not in the layout {self._layout.tolist()}")
         return {name: int(i) for name, i in zip(self._names, positions[0], strict=True)}
+
+    def get_ranks_by_coord(self, **coords: int) -> list[int]:
+        """Return all ranks at the given coordinates, outermost axis first."""
+        return [int(rank) for rank in np.ravel(self._select(coords))]
+
+    def get_ranks(self, **coords: int) -> "NamedSharding | int":
+        """Return the ranks at ``coords``, over the remaining axes, or an int if no axis remains."""
+        selected = self._select(coords)
+        if selected.ndim == 0:
+            return int(selected)
+        return NamedSharding(selected, [name for name in self._names if name not in coords])
+
+    def _select(self, coords: dict[str, int]) -> NDArray[np.int64]:
+        index: list[int | slice] = [slice(None)] * self.ndim
+        for name, coordinate in coords.items():
+            size = self.get_axis_size(name)
+            if not 0 <= coordinate < size:
+                raise LayoutError(f"coordinate {name}={coordinate} is outside 0..{size - 1}")
+            index[self.get_axis_index(name)] = coordinate
+        return np.asarray(self._layout[tuple(index)])
 
     def __eq__(self, value: object) -> bool:
         if not isinstance(value, NamedSharding):

@@ -66,10 +66,23 @@ def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], li
 
 
 class SequencePacker(ABC):
-    """Base class of algorithms that assign sequences to bins of at most ``bin_capacity`` tokens."""
+    """Base class of algorithms that assign sequences to bins of at most ``bin_capacity`` tokens.
 
-    def __init__(self, bin_capacity: int) -> None:
+    The number of bins is at least ``min_bin_count`` and a multiple of ``bin_count_multiple``. To
+    reach it, the fullest bins are split.
+    """
+
+    def __init__(
+        self,
+        bin_capacity: int,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+    ) -> None:
         self.bin_capacity = at_least("bin_capacity", bin_capacity, 1)
+        self.min_bin_count = at_least("min_bin_count", min_bin_count or 0, 0)
+        self.bin_count_multiple = at_least(
+            "bin_count_multiple", 1 if bin_count_multiple is None else bin_count_multiple, 1
+        )
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> Bins:
@@ -84,7 +97,9 @@ class SequencePacker(ABC):
                     f"sequence {index} has {length} tokens, but a packed row has at most "
                     f"{self.bin_capacity}. Raise this limit, or drop the sequence"
                 )
-        return self._pack(lengths)
+        bins = self._pack(lengths)
+        count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)
+        return split_fullest(bins, lengths, count)
 
 
 class ConcatenativePacker(SequencePacker):
@@ -119,8 +134,14 @@ class FirstFitDecreasingPacker(SequencePacker):
 class FirstFitShufflePacker(SequencePacker):
     """Packer that adds each sequence, in random order, to the first bin with enough space."""
 
-    def __init__(self, bin_capacity: int, seed: int = 0) -> None:
-        super().__init__(bin_capacity)
+    def __init__(
+        self,
+        bin_capacity: int,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(bin_capacity, min_bin_count, bin_count_multiple)
         self.seed = seed
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
@@ -209,7 +230,12 @@ _PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 }
 
 
-def get_packer(algorithm: PackingAlgorithm | str, bin_capacity: int) -> SequencePacker:
+def get_packer(
+    algorithm: PackingAlgorithm | str,
+    bin_capacity: int,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+) -> SequencePacker:
     """Return the packer called ``algorithm`` (upper or lower case). Raises `ConfigError`."""
     if isinstance(algorithm, str):
         names = {name.value: name for name in PackingAlgorithm}
@@ -218,4 +244,4 @@ def get_packer(algorithm: PackingAlgorithm | str, bin_capacity: int) -> Sequence
                 f"packing algorithm={algorithm!r} is unknown. Choose one of {', '.join(names)}"
             )
         algorithm = names[algorithm.lower()]
-    return _PACKERS[algorithm](bin_capacity)
+    return _PACKERS[algorithm](bin_capacity, min_bin_count, bin_count_multiple)

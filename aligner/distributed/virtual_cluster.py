@@ -170,6 +170,10 @@ class RayVirtualCluster:
         limited = zip(self.bundles, limits, strict=True)
         return [bundle for bundle, limit in limited if bundle.index < limit]
 
+    def node_count(self) -> int:
+        """Return the number of nodes."""
+        return len(self._counts)
+
     def get_placement_groups(self) -> list[Any]:
         """Return Ray's placement group of each node."""
         return list(dict.fromkeys(bundle.group for bundle in self.bundles))

@@ -357,7 +357,7 @@ class RayWorkerGroup:
             )
             self._actors.append(actor)
             # For messages until the process reports its host and pid.
-            identity = WorkerIdentity(self.name_prefix, rank, "not known yet", 0, log)
+            identity = WorkerIdentity(self.name_prefix, rank, "not known yet", "", 0, log)
             starting.append((actor.identity.remote(), identity))
         self._identities = wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
 

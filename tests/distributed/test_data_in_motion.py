@@ -80,8 +80,8 @@ def exchanged():
 
     data = BatchedDataDict({"x": torch.arange(5)})
     seen = {
-        "gathered": jagged(rank).all_gather(group).data,
-        "empty": BatchedDataDict({"ids": torch.zeros(0, 3)}).all_gather(group).data,
+        "gathered": jagged(rank).all_gather(group).get_dict(),
+        "empty": BatchedDataDict({"ids": torch.zeros(0, 3)}).all_gather(group).get_dict(),
         "differing": message_of(lambda: BatchedDataDict({f"c{rank}": [1]}).all_gather(group)),
         "doubled": {rows: doubled(rows) for rows in (0, 2, 7)},
         "ours": message_of(lambda: call("fail", data, on=2, ours=True)),

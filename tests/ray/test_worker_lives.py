@@ -110,7 +110,7 @@ def test_no_room_is_said_in_numbers(ray, monkeypatch):
         RayVirtualCluster([2], name="policy")
     with pytest.raises(WorkerError, match="cpus_per_worker"):
         RayVirtualCluster([1, 1])  # two nodes, and there is one
-    assert cluster.world_size() == 3
+    assert (cluster.world_size(), cluster.node_count()) == (3, 1)
     assert len(cluster.get_placement_groups()) == 1
     cluster.shutdown()
     RayVirtualCluster([4]).shutdown()

@@ -28,6 +28,7 @@ class WorkerIdentity:
     role: str  # such as "policy"
     rank: int  # in the worker group
     host: str
+    node_id: str  # Ray's id of the node
     pid: int
     log: str  # path of the worker's log
 
@@ -87,7 +88,12 @@ class WorkerProcess:
 
     def identity(self) -> WorkerIdentity:
         """Return the role, rank and process of this worker."""
-        return WorkerIdentity(self._role, self._rank, socket.gethostname(), os.getpid(), self._log)
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return WorkerIdentity(
+            self._role, self._rank, socket.gethostname(), node, os.getpid(), self._log
+        )
 
     def free_port(self) -> tuple[str, int]:
         """Return this node's address and a free port, which is reserved until this process ends."""

@@ -98,6 +98,20 @@ def test_parts_and_repetitions():
     data = batch(2).repeat_interleave(2)
     assert data["length"].tolist() == [0, 0, 1, 1]
     assert data["text"] == ["row 0", "row 0", "row 1", "row 1"]
+    data = batch(2)
+    data.truncate_tensors(dim=1, truncated_len=2)
+    assert data["ids"].shape == (2, 2)
+    assert data["length"].shape == (2,)
+
+
+def test_ranks_with_fewer_rows_run_as_many_microbatches():
+    parts = list(batch(5).make_microbatch_iterator(2))
+    assert [p["length"].tolist() for p in parts] == [[0, 1], [2, 3], [4]]
+    shards = batch(5).shard_by_batch_size(3, allow_uneven_shards=True)  # 2, 2 and 1 rows
+    for shard in (*shards, *(shard.get_batch(0) for shard in shards)):
+        sizes = [part.size for part in shard.make_microbatch_iterator(1)]
+        assert sizes == ([1, 1] if shard.size == 2 else [1, 0])
+    assert [len(list(shard.make_microbatch_iterator(2))) for shard in shards] == [1, 1, 1]
 
 
 def tokens(lengths, **batch_size):
@@ -110,10 +124,15 @@ def tokens(lengths, **batch_size):
 
 def test_microbatches_of_a_token_budget():
     ((shard,), order) = tokens([1, 5, 3, 2])
+    parts = list(shard.make_microbatch_iterator_with_dynamic_shapes())
+    assert [part["n"].tolist() for part in parts] == [[5], [3], [1, 2]]
+    assert [tuple(part["ids"].shape) for part in parts] == [(1, 6), (1, 4), (2, 2)]
+    assert shard.get_microbatch_iterator_dynamic_shapes_len() == 3
     assert order == [1, 2, 0, 3]
-    assert shard["n"].tolist() == [5, 3, 1, 2]
-    assert shard.micro_batch_indices == [[[0, 1], [1, 2], [2, 4]]]
-    assert shard.micro_batch_lengths == [[6, 4, 2]]
+    assert shard["ids"].shape == (4, 6)  # the shard itself is left alone
+    parts = list(shard.make_microbatch_iterator_for_packable_sequences())
+    assert [part["n"].tolist() for part in parts] == [[5], [3], [1, 2]]
+    assert shard.get_microbatch_iterator_for_packable_sequences_len() == (3, 6)
     # A global batch brings its own.
     ((shard,), _) = tokens([1, 5, 3, 2], batch_size=2)
     assert shard.elem_counts_per_gb == [2, 2]
@@ -121,3 +140,7 @@ def test_microbatches_of_a_token_budget():
     assert second["n"].tolist() == [3, 2]
     assert second.micro_batch_indices == [[[0, 1], [1, 2]]]
     assert second.micro_batch_lengths == [[4, 2]]
+    with pytest.raises(DataError, match=r"2 global batches.* get_batch"):
+        shard.get_microbatch_iterator_dynamic_shapes_len()
+    with pytest.raises(DataError, match=r"no micro-batches.* shard_by_batch_size"):
+        list(batch().make_microbatch_iterator_for_packable_sequences())

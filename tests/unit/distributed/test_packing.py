@@ -4,22 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.distributed.packing import (
-    FirstFitShufflePacker,
-    PackingAlgorithm,
-    bin_count,
-    get_packer,
-    split_fullest,
-)
+from aligner.distributed.packing import FirstFitShufflePacker, PackingAlgorithm, get_packer
 from aligner.errors import ConfigError, DataError
 
 ALGORITHMS = list(PackingAlgorithm)
 LENGTHS = st.lists(st.integers(0, 50), max_size=80)
 
 
-def pack(algorithm, lengths, capacity, minimum=0, multiple=1):
-    bins = get_packer(algorithm, capacity).pack(lengths)
-    return split_fullest(bins, lengths, bin_count(len(bins), minimum, multiple))
+def pack(algorithm, lengths, capacity, **kwargs):
+    return get_packer(algorithm, capacity, **kwargs).pack(lengths)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +53,9 @@ def test_bins_by_number_seed_and_name():
     # 6+4 and 3+3+1: the first bin is fuller and goes into 6 | 4, then 3+3+1 into 3+1 | 3.
     lengths = [6, 4, 3, 3, 1]
     assert pack("first_fit_decreasing", lengths, 10) == [[0, 1], [2, 3, 4]]
-    assert pack("first_fit_decreasing", lengths, 10, minimum=3) == [[0], [2, 3, 4], [1]]
+    assert pack("first_fit_decreasing", lengths, 10, min_bin_count=3) == [[0], [2, 3, 4], [1]]
     four = [[0], [2, 4], [1], [3]]
-    assert pack("first_fit_decreasing", lengths, 10, multiple=4) == four
+    assert pack("first_fit_decreasing", lengths, 10, bin_count_multiple=4) == four
     # The same every time, and another with another seed.
     lengths = list(range(1, 60))
     packer = get_packer("first_fit_shuffle", 64)
@@ -83,12 +76,13 @@ def test_bins_by_number_seed_and_name():
 def test_every_sequence_once_within_capacity_and_count(algorithm, lengths, capacity, data):
     least = data.draw(st.integers(0, max(1, len(lengths) // 2)))
     multiple = data.draw(st.integers(1, max(1, len(lengths) // 3)))
+    packer = get_packer(algorithm, capacity, min_bin_count=least, bin_count_multiple=multiple)
     required = max(least, len(pack(algorithm, lengths, capacity)))
     if -(-required // multiple) * multiple > len(lengths):
         with pytest.raises(DataError, match="cannot be filled"):
-            pack(algorithm, lengths, capacity, least, multiple)
+            packer.pack(lengths)
         return
-    bins = pack(algorithm, lengths, capacity, least, multiple)
+    bins = packer.pack(lengths)
     assert sorted(index for items in bins for index in items) == list(range(len(lengths)))
     assert all(items for items in bins)
     assert all(sum(lengths[index] for index in items) <= capacity for items in bins)
@@ -121,6 +115,8 @@ def test_errors_name_the_sequence_the_key_and_the_remedy(algorithm):
     with pytest.raises(DataError, match=r"sequence 1 has 11 tokens.*10.*Raise this limit"):
         pack(algorithm, [3, 11], 10)
     with pytest.raises(DataError, match=r"4 bins .*2 sequences.* min_bin_count"):
-        pack(algorithm, [3, 3], 10, minimum=3, multiple=2)
+        pack(algorithm, [3, 3], 10, min_bin_count=3, bin_count_multiple=2)
     with pytest.raises(ConfigError, match="bin_capacity=0 must be at least 1"):
         get_packer(algorithm, 0)
+    with pytest.raises(ConfigError, match="bin_count_multiple=0"):
+        get_packer(algorithm, 1, bin_count_multiple=0)

@@ -143,8 +143,8 @@ def test_fewer_samples_than_shards_or_none():
         assert order == [1, 0]
         parts, order = batch([]).shard_by_batch_size(2, **args)
         assert order == []
-        assert [part.micro_batch_indices for part in parts] == [[], []]
-        assert [part.micro_batch_lengths for part in parts] == [[], []]
+        assert [list(p.make_microbatch_iterator_with_dynamic_shapes()) for p in parts] == [[], []]
+        assert parts[0].get_microbatch_iterator_for_packable_sequences_len() == (0, 0)
 
 
 def test_shards_are_level():
