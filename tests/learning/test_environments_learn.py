@@ -146,23 +146,29 @@ def test_two_processes_have_the_same_conversations(tmp_path, tiny_nemo):
     assert len(first) > 1
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "way",
-    [
-        [*("model.dynamic_batching.enabled=true", "model.dynamic_batching.train_mb_tokens=256")],
-        ["policy.backend=dtensor"],
+# Over the same conversations, which fork, each of these makes its passes in another way.
+WAYS = {
+    "tensor": ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
+    "pipeline": ["model.pipeline_model_parallel_size=2"],
+    "context": ["model.context_parallel_size=2"],
+    "packed": ["model.sequence_packing.enabled=true", "model.sequence_packing.train_mb_tokens=256"],
+    "dynamic": [
+        *("model.dynamic_batching.enabled=true", "model.dynamic_batching.train_mb_tokens=256")
     ],
-    ids=["dynamic", "dtensor"],
-)
+    "dtensor": ["policy.backend=dtensor"],
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", WAYS)
 def test_another_way_has_the_same_numbers_of_forked_conversations(
     tmp_path, tiny_nemo, forking, way
 ):
-    """Layouts and packed rows are in tests/distributed/test_layouts.py."""
     options = [*short("ppo"), *CRITIC, *forking]
     one, other = tmp_path / "one", tmp_path / "other"
     run(one, tiny_nemo, *options)
-    run(other, tiny_nemo, *options, *way)
+    is_layout = way in ("tensor", "pipeline", "context")
+    (run_on_two if is_layout else run)(other, tiny_nemo, *options, *WAYS[way])
     ours, theirs = ([s for s in samples_of(folder) if s["step"] == 1] for folder in (one, other))
     assert ours == theirs
     first, second = (numbers(folder)[1] for folder in (one, other))

@@ -208,8 +208,30 @@ def test_their_defaults_of_a_model_section_are_accepted():
         build(CriticConfig, {"loss_clip_val": 0.2}, "critic")
 
 
-# What its documentation's commands set: of SFT, DPO and reward models.
+# What its documentation's commands set: of the PPO actor, rejection sampling, SFT, DPO and reward.
 COMMANDS = {
+    "ppo": (
+        RunConfig,
+        """trainer.devices=8 trainer.num_nodes=1 trainer.accelerator=gpu
+        pretrained_checkpoint.restore_from_path=m.nemo model.mcore_gpt=True
+        model.megatron_amp_O2=True exp_manager.create_wandb_logger=False
+        exp_manager.explicit_log_dir=r exp_manager.checkpoint_callback_params.save_top_k=80
+        trainer.ppo.max_epochs=1 trainer.ppo.initial_policy_kl_penalty=0.02
+        ++model.ppo.entropy_bonus=0.0 model.ppo.num_rollout_samples=512
+        model.ppo.rollout_micro_batch_size=8 model.ppo.length_params.max_length=1024
+        remote_critic_rm.pad_to_length=2048 remote_critic_rm.critic.ip=h
+        model.global_batch_size=64 model.optim.lr=9e-7 trainer.ppo.trt_llm.enable=False""",
+        """pretrained_checkpoint.restore_from_path remote_critic_rm.critic.ip
+        exp_manager.checkpoint_callback_params.save_top_k""",
+    ),
+    "rs": (
+        RSRunConfig,
+        """trainer.rs.max_epochs=1 model.rs.num_rollouts_per_prompt=4 model.rs.top_n_rollouts=1
+        ++model.mcore_gpt=True model.peft.lora_tuning.layer_selection=null
+        model.peft.lora_tuning.weight_tying=False trainer.rs.trt_llm.enable=false
+        remote_rm.reward_model.ip=h model.data.data_impl=jsonl""",
+        "remote_rm.reward_model.ip model.data.data_impl",
+    ),
     "sft": (
         SFTRunConfig,
         """trainer.precision=bf16 trainer.sft.max_steps=-1 trainer.sft.limit_val_batches=40

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
 from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config.translation.nemo_rl import published_role
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -274,6 +275,10 @@ def test_a_policy_without_generation_does_not_generate(tokenizer):
         policy.generate(prompts())
     with pytest.raises(ConfigError, match=r"stop_token_ids=.9999."):
         Policy(Clusters(), policy_config(generation={"stop_token_ids": [9999]}), tokenizer)
+    batching = {"enabled": True, "train_mb_tokens": 64}
+    both = policy_config(dynamic_batching=batching, sequence_packing=batching)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        Policy(Clusters(), both, tokenizer)
 
 
 def test_an_output_that_lacks_a_column_is_a_value_error(policy, monkeypatch):
@@ -284,6 +289,16 @@ def test_an_output_that_lacks_a_column_is_a_value_error(policy, monkeypatch):
     )
     with pytest.raises(ValueError, match="generation_lengths, unpadded_sequence_lengths"):
         policy.generate(prompts())
+
+
+def test_train_returns_the_published_keys(policy, value):
+    policy.prepare_for_training()
+    value.prepare_for_training()
+    for handle, loss in ((policy, PPOPolicyLoss()), (value, PPOValueLoss(None))):
+        result = handle.train(trained_batch(), loss)
+        assert {"loss", "grad_norm", "all_mb_metrics"} <= result.keys()
+        assert result["all_mb_metrics"]["loss"] == [result["loss"]]
+        assert result["grad_norm"] > 0
 
 
 def test_stop_tokens_end_a_response_too(tiny_nemo, tokenizer, cluster, policy):

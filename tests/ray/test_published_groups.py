@@ -153,6 +153,18 @@ def group_of(cluster, worker, shape, config, name, **options):
 
 
 @pytest.mark.ray_heavy
+def test_a_published_builder_makes_a_training_group(cluster, tiny_nemo, tokenizer):
+    config = value_config(tiny_nemo, tensor_model_parallel_size=2)
+    options = {"tokenizer": tokenizer, "init_optimizer": True}
+    options |= {"weights_path": None, "optimizer_path": None}
+    worker = "value.workers.megatron_value_worker.MegatronValueWorker"
+    group = group_of(cluster, worker, (1, 1, 1, 2), config, "lm_value", **options)
+    (result,) = run(group, "get_values", prompts())
+    assert result["values"].shape == (4, 5)
+    assert group.shutdown(cleanup_method="shutdown")
+
+
+@pytest.mark.ray_heavy
 @pytest.mark.parametrize("backend", ["megatron", "dtensor"])
 def test_a_front_of_ones_own_on_published_workers(
     cluster, ray, tiny_nemo, tokenizer, tmp_path, backend
