@@ -83,7 +83,7 @@ def test_each_engine_of_the_library_is_named_in_its_own_folder_only():
             if f"generation/{name}/" not in str(file) and uses.search(file.read_text())
         }
         # The table, the packages that may be installed, keys of other libraries.
-        names = ("catalog", "packages", "compat/nemo_aligner", "compat/nemo_rl_values")
+        names = ("catalog", "packages", "compat/nemo_aligner", "config/translation/nemo_rl_values")
         assert found <= {f"aligner/{name}.py" for name in names}
 
 
