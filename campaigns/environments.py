@@ -89,6 +89,10 @@ _FAULTS: dict[str, tuple[str, str | None]] = {
     "changes_directory": ("os.chdir('/'); return turn", None),
     "changes_the_message": ("message.clear(); return turn", None),
 }
+# Faults of code: the first failure stops the run (docs/environments.md).
+_WRONG_TYPES = (
+    *("no_turn", "none", "says_nothing", "reward_in_words", "no_messages", "speaks_for_the_policy"),
+)
 _HEAD = """import ctypes, os, signal, subprocess, sys, threading, time
 from aligner.environments import Start, Turn
 from aligner.examples.tasks.games import GuessingGame
@@ -166,7 +170,7 @@ def _meet_once(campaign: Campaign, name: str, calm: dict[int, Any]) -> None:
     good = outcome.status == 0 and not outcome.survivors and marker.exists()
     good = good and unchanged and len(samples_seen) == _GAMES and counted == expected
     good = good and (len(outcome.output) < _MOST_OUTPUT or name == "prints_much")
-    good = good or _is_refused_start(outcome)
+    good = good or _is_refused(outcome, name, at)
     note = f"call {at}: {outcome.verdict}, {counted}, others the same {unchanged}"
     note += f", left {outcome.survivors}"
     campaign.record(f"{name} once", good, f"{note}; {outcome.last if outcome.status else ''}")
@@ -178,15 +182,16 @@ def _meet_always(campaign: Campaign, name: str) -> None:
     _, _, outcome = played(campaign, name, body, bad=campaign.rng.randrange(_GAMES), at=at)
     named = f"{_RETRIES + 1} conversations or engine calls failed" in outcome.output
     good = outcome.status == 2 and not outcome.timed_out and not outcome.survivors and named
-    good = good or _is_refused_start(outcome)
+    good = good or _is_refused(outcome, name, at)
     note = f"call {at}: {outcome.verdict} in {outcome.seconds:.0f} s, left {outcome.survivors}"
     campaign.record(f"{name} always", good, f"{note}; {outcome.last}")
 
 
-def _is_refused_start(outcome: Outcome) -> bool:
-    """Whether ``init`` returned a wrong object, which stops the run at once."""
-    is_named = "it must return a Start" in outcome.output
-    return outcome.status == 2 and is_named and not outcome.survivors
+def _is_refused(outcome: Outcome, name: str, at: int) -> bool:
+    """Whether the first failure stopped the run, as it must for wrong types and errors of init."""
+    is_named = f"{name}.py:Game' raised" in outcome.output
+    stops = at == 0 or name in _WRONG_TYPES
+    return stops and outcome.status == 2 and is_named and not outcome.survivors
 
 
 def played(

@@ -301,9 +301,10 @@ def test_train_returns_the_published_keys(policy, value):
         assert result["grad_norm"] > 0
 
 
-def test_stop_tokens_end_a_response_too(tiny_nemo, tokenizer, cluster, policy):
+def test_stop_tokens_end_a_response_too(tiny_nemo, tokenizer, cluster):
     """The first token of a response ends it, if this token is a stop token."""
-    first = policy.generate(prompts(), greedy=True)
+    untrained = Policy(cluster, policy_config(tiny_nemo), tokenizer, **INFERENCE)
+    first = untrained.generate(prompts(), greedy=True)
     row, length = first["output_ids"][0], prompts()["input_lengths"][0]
     assert first["generation_lengths"][0] > 1
     stop = {"max_new_tokens": 6, "stop_token_ids": [int(row[length]), tokenizer.eos_id]}
