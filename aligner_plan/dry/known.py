@@ -128,7 +128,8 @@ def _traits(func: Any) -> _Traits:
     return _Traits(
         func.overloadpacket in _OVERWRITING,
         torch.Tag.nondeterministic_seeded not in func.tags
-        and "empty" not in func.overloadpacket.__name__,  # uninitialised
+        and "empty" not in func.overloadpacket.__name__  # uninitialised
+        and func.overloadpacket is not _aten._fused_rms_norm_backward,  # not on the host
         tuple(
             (index, argument.name)
             for index, argument in enumerate(func._schema.arguments)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from aligner.catalog import BY_SCRIPT
 from aligner.config.load import parse_config
@@ -103,6 +104,22 @@ def beside_collectives(kind, world=2, numbers=1024):
             found[name] = record.peak_bytes - after
             assert after - before == (result.nbytes if name.endswith("DTensor") else 0)
             del result
+    return found
+
+
+def norm(requires_grad):
+    """Kernels of an RMSNorm in bf16, and bytes that exist after it, for each byte of the result."""
+    with DryDevice() as device, torch.inference_mode(not requires_grad):
+        hidden = torch.ones(64, 256, dtype=torch.bfloat16, device="cuda")
+        weight = torch.ones(256, dtype=torch.bfloat16, device="cuda", requires_grad=requires_grad)
+        before = device.memory.alive_bytes
+        with device.record() as record:
+            out = F.rms_norm(hidden, (256,), weight, 1e-5)
+        found = [record.launches, (device.memory.alive_bytes - before) / out.nbytes]
+        if requires_grad:
+            with device.record() as record:
+                out.backward(out.detach())
+            found.append(record.launches)
     return found
 
 
