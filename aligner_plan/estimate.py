@@ -58,14 +58,10 @@ class Estimate:
     config: BaseRunConfig
     device: DeviceRates
     margin: float
+    usable_bytes: float  # of a card, without the margin
     cards: int
     roles: dict[str, EstimatedRole]
     step: tuple[RolePhase, ...]
-
-    @property
-    def usable_bytes(self) -> float:
-        """Memory of a card, without the part that is reserved for uncounted use."""
-        return self.device.memory_bytes * (1 - self.margin)
 
     @property
     def fullest(self) -> RolePhase:
@@ -221,7 +217,8 @@ class Estimator:
         for role in run.roles.values():
             worlds[role.cards] = max(role.world, worlds.get(role.cards, 0))
         cards = sum(worlds.values())
-        return Estimate(run.config, self.device, self.plan.margin, cards, roles, run.step)
+        margin = self.plan.margin
+        return Estimate(run.config, self.device, margin, self.usable_bytes, cards, roles, run.step)
 
     def _measured_ranks(
         self, roles: Mapping[str, PlannedRole]

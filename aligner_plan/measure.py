@@ -38,7 +38,7 @@ from aligner_plan.roles import Phase, PlannedRole
 
 # Layers of a pipeline stage that are run if the stage has more. FSDP2 gathers layers ahead: from
 # four layers on, it gathers as many as in any deeper model.
-_DEPTHS = {"megatron": (2, 4), "dtensor": (4, 6)}
+_DEPTHS = {"megatron": (2, 4), "dtensor": (4, 5)}
 _LEAVE = {"prepare_for_training": "finish_training"}
 _TOKENS = 5  # sampled tokens of each response. From the third on a CUDA graph samples them
 

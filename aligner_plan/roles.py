@@ -69,11 +69,6 @@ class Phase:
         return self.method == "train"
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a step that are sampled or pass through the model."""
-        return self.rows * self.times * (self.response or self.length)
-
-    @property
     def rows_per_group(self) -> int:
         """Adjacent rows that must be in one micro-batch."""
         loss = self.options.get("loss_fn")

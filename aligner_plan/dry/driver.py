@@ -27,8 +27,7 @@ _PARAMETERS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters
 # A CPU build of PyTorch has no GPU kernel of this norm, and autograd would record the norm's parts,
 # with operands in float32. With any entry for the GPU, autograd saves the operands of the kernel.
 _kernels = torch.library.Library("aten", "IMPL")
-if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):
-    _kernels.impl("_fused_rms_norm", lambda *_: NotImplemented, "CUDA")
+_kernels.impl("_fused_rms_norm", lambda *_: NotImplemented, "CUDA")
 
 
 def gpu_replacements(gpu: Any) -> Iterator[Replacement]:
