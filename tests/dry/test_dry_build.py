@@ -93,7 +93,7 @@ STEPS = {
     "LoRA": {"lora": True},
 }
 CAPTURED = ("bf16", "float32", "top-p", "LoRA")
-LAUNCHES = {"TP": 169, "without graphs": 152}  # the fused norms of a GPU are 8 kernels each here
+LAUNCHES = {"TP": 103, "without graphs": 86}
 
 
 @pytest.mark.parametrize("case", STEPS)
@@ -108,7 +108,7 @@ def test_a_step_is_one_launch_without_a_wait(dry, case):
     assert found["left_bytes"] < 4096  # once what is kept between rollouts was given up
     if case in CAPTURED:
         assert found["launches"] <= 4
-        assert found["kernels"] > 100
+        assert found["kernels"] > 80
     else:
         assert found["launches"] <= LAUNCHES[case]
 
