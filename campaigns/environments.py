@@ -91,7 +91,12 @@ _FAULTS: dict[str, tuple[str, str | None]] = {
 }
 # Faults of code: the first failure stops the run (docs/environments.md).
 _WRONG_TYPES = (
-    *("no_turn", "none", "says_nothing", "reward_in_words", "no_messages", "speaks_for_the_policy"),
+    "no_turn",
+    "none",
+    "says_nothing",
+    "reward_in_words",
+    "no_messages",
+    "speaks_for_the_policy",
 )
 _HEAD = """import ctypes, os, signal, subprocess, sys, threading, time
 from aligner.environments import Start, Turn

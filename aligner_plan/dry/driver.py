@@ -26,8 +26,10 @@ _EXPORTED_DEVICE = 7  # index of the device in the exporting process
 _PARAMETERS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 # A CPU build of PyTorch has no GPU kernel of this norm, and autograd would record the norm's parts,
 # with operands in float32. With any entry for the GPU, autograd saves the operands of the kernel.
-_kernels = torch.library.Library("aten", "IMPL")
-_kernels.impl("_fused_rms_norm", lambda *_: NotImplemented, "CUDA")
+# A build for GPUs keeps its kernel, which benchmarks on a GPU use in the process that plans.
+if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):
+    _kernels = torch.library.Library("aten", "IMPL")
+    _kernels.impl("_fused_rms_norm", lambda *_: NotImplemented, "CUDA")
 
 
 def gpu_replacements(gpu: Any) -> Iterator[Replacement]:
